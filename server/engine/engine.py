@@ -8,7 +8,7 @@ A step is scheduled from what the steps in flight will have done. Only the token
 beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
 
 Where an answer follows a grammar, the tokens that may come next depend on those before. The forward half of such a step is
-launched ahead as any other; then the earlier steps are read, the masks are filled, and the step samples.
+launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.
 """
 
 import logging
@@ -472,10 +472,7 @@ class Engine:
                     chunk.is_answered = False
         if not asking:
             return None
-        masks, failed = self._structured.masks(asking, self._runner.uploads)
-        for request, reason in failed:
-            self._fail([request], reason)
-        return masks
+        return self._structured.masks(asking, self._runner.uploads)
 
     # ------------------------------------------------------------------ between requests
 

@@ -2,7 +2,7 @@
 
     open: a thread reads the compiled grammar ──> opened: the request may wait, with the tokens that its answer begins with
     follow: sampled tokens ──> the matchers accept them and say what comes next ──> it ends, jumps forward, or is sampled
-    masks:  the forward half of a step runs, all earlier tokens are known ──> a mask for each row
+    masks:  of the rows of a step, made by `opened` and `follow`
 
 *Jump-forward*: where only one text can come next, its tokens are appended in one chunk instead of being sampled.
 Legend: G rows with a grammar, W words of a mask.
@@ -47,6 +47,11 @@ LOOP_SHARE: Final = 0.25
 many slow choices, none of them over its own limit, would stop the loop for seconds.
 """
 CROWDED_S: Final = 0.01
+SPREAD_S: Final = 0.002
+"""CPU time that a step's tokens are expected to take, beyond which they are followed in several threads.
+
+Most take some 10 us, half of it with Python's lock: threads that pass it to each other for these take longer than one.
+"""
 _NAP_S: Final = 0.0005
 """While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
 
@@ -89,6 +94,8 @@ class StructuredOutputManager:
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
         self._threads = CallThreads()
+        self._token_s = 0.0
+        """CPU time to follow a token, on average over those that were followed last."""
         self._balance_s = ANSWER_S
         """What all grammars may take before answers have CROWDED_S."""
         self._balanced_s = time.perf_counter()
@@ -123,7 +130,7 @@ class StructuredOutputManager:
                 calls.append((request, partial(self._forced, request)))
             except Exception as error:
                 found.append((request, _reason(request, "cannot be read", error)))
-        for (request, _), forced in zip(calls, self._call(calls), strict=True):
+        for (request, _), forced in zip(calls, self._call(calls, spread=False)[0], strict=True):
             if isinstance(forced, Exception):
                 found.append((request, _reason(request, "cannot be followed", forced)))
                 continue
@@ -137,7 +144,10 @@ class StructuredOutputManager:
         time.sleep(_NAP_S)
 
     def follow(self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
-        """The matchers of these slots accept the tokens that are kept, and say what comes next: one trip to their thread."""
+        """The matchers of these slots accept the tokens that are kept, say what comes next, and make the masks for that.
+
+        One trip to their thread.
+        """
         if not table.num_constrained:
             return NOTHING_FOLLOWED
         followed = Followed({}, [])
@@ -149,7 +159,9 @@ class StructuredOutputManager:
             request = table.requests[slot]
             assert request is not None and request.matcher is not None, "no request with a grammar runs there"
             calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
-        for index, (request, _), comes in zip(indices.tolist(), calls, self._call(calls), strict=True):
+        results, took_s = self._call(calls, spread=len(calls) * self._token_s > SPREAD_S)
+        self._token_s = took_s / max(1, len(calls))
+        for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
             if isinstance(comes, Exception):
                 followed.refused[index] = _reason(request, "cannot be followed", comes)
             elif comes is None:
@@ -158,21 +170,14 @@ class StructuredOutputManager:
                 followed.going_on.append((request, comes))
         return followed
 
-    def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> tuple[TokenMasks, list[tuple[Request, str]]]:
-        """The masks of a step's rows, filled in several threads; and the requests whose matchers failed, with the reason."""
-        matchers = [request.matcher for _, request in rows if request.matcher is not None]
-        masks = TokenMasks.of([row for row, _ in rows], matchers[0].num_words, uploads)
-        words_GW = masks.words_GW.numpy()
-        calls = [
-            (request, partial(matcher.fill, words_GW, index))
-            for index, ((_, request), matcher) in enumerate(zip(rows, matchers, strict=True))
-        ]
-        failed: list[tuple[Request, str]] = []
-        for index, filled in enumerate(self._call(calls, spread=True)):
-            if isinstance(filled, Exception):
-                words_GW[index] = -1  # its call may still write here, and what is sampled in the row is dropped
-                failed.append((calls[index][0], _reason(calls[index][0], "cannot be followed", filled)))
-        return masks, failed
+    def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> TokenMasks:
+        """The masks of a step's rows, whose earlier tokens are all known. Copies of those that are there: no matcher works."""
+        assert self._vocabulary is not None, "it was there to read the grammars"
+        masks = TokenMasks.of([row for row, _ in rows], self._vocabulary.num_words, uploads)
+        for words, (_, request) in zip(masks.words_GW.numpy(), rows, strict=True):
+            assert request.matcher is not None, "it follows a grammar"
+            request.matcher.fill(words)
+        return masks
 
     def matcher_for(self, request: Request, compiled: "xgrammar.CompiledGrammar") -> Matcher:
         """A new matcher. Benchmarks override it."""
@@ -202,17 +207,18 @@ class StructuredOutputManager:
         return compiled
 
     def _forced(self, request: Request) -> list[int]:
-        """What an answer begins with. Raises: CallOverran, also while too many calls of others overrun."""
+        """What an answer begins with; makes the mask behind it. Raises: CallOverran, also while too many of others overrun."""
         if self._threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
         assert request.matcher is not None, "its grammar has been read"
-        return request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
+        forced = request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
+        request.matcher.mask()
+        return forced
 
-    def _call(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool = False) -> list[T | Exception]:
-        """The results of calls of the requests' matchers, or their errors. The time is charged to the requests.
+    def _call(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool) -> tuple[list[T | Exception], float]:
+        """The results of calls of the requests' matchers, or their errors, and their CPU time, which the requests are charged.
 
-        A matcher whose call has failed must not be called again: a thread may still work on it.
-        `spread`: in several threads, which pays where most of the time is C++.
+        A matcher whose call has failed must not be called again: a thread may still work on it. `spread`: in several threads.
         """
         began_s = time.perf_counter()
         self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
@@ -231,7 +237,7 @@ class StructuredOutputManager:
                 results.append(outcome.get() if not is_slow else CallOverran("it takes too long to follow; make it simpler"))
             except Exception as error:
                 results.append(error)
-        return results
+        return results, took_s
 
 
 def may_jump(request: Request) -> bool:
@@ -246,12 +252,20 @@ def may_jump(request: Request) -> bool:
 
 
 def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:
-    """What comes after a token, of an answer that may have so many more; None if the token is not allowed."""
+    """What comes after a token, of an answer that may have so many more; None if the token is not allowed.
+
+    Where one is to be sampled, its mask is made.
+    """
     if not matcher.accept(token):
         return None
-    if not num_left or not may_jump:
+    if not num_left:
         return _ANY
-    return Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_left - 1))
+    comes = _ANY
+    if may_jump:
+        comes = Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_left - 1))
+    if not comes.must_end:
+        matcher.mask()
+    return comes
 
 
 def _reason(request: Request, why: str, error: Exception) -> str:

@@ -41,7 +41,7 @@ from vmmkv.server.protocol import Abort, Generate
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, StructuredOutputManager
+from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, SPREAD_S, StructuredOutputManager
 from vmmkv.server.structured_output.matcher import CallResult, CallThreads, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
@@ -267,8 +267,8 @@ class Broken(Exception):
 @pytest.mark.parametrize(
     ("method", "jump", "num_tokens"),
     [
-        *((method, True, 3) for method in ("accept", "fill", "force", "must_end")),
-        *((method, False, 3) for method in ("accept", "fill")),
+        *((method, True, 3) for method in ("accept", "mask", "force", "must_end")),
+        *((method, False, 3) for method in ("accept", "mask")),
         ("force", True, 0),
     ],
 )
@@ -375,20 +375,23 @@ def test_steps_are_read_outside_inference_mode(engine: Callable[..., Harness], m
 
 def test_many_slow_choices_are_charged_together(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be let go on for 0.2 s, and the loop would stand for all of them."""
-    one, real = engine(slots=16), Matcher.fill
+    one, real = engine(slots=16), Matcher.mask
     watched: list[float] = []
 
-    def slow(matcher: Matcher, words: Any, row: int) -> None:
-        until_s = time.thread_time() + 0.02
-        while time.thread_time() < until_s:
-            pass
-        watched.append(0.02)
-        real(matcher, words, row)
+    def slow(matcher: Matcher) -> Any:
+        if matcher._num_masked != len(matcher._tokens):
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
+            watched.append(0.02)
+        return real(matcher)
 
+    # The loop's time is this process's: what else the machine does gives the grammars nothing.
+    monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep))
     for index in range(16):
         one.ask(str(index), token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=index)
     one.ask("free", token_ids("free"), 30)
-    monkeypatch.setattr(Matcher, "fill", slow)
+    monkeypatch.setattr(Matcher, "mask", slow)
     one.run()
     assert len(one.failures()) >= 15 and all("too long to follow" in reason for reason in one.failures().values())
     assert sum(watched) < 16 * ANSWER_S / 2 and one.tokens("free") and "free" not in one.failures()
@@ -410,12 +413,57 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
 
     monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
     monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    assert reader._call([(request, lambda: 7) for request in requests], spread=True) == [7] * 4
+    assert reader._call([(request, lambda: 7) for request in requests], spread=True) == ([7] * 4, 4 * took_s)
     assert [request.grammar_s for request in requests] == [took_s] * 4
     assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
     now_s += 1
-    reader._call([(request, lambda: 7) for request in requests[:1]])
+    reader._call([(request, lambda: 7) for request in requests[:1]], spread=False)
     assert reader._balance_s == pytest.approx(ANSWER_S - min(took_s, held_s)), "it is filled again, and no further"
+
+
+def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_jumps(monkeypatch)
+    one, spreads = engine(slots=8), list[bool]()
+    took_s = iter((SPREAD_S / 9, SPREAD_S / 7, SPREAD_S / 9, 0.0))
+    for index in range(8):
+        one.ask(str(index), token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
+    while not one.tokens("7"):
+        one.step()
+
+    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[CallResult[int]]:
+        spreads.append(spread)
+        each_s = next(took_s)
+        return [CallResult(call(), None, each_s) for call in calls]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(managing(one)._threads, "run", made)
+        one.step(4)
+    assert spreads[1:] == [False, True, False]
+    one.run()
+
+
+def test_a_step_is_launched_before_the_last_is_read_and_takes_one_trip_to_the_matchers(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_jumps(monkeypatch)
+    one, events = engine(slots=4), list[str]()
+
+    def noted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **options: events.append(name) or real(*args, **options))
+
+    for name in "abcd":
+        one.ask(name, token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
+    while len(one.tokens("d")) < 3:
+        one.step()
+    for owner, name in ((one.runner, "forward"), (one.engine, "read"), (managing(one)._threads, "run"), (one.runner, "sample")):
+        noted(owner, name)
+    for _ in range(10):
+        one.step()
+    assert events == ["forward", "read", "run", "sample"] * 10
+    one.run()
 
 
 def test_an_engine_that_is_closed_has_no_thread_for_grammars(engine: Callable[..., Harness]) -> None:
@@ -438,16 +486,17 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_no_other(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "CallThreads", functools.partial(CallThreads, num_threads=3))
-    real, go, bad = Matcher.fill, threading.Event(), list[Matcher]()
+    monkeypatch.setattr(manager, "SPREAD_S", 0.0)
+    real, go, bad = Matcher.mask, threading.Event(), list[Matcher]()
 
-    def filling(matcher: Matcher, words: Any, row: int) -> None:
+    def masking(matcher: Matcher) -> Any:
         if matcher in bad and len(matcher._tokens) >= 3:
-            words[row] = 0  # as it may be while it is worked on
+            matcher._words[:] = 0  # as it may be while it is worked on
             while not go.is_set():
                 pass
-        real(matcher, words, row)
+        return real(matcher)
 
-    monkeypatch.setattr(Matcher, "fill", filling)
+    monkeypatch.setattr(Matcher, "mask", masking)
     collect_matchers(monkeypatch, "5", bad)
     one = engine(slots=12)
     for index in range(12):

@@ -26,8 +26,8 @@ def vocabulary(model_dir: Path) -> Vocabulary:
 
 
 def filled(matcher: Matcher) -> npt.NDArray[np.int32]:
-    words_GW = np.full((3, matcher.num_words), 0x5A5A5A5A, np.int32)
-    matcher.fill(words_GW, 1)
+    words_GW = np.full((3, len(matcher.mask())), 0x5A5A5A5A, np.int32)
+    matcher.fill(words_GW[1])
     assert (words_GW[[0, 2]] == 0x5A5A5A5A).all()
     row: npt.NDArray[np.int32] = words_GW[1]
     return row

@@ -37,6 +37,7 @@ JUMPS_GAIN: Final = "times as fast, by request"
 FORCED_SHARE: Final = 0.5
 """Of an answer's tokens: where as much or more is forced, jump-forward is measured."""
 
+_BITS: Final = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 _PROMPT_TOKENS: Final = 16
 _QUICK: Final = ("null", "short string", "enum", "array of objects", "long keys", "tool call", "constant object", "address")
 """Few, of every kind, half of them mostly forced."""
@@ -98,18 +99,18 @@ class Follower(Matcher):
     jumps: bool = True
     num_forced: int = 0
 
-    def fill(self, words_GW: Words, row: int) -> None:
-        """See Matcher; then narrowed where a step asks."""
-        super().fill(words_GW, row)
-        if self.script is None or words_GW is self._words:
+    def fill(self, words: Words) -> None:
+        """See Matcher; then narrowed."""
+        super().fill(words)
+        if self.script is None:
             return
-        words, place = words_GW[row], len(self._tokens)
+        place = len(self._tokens)
         if place == len(self.script):
             words &= self._vocabulary.ends
         else:
             word, bit = divmod(self.script[place], 32)
-            is_allowed = words[word] & np.uint32(1 << bit).view(np.int32)
-            words[:] = 0
+            is_allowed = words[word] & _BITS[bit]
+            words.fill(0)
             words[word] = is_allowed
 
     def force(self, at_most: int) -> list[int]:
