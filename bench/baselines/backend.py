@@ -31,6 +31,8 @@ def prefill_as_over_blocks(
     limit_S: torch.Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    out: torch.Tensor | None = None,
+    skips_singles: bool = False,
 ) -> torch.Tensor:
     """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
     from vmmkv.kernels import checks
@@ -40,19 +42,21 @@ def prefill_as_over_blocks(
     memory = kv_memory(k_STKD, v_STKD, None, None, None, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, None, memory.head_dim)
     cut = prefill_tiling(memory.head_dim, q_NHD.element_size(), "")
-    return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, None, None, cut=cut)
+    batch = (query_starts, lengths_B, slots_B, limit_S)
+    return launch_prefill(q_NHD, memory, *batch, options, out, None, skips_singles=skips_singles, cut=cut)
 
 
 class CommonPrefillRows(KVRows):
     """See engine.attention.KVRows."""
 
     def prefill(
-        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
-    ) -> torch.Tensor:
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
+        out_NHD: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None, "a decode step"
-        runs = step.query_starts, step.lengths_B, step.slots_B
-        return prefill_as_over_blocks(q_NHD, *self.views[layer], *runs, scale=scale, window=window)
+        rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
+        return prefill_as_over_blocks(q_NHD, *rows, scale=scale, window=window, out=out_NHD, skips_singles=out_NHD is not None)
 
 
 def open_common_prefill(wanted: BackendConfig) -> SlotBackend:

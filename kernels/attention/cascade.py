@@ -355,6 +355,7 @@ def cascade(
     leaders_G: torch.Tensor,
     prefix_rows_G: torch.Tensor,
     *,
+    query_starts: torch.Tensor | None = None,
     tables_SC: torch.Tensor | None = None,
     firsts_B: torch.Tensor | None = None,
     limit_S: torch.Tensor | None = None,
@@ -374,14 +375,17 @@ def cascade(
     Rows at and past a limit are not loaded. The output is to be dropped where the leader is outside [0, S), where a sequence
     has passed its slot's limit, and where a prefix has passed its leader's.
 
+    With `query_starts`, as in `prefill`, q_BHD has the queries of sequences that have any number of them. Those of one query
+    attend, and the rows of the others are left as they are in `out`. Sequences in groups come first, with one query each.
+
     With `tables_SC` K and V are blocks, as in `decode`, with the bits of slots. A prefix is read through its leader's table
     alone.
 
     - q_BHD, k_STKD, v_STKD: of one dtype; quantised K and V are refused.
     - group_starts_G1 (not descending), leaders_G, prefix_rows_G: int32 on the device.
     - firsts_B: the result of `firsts_of`; an engine computes it once for all layers.
-    - workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap; from torch's allocator if
-      None.
+    - workspace: float32, at least `workspace_elements(...)` of B queries, not shared by launches that may overlap; from
+      torch's allocator if None.
     - The others are as for `decode`.
 
     The result is that of `decode` within rounding. Its bits are the same on every run, but depend on batch and groups.
@@ -399,6 +403,10 @@ def cascade(
     options = checks.attention_options(scale, None, softcap, memory.head_dim)
     memory.check_queries("q_BHD", q_BHD, "sequences")
     num_sequences, num_heads, head_dim = q_BHD.shape
+    out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
+    if query_starts is not None:
+        num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
+        checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
     num_kv_heads = memory.num_kv_heads
     group = memory.check_heads("q_BHD", num_heads)
     memory.check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S)
@@ -411,19 +419,19 @@ def cascade(
     if firsts_B is None:
         firsts_B = firsts_of(group_starts_G1, prefix_rows_G, num_sequences)
     checks.index("firsts_B", firsts_B, num_sequences, device)
-    out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
-    parts = Parts.of(q_BHD, num_kv_heads)
+    if num_sequences == 0 or len(q_BHD) == 0:
+        return out
+    one_each_BHD = q_BHD[:1].expand(num_sequences, -1, -1)  # for its shape
+    parts = Parts.of(one_each_BHD, num_kv_heads)
     cut = parts.cut
     memory.check_tile_offsets(cut.tile_rows)
-    workspace = checks.workspace(workspace, workspace_elements(q_BHD, memory.k, tables_SC=tables_SC), device).view(-1)
-    if num_sequences == 0:
-        return out
+    workspace = checks.workspace(workspace, workspace_elements(one_each_BHD, memory.k, tables_SC=tables_SC), device).view(-1)
 
     num_lse = num_sequences * num_heads
     p_parts, p_part_lse, rest = workspace, workspace[parts.count * head_dim :], workspace[parts.elements :]
     lse_BH, rest = rest[:num_lse].view(num_sequences, num_heads), rest[round_up(num_lse, _ALIGNMENT_ELEMENTS) :]
     groups = (group_starts_G1, leaders_G, prefix_rows_G, limit_S)
-    sizes = (num_groups, num_sequences, memory.num_slots, memory.num_rows)
+    sizes = (num_groups, min(num_sequences, len(q_BHD)), memory.num_slots, memory.num_rows)
     common: dict[str, Any] = {
         "D": head_dim, "D_PAD": checks.padded(head_dim), "SHARERS": parts.sharers, "GROUPS_PAD": checks.padded(num_groups),
         "TILE": cut.tile_rows, "LEAST_TILES": cut.least_tiles, **checks.overlap(device),
@@ -447,7 +455,7 @@ def cascade(
             HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=num_stages, **common,
         )  # fmt: skip
     # Settled: the first launch has waited for what was launched before it.
-    attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, rest, firsts_B, lse_BH, settled=True)
+    attend_singles(q_BHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, rest, firsts_B, lse_BH, settled=True)
     heads = min(triton.next_power_of_2(num_heads), max(1, cut.merged_elements // common["D_PAD"]))
     with checks.on_device(device):
         merge_groups[(num_sequences, triton.cdiv(num_heads, heads))](

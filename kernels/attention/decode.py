@@ -651,7 +651,7 @@ def attend_singles(
 ) -> None:
     """The two launches, of checked arguments. With `query_starts` (B + 1), of the sequences that have one query in `q_NHD`.
 
-    `lse_BH` has a row for each sequence, not for each query: it is not given together with `query_starts`.
+    `lse_BH` has a row for each sequence, not for each query.
     """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
     num_sequences, num_kv_heads, num_rows, block = lengths_B.shape[0], memory.num_kv_heads, memory.num_rows, memory.block

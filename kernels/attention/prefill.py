@@ -231,6 +231,7 @@ def prefill(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    skips_singles: bool = False,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -246,6 +247,7 @@ def prefill(
 
     - query_starts: int32 [B + 1] on the device, from 0 and not descending.
     - scale: positive, 1 / sqrt(D) if None.
+    - skips_singles: leave the rows of sequences of one query as they are in `out`, for `cascade` has attended to them.
     - workspace: that of `decode` for B queries.
     - The others are as for `decode`.
 
@@ -257,7 +259,8 @@ def prefill(
     checks.runnable("q_NHD", q_NHD.device)
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
-    return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace)
+    batch = (query_starts, lengths_B, slots_B, limit_S)
+    return launch_prefill(q_NHD, memory, *batch, options, out, workspace, skips_singles=skips_singles)
 
 
 @functools.cache
@@ -281,6 +284,7 @@ def launch_prefill(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
     *,
+    skips_singles: bool = False,
     cut: PrefillTiling | None = None,
 ) -> torch.Tensor:
     """`prefill` over memory and options that are checked already. With `cut` the kernel of this file runs, on Hopper too."""
@@ -301,7 +305,8 @@ def launch_prefill(
     num_tiles = num_queries // cut.tokens + num_sequences
     width = memory.k.shape[3]
     width_padded = max(16 if memory.kind != "int4" else 8, triton.next_power_of_2(width))
-    attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
+    if not skips_singles:
+        attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
     if hopper is not None and hopper.applies(q_NHD, memory, options):
         hopper.launch_prefill_hopper(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out)
         return out

@@ -23,7 +23,7 @@ _SCORES_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """The prefix groups of a decode step; int32, on the device.
+    """The prefix groups of the rows that decode; int32, on the device.
 
     Group g is rows [starts[g], starts[g + 1]) of the batch. They all attend to rows [0, num_rows[g]) of slot leaders[g] as one
     problem, and each to the rows of its own slot from `firsts_B` on. Unused groups have no rows.
@@ -49,7 +49,7 @@ class AttentionMetadata:
     query_starts: torch.Tensor | None
     """[B + 1]: where the tokens of each sequence begin; None if every sequence has one token (and N is B)."""
     shared: SharedPrefixes | None = None
-    """Of a decode step on a GPU; None without prefix groups."""
+    """Of a step on a GPU; None without prefix groups."""
 
 
 class RotaryParams(NamedTuple):
@@ -102,25 +102,28 @@ class KVRows:
         return decode(q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, settled=True)
 
     def prefill(
-        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
-    ) -> torch.Tensor:
-        """Attend from the last queries of each sequence. Returns [N, H, D]."""
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
+        out_NHD: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend from the last queries of each sequence. Returns [N, H, D]: `out_NHD`, where `cascade` gave it."""
         from vmmkv.kernels.attention.prefill import prefill
 
         assert step.query_starts is not None, "a decode step"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
-        return prefill(q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window)
+        return prefill(
+            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD, skips_singles=out_NHD is not None
+        )
 
     def cascade(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None
     ) -> torch.Tensor:
-        """As `decode`, with one pass over each shared prefix."""
+        """As `decode`, with one pass over each shared prefix. Beside chunks it writes the rows that decode alone."""
         from vmmkv.kernels.attention.cascade import cascade
 
         return cascade(
             q_BHD, *self.views[layer], step.lengths_B, step.slots_B, group_starts_G1=shared.starts_G1,
             leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B,
-            tables_SC=self.tables_SC, scale=scale,
+            query_starts=step.query_starts, tables_SC=self.tables_SC, scale=scale,
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
@@ -178,11 +181,12 @@ class CachedAttention:
             rotary = RotaryParams(q_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
-            if step.query_starts is not None:
-                return rows.prefill(layer, q_NHD, step, scale=scale, window=window)
+            out_NHD = None
             if step.shared is not None and window is None:
-                return rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
-            return rows.decode(layer, q_NHD, step, scale=scale, window=window)
+                out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
+            if step.query_starts is not None:
+                return rows.prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD)
+            return rows.decode(layer, q_NHD, step, scale=scale, window=window) if out_NHD is None else out_NHD
         if rotary is not None:
             q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.positions_N)
         rows.write(layer, k_NKD, v_NKD, step)

@@ -1,4 +1,4 @@
-"""Requests of a decode step that share a prefix, so that attention reads it once for all of them (cascade attention).
+"""Requests that share a prefix, so that attention reads it once for all that decode in a step (cascade attention).
 
     sorted by prompt     | common ............ | own of a |
                          | common ............ | own of b ....... |      -> rows [0, common) of a, the leader, for both,
@@ -206,9 +206,10 @@ class BatchOrder:
 
 
 class GroupTensors:
-    """The groups of the next batch, on the device, at addresses that do not change."""
+    """The groups among the rows that decode next, on the device, at addresses that do not change. At first there are none."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.are_any = False
         self._sizes = MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS, max_rows
         self._packed = torch.zeros(packed_size(self._sizes), dtype=torch.int32, device=device)
 
@@ -219,6 +220,7 @@ class GroupTensors:
 
     def upload(self, slots: Slots, groups: Sequence[PrefixGroup], uploads: Uploads) -> None:
         """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
+        self.are_any = bool(groups)
         packed = np.zeros(len(self._packed), np.int32)
         starts, leaders, num_rows, firsts = aligned_parts(packed, self._sizes)
         begin = 0

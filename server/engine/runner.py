@@ -74,8 +74,9 @@ class Runner:
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
+        self.groups: Final = GroupTensors(max_rows, cache.device)
         self.has_prefix_groups = False
-        """Can rows of a decode step attend to a common prefix as one problem?"""
+        """Can rows that decode attend to a common prefix as one problem?"""
         self._decode = _DecodeSteps(self, max_rows)
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
@@ -92,8 +93,9 @@ class Runner:
 
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
-        """The next decode steps are of these slots; the first ones are the members of the groups, one group after another."""
-        self._decode.set_groups(slots, groups)
+        """These slots decode in the next steps; the first ones are the members of the groups, one group after another."""
+        if groups or self.groups.are_any:
+            self.groups.upload(slots, groups, self.uploads)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> "Forwarded":
@@ -327,10 +329,8 @@ class _DecodeSteps:
         self._sizes = batch_sizes(max_rows)
         buffers = torch.zeros(5, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
         self._slots_B, self._ids_B, self._positions_B, self._ends_B, self._out_B = buffers
-        self._groups = GroupTensors(max_rows, device)
-        self._is_grouped = False
-        """Are there prefix groups among the rows?"""
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        """By rows, and by whether there are prefix groups among them."""
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""
 
@@ -338,18 +338,11 @@ class _DecodeSteps:
         """Make the graphs. Are there any for rows that share a prefix?"""
         self._uploaded = None
         self._slots_B.zero_()
-        self._groups.upload(np.zeros(0, np.int64), (), self._runner.uploads)
         for size in reversed(self._sizes):
             for is_grouped in (False, True) if size >= _MIN_GROUPED_ROWS else (False,):
                 forward = functools.partial(self._forward, size, is_grouped=is_grouped)
                 self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(size), pool)
         return self._sizes[-1] >= _MIN_GROUPED_ROWS
-
-    def set_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
-        """See Runner.set_prefix_groups."""
-        self._is_grouped = bool(groups)
-        if groups:
-            self._groups.upload(slots, groups, self._runner.uploads)
 
     def forward(self, step: Step) -> Forwarded:
         """Launch the forward half. The slots are uploaded if they are others than last time."""
@@ -360,7 +353,7 @@ class _DecodeSteps:
             padded[:num_rows] = slots
             self._runner.uploads.into(self._slots_B[:size], padded)
             self._uploaded = slots.copy()
-        graph = self._graphs.get((size, self._is_grouped and size >= _MIN_GROUPED_ROWS))
+        graph = self._graphs.get((size, self._runner.groups.are_any and size >= _MIN_GROUPED_ROWS))
         if graph is None:
             logits_BV = self._forward(size, is_grouped=False)
         else:
@@ -378,7 +371,7 @@ class _DecodeSteps:
         self._runner.state.begin(slots_B, ids_B, positions_B, ends_B)
         attention = AttentionMetadata(
             slots_N=slots_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None,
-            shared=self._groups.tensors(size) if is_grouped else None,
+            shared=self._runner.groups.tensors(size) if is_grouped else None,
         )  # fmt: skip
         return self._runner.model.forward(ids_B, attention, None)
 
@@ -397,23 +390,31 @@ class _MixedSteps:
         self._max_tokens: Final = max_tokens
         self._packed = torch.zeros(packed_size(_MixedInput.sizes(max_rows, max_tokens)), dtype=torch.int32, device=device)
         self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        """By tokens, and by whether there are prefix groups among the rows that decode."""
         self._launch_s = float("inf")
         """What launching a step without a graph takes the host."""
 
     def capture(self, pool: Any) -> None:
-        """Make the graphs, and time them."""
+        """Make the graphs, and time them; for prefix groups too where launching takes longer than the step."""
         self._packed.zero_()
-        for size in reversed(token_sizes(self._max_tokens)):
-            uploaded = _MixedInput(*aligned_parts(self._packed, _MixedInput.sizes(self._max_rows, size)))
-            forward = functools.partial(self._forward, uploaded)
-            graph = self._graphs[size] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
-            self._launch_s = min(self._launch_s, graph.launch_s)
-            torch.cuda.synchronize()
-            began_s = time.perf_counter()
-            graph.forward()
-            torch.cuda.synchronize()
-            graph.took_s = time.perf_counter() - began_s
+        sizes = token_sizes(self._max_tokens)[::-1]
+        for size in sizes:
+            self._capture(size, is_grouped=False, pool=pool)
+        for size in sizes:
+            if self._graphs[size, False].took_s < self._launch_s:
+                self._capture(size, is_grouped=True, pool=pool)
+
+    def _capture(self, size: int, *, is_grouped: bool, pool: Any) -> None:
+        uploaded = _MixedInput(*aligned_parts(self._packed, _MixedInput.sizes(self._max_rows, size)))
+        forward = functools.partial(self._forward, uploaded, is_grouped=is_grouped)
+        graph = self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
+        self._launch_s = min(self._launch_s, graph.launch_s)
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        graph.forward()
+        torch.cuda.synchronize()
+        graph.took_s = time.perf_counter() - began_s
 
     def forward(self, step: Step) -> Forwarded:
         """Launch the forward half."""
@@ -434,8 +435,9 @@ class _MixedSteps:
                 scored_columns.append(np.arange(first, first + len(rows.tokens)))
 
         num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled)
+        is_grouped = self._runner.groups.are_any and num_decoding > 0
         # Graphs give logits of the rows that are given a token; any number of others may be scored.
-        size, graph = (num_tokens, None) if scored else self._graph_for(num_tokens)
+        size, graph = (num_tokens, None) if scored else self._graph_for(num_tokens, is_grouped=is_grouped)
         sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
         packed = np.zeros(packed_size(sizes), np.int32)
         filled = _MixedInput(*aligned_parts(packed, sizes))
@@ -458,40 +460,44 @@ class _MixedSteps:
             columns_W, tokens_W = self._runner.uploads.pack(
                 [np.concatenate(scored_columns), np.concatenate([rows.tokens for _, rows in scored])]
             )
-            all_ids_N, attention, last_R = self._input(uploaded)
+            all_ids_N, attention, last_R = self._input(uploaded, is_grouped=is_grouped)
             states_AE = self._runner.model.states(all_ids_N, attention, torch.cat([last_R, columns_W.long()]))
             logits_RV = self._runner.model.logits(states_AE[: len(last_R)])
             states = States(states_AE[len(last_R) :], tokens_W, scored)
         else:
-            logits_RV = self._forward(uploaded)
+            logits_RV = self._forward(uploaded, is_grouped=is_grouped)
         return Forwarded(
             logits_RV=logits_RV, rows=self._rows(uploaded), slots=slots_B[sampled], ends=ends_B[sampled], graph=graph,
             candidates=[(row, each.num_candidates) for row, (_, each) in enumerate(last, num_decoding) if each.num_candidates],
             states=states,
         )  # fmt: skip
 
-    def _graph_for(self, num_tokens: int) -> tuple[int, _Graph | None]:
+    def _graph_for(self, num_tokens: int, *, is_grouped: bool) -> tuple[int, _Graph | None]:
         """The graph for so many tokens and its size, if it is done before the same, launched one by one, would be."""
-        size = min((size for size in self._graphs if size >= num_tokens), default=None)
+        sizes = (size for size, groups in self._graphs if groups == is_grouped and size >= num_tokens)
+        size = min(sizes, default=None)
         if size is None:
             return num_tokens, None
-        graph = self._graphs[size]
+        graph = self._graphs[size, is_grouped]
         is_faster = graph.took_s <= max(self._launch_s, graph.took_s * num_tokens / size)
         return (size, graph) if is_faster else (num_tokens, None)
 
     def _rows(self, uploaded: "_MixedInput[torch.Tensor]") -> SampledRows:
         return SampledRows(uploaded.slots_R, uploaded.ends_R, self._out_R[: len(uploaded.slots_R)])
 
-    def _forward(self, uploaded: "_MixedInput[torch.Tensor]") -> torch.Tensor:
-        return self._runner.model.forward(*self._input(uploaded))
+    def _forward(self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool) -> torch.Tensor:
+        return self._runner.model.forward(*self._input(uploaded, is_grouped=is_grouped))
 
-    def _input(self, uploaded: "_MixedInput[torch.Tensor]") -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
+    def _input(
+        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool
+    ) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
         """Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
         ids_N, slots_N = uploaded.ids_N, uploaded.slots_N
         ids_N = torch.where(ids_N == ON_DEVICE, self._runner.state.tokens_S[slots_N.long()], ids_N)
         attention = AttentionMetadata(
             slots_N=slots_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B, lengths_B=uploaded.lengths_B,
             query_starts=uploaded.query_starts,
+            shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None,
         )  # fmt: skip
         return ids_N, attention, uploaded.last_R.long()
 

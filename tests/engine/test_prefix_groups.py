@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.conftest import MakeHarness, prompt_of
 from vmmkv.server.engine import prefix_groups
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention
 from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, SortedPrompts
 from vmmkv.server.engine.request import Slots
 from vmmkv.server.engine.uploads import Uploads
@@ -158,6 +159,31 @@ def test_the_device_is_told_where_groups_stand() -> None:
     placed.upload(np.zeros(0, np.int64), [], uploads)
     assert uploads.count == 2
     assert not any(tensor.any() for tensor in (shared.starts_G1, shared.leaders_G, shared.num_rows_G, shared.firsts_B))
+
+
+def test_groups_are_of_the_rows_that_decode_beside_chunks_too(
+    small: None, harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def begin(attention: CachedAttention, step: AttentionMetadata) -> None:
+        if step.query_starts is not None and (shared := step.shared) is not None:
+            num_grouped = int(shared.starts_G1[-1])
+            assert shared.leaders_G[0] == step.slots_B[0]
+            assert (step.query_starts.diff()[:num_grouped] == 1).all() and not shared.firsts_B[num_grouped:].any()
+            seen.append(shared.firsts_B[:num_grouped].tolist())
+        begins(attention, step)
+
+    begins = CachedAttention.begin
+    monkeypatch.setattr(CachedAttention, "begin", begin)
+    one = harness(ours=True, share=True, step_tokens=20, slots=7)
+    monkeypatch.setattr(one.runner, "has_prefix_groups", True)
+    asks = {str(index): [*prompt_of(30), *prompt_of(25, index + 1)] for index in range(6)}
+    for name, prompt in asks.items():
+        one.ask(name, prompt, 12)
+    one.run()
+    assert {name: one.tokens(name) for name in asks} == {name: one.expected(prompt, 12) for name, prompt in asks.items()}
+    assert max(map(len, seen)) >= 3 and all(firsts == [30] * len(firsts) for firsts in seen)
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

@@ -21,7 +21,7 @@ from tests.kernels.cases import (
     index,
     make_case,
 )
-from tests.kernels.test_cascade import Group, share
+from tests.kernels.test_cascade import Group, assert_same_beside_a_chunk, share
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.cascade import cascade, workspace_elements
@@ -95,6 +95,10 @@ def test_a_prefix_in_blocks_gives_the_bits_of_slots(
     out = shared.cascade_in_blocks(block, **options)
     shared.assert_right(out)
     assert torch.equal(out, shared.cascade(**options))
+
+
+def test_beside_a_chunk_all_rows_keep_their_bits() -> None:
+    assert_same_beside_a_chunk(share([1000, 900, 800, 700, 333], [Group(2, 750), Group(2, 9)], shape=LLAMA))
 
 
 def test_one_captured_graph_serves_every_table_and_grouping() -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.kernels.cases import DEVICE, FP16, FP32, NAN, NO_BLOCK, SMALL, Case, assert_close, index, make_case, some
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.cascade import cascade, firsts_of, workspace_elements
+from vmmkv.kernels.attention.prefill import prefill
 
 NAMES = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
 Cut = Callable[..., None]
@@ -173,6 +174,24 @@ def test_a_sequence_in_no_group_has_the_bits_of_decode() -> None:
     shared = share([150, 140, 130, 70, 0], [Group(2, 100), Group(1, 0)])
     assert torch.equal(shared.cascade()[2:], shared.case.attend()[2:])
     assert torch.equal(shared.cascade_in_blocks(5)[2:], shared.case.attend()[2:])
+
+
+def test_beside_a_chunk_all_rows_keep_their_bits(cut_cascade: Cut) -> None:
+    cut_cascade(5)
+    assert_same_beside_a_chunk(share([100, 90, 80, 70, 33], [Group(2, 75), Group(1, 9)]))
+
+
+def assert_same_beside_a_chunk(shared: Shared) -> None:
+    """Of five sequences the last one has seven queries; the others have the bits that they have in a decode step."""
+    q_BHD, *memory = shared.case.arguments[:3]
+    where = shared.case.arguments[3:]
+    starts, q_NHD = index(0, 1, 2, 3, 4, 11), torch.cat([q_BHD, q_BHD[:2].repeat(3, 1, 1)])
+    out = cascade(q_NHD, *memory, *where, *shared.groups, query_starts=starts, out=torch.full_like(q_NHD, NAN))
+    assert torch.equal(out[:4], shared.cascade()[:4])
+    assert out[4:].isnan().all(), "these belong to a chunk"
+    prefill(q_NHD, *memory, starts, *where, skips_singles=True, out=out)
+    assert torch.equal(out[:4], shared.cascade()[:4])
+    assert torch.equal(out[4:], prefill(q_NHD, *memory, starts, *where)[4:])
 
 
 def test_an_idle_sequence_gives_zeros() -> None:

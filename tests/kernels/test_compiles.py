@@ -180,6 +180,7 @@ def attention() -> None:
     Model(64, 1, 256, BF16, "int4", block=16).prefill(window=100, softcap=30.0)
     for form in ((*llama, None, "", 0), (*llama, None, "", 16), (9, 3, 64, FP16, None, "", 0), (4, 1, 80, FP32, None, "", 0)):
         Model(*form).cascade(limit_S=empty(SLOTS) if form[3] == BF16 else None, softcap=30.0 if form[3] == FP16 else None)
+    Model(*llama).cascade(query_starts=empty(SLOTS + 1))
 
 
 def hopper() -> None:
