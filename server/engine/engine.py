@@ -4,6 +4,8 @@
     step n + 1                                                        schedule ── launch ── map ahead ── read step n ...
     device               |<------------- step n - 1 ... ------->|<------ step n ------------->|
 
+A step that the device has ended is read at once, and else when more than `lookahead` are in flight.
+
 A step is scheduled from what the steps in flight will have done. Only the tokens they sample are unknown, and only a step with
 beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
 
@@ -70,8 +72,8 @@ class Engine:
     """Continuous batching over one model and one KV memory: requests join and leave at every step.
 
     `send` takes the answers. `max_sequences` run at once, as many as there are slots if None; the other slots keep the rows of
-    sequences that have ended. `lookahead` steps are in flight when `step` returns, if there is work for so many. Without
-    `structured` requests with a grammar are refused.
+    sequences that have ended. At most `lookahead` steps are in flight when `step` returns. Without `structured` requests with a
+    grammar are refused.
     """
 
     def __init__(
@@ -100,7 +102,13 @@ class Engine:
             vocabulary_size=runner.model.vocabulary_size,
         )
         self._scheduler = Scheduler(
-            cache, prefix, runner.sampler, step_tokens=step_tokens, max_sequences=self._limits.max_sequences, drain=self.drain
+            cache,
+            prefix,
+            runner.sampler,
+            step_tokens=step_tokens,
+            max_sequences=self._limits.max_sequences,
+            drain=self.drain,
+            is_idle=self._is_idle,
         )
         self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes
@@ -239,7 +247,7 @@ class Engine:
             self._send_forced()
         if step is not None:
             self.launch(step)
-            while len(self.in_flight) > self._lookahead:
+            while self.in_flight and (len(self.in_flight) > self._lookahead or self._is_done(self.in_flight[0])):
                 self.read()
         elif self.in_flight:
             self.read()
@@ -263,6 +271,14 @@ class Engine:
             self.in_flight.append(step)
         if not self._has_mapped_ahead:
             self.map_ahead()
+
+    def _is_idle(self) -> bool:
+        """Does the device wait for the next step? Never on a CPU, which computes while a step is launched."""
+        return self.cache.device.type == "cuda" and all(map(self._is_done, self.in_flight))
+
+    def _is_done(self, step: Step) -> bool:
+        assert step.readback is not None, "all of it is launched"
+        return step.readback.is_done
 
     def drain(self) -> bool:
         """Read all steps in flight; were there any?"""

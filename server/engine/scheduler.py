@@ -19,9 +19,10 @@ from vmmkv.server.engine.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+_MIN_ADMITTED: Final = 8
 _MAX_ADMITTED: Final = 16
-"""Requests admitted for one step. To open one by aliases of a long prefix takes the driver some 0.5 ms: with a limit the device
-computes the first ones while the host opens others."""
+"""Requests admitted for one step while the device waits for it, and at most. To open one by aliases of a long prefix takes the
+driver some 0.7 ms. A step costs the host as much again, and all requests of a step get their first tokens at its end."""
 
 _MAX_COMPARED: Final = 32
 """Waiting requests among which the one with the longest cached prefix is chosen."""
@@ -74,8 +75,9 @@ class Scheduler:
         step_tokens: int,
         max_sequences: int,
         drain: Callable[[], bool],
+        is_idle: Callable[[], bool],
     ) -> None:
-        """`drain` reads the steps in flight, and says whether there were any."""
+        """`drain` reads the steps in flight, and says whether there were any. `is_idle`: does the device wait for a step?"""
         self.waiting: list[Request] = []
         """By priority, the newest preempted ones first, then in order of arrival."""
         self.running: dict[Request, None] = {}
@@ -88,6 +90,7 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self._drain = drain
+        self._is_idle = is_idle
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
@@ -242,6 +245,8 @@ class Scheduler:
             num_tokens -= len(request.tokens) - request.memory.length
             num_slots -= request.num_slots
             num_left -= 1
+            if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
+                return
 
     def _queue(self) -> "_Queue":
         """The waiting requests in the order of admission, as of now."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from vmmkv.prefix import PrefixCache
+from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Beams
 
 LOOKAHEADS = [2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (0, 1, 3))]
@@ -104,6 +105,15 @@ def test_so_many_steps_are_in_flight(harness: MakeHarness, monkeypatch: pytest.M
     one.run()
     assert len(launched) == 20, "the prompt's step gives the first token, and none is decoded past the last one"
     assert read == launched, "in order, each once"
+
+
+def test_a_step_that_the_device_has_ended_is_read_at_once(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readback, "is_done", True)
+    one = harness(lookahead=2)
+    one.ask("a", prompt_of(5), 20)
+    for step in range(1, 20):
+        one.step()
+        assert len(one.tokens("a")) == step and not one.engine.in_flight
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -10,6 +10,7 @@ from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness,
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.engine import scheduler
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import least_bytes
 from vmmkv.server.engine.request import num_common
 from vmmkv.server.protocol import Abort
@@ -221,6 +222,18 @@ def test_longer_prefixes_overtake_a_bounded_number_of_times(harness: MakeHarness
     one.run()
     order = [output.request_id for output in one.outputs()]
     assert 1 < order.index("unknown") <= 18
+
+
+@pytest.mark.parametrize(("is_idle", "admitted"), [(False, 16), (True, 8)])
+def test_fewer_are_admitted_while_the_device_waits(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, is_idle: bool, admitted: int
+) -> None:
+    monkeypatch.setattr(Engine, "_is_idle", lambda engine: is_idle)
+    one = harness(slots=24, step_tokens=512)
+    for index in range(24):
+        one.ask(str(index), prompt_of(5, index), 4)
+    one.step()
+    assert running(one) == [str(index) for index in range(admitted)]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

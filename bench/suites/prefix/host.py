@@ -134,6 +134,7 @@ class _Engine:
             step_tokens=_STEP_TOKENS,
             max_sequences=max_sequences,
             drain=lambda: False,
+            is_idle=lambda: False,
         )
         self._numbers = itertools.count()
 
