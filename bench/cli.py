@@ -55,7 +55,7 @@ What says something where:
                    GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
   anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality, but for speed
   more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
-                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md
+                   (`vmmkv fetch smollm2-135m`); --fa3 needs FlashAttention-3, see bench/README.md
 
 other commands (each has --help):
   python -m bench report     rows to one HTML page, and figures
@@ -142,8 +142,8 @@ def _check(settings: Settings, names: Sequence[str]) -> None:
     """Raises: ValueError for parts and options of suites that are not wanted, before anything is measured."""
     if settings.cases and not {"kernels", "serve"}.intersection(names):
         raise ValueError("--cases is of kernels and serve: name one of them, or leave --cases out")
-    if settings.fa3 and "kernels" not in names:
-        raise ValueError("--fa3 is of kernels, which is not wanted here: name that suite, or leave --fa3 out")
+    if settings.fa3 and not {"kernels", "prefix", "serve"}.intersection(names):
+        raise ValueError("--fa3 is of kernels, prefix and serve: name one of them, or leave --fa3 out")
     modules = {name: load(name) for name in names}
     if settings.parts:
         with_parts = [name for name, module in modules.items() if hasattr(module, "PARTS")]
@@ -176,7 +176,7 @@ def _parser() -> Parser:
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
     cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, or 8"
     add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
-    library = "of kernels, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
+    library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)
     add("--repeat", type=int, default=2, help="of serve, timed runs of each workload; default: 2")
     add("--max-num-batched-tokens", type=int, help="of serve, tokens of one step at most; default: the engine's own")

@@ -15,6 +15,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from bench.baselines import COMMON_PREFILL
 from bench.cli import OUT, SUITES, Parser
 from bench.rows import FAILED, GPU, Provenance, Recorded, Row, Summary, figure, make_folder, newest, read
 from vmmkv.units import MIB
@@ -44,7 +46,10 @@ DOCS: Final[Mapping[str, str]] = {
 
 
 class Question(NamedTuple):
-    """A metric of vmmkv's against another system's, over all workloads of a suite that have both."""
+    """A metric of vmmkv's against another system's, over all workloads of a suite that have both.
+
+    `other` is a pattern of the shell's: of several systems that it matches, the one that is best in a workload is asked about.
+    """
 
     text: str
     suite: str
@@ -54,27 +59,36 @@ class Question(NamedTuple):
     part: str = ""
     """How workloads begin, behind the model's name."""
 
+    @property
+    def against(self) -> str:
+        """The other system, in words."""
+        return f"the best of {self.other}" if "*" in self.other else self.other
 
+
+_PAGED: Final = "paged *"
+_SERVING: Final = (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
 QUESTIONS: Final = (
     *(
         Question(text, "serve", "throughput", other, part=part)
-        for other in ("paged 16", "static 4096", "transformers continuous batching", "vLLM")
-        for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
+        for other in (_PAGED, "static 4096", "transformers continuous batching", "vLLM")
+        for part, text in _SERVING
     ),
-    Question("Goodput at rates", "serve", "goodput", "paged 16", part="rates"),
-    Question("First tokens at rates", "serve", "first token", "paged 16", part="rates"),
+    Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
+    Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
     Question("What HTTP costs", "serve", "throughput", "vmmkv", ours="vmmkv serve"),
-    Question("Requests that share a prefix", "prefix", "total", "paged 16"),
-    Question("Memory of shared prefixes", "prefix", "memory, held", "paged 16"),
+    Question("Requests that share a prefix", "prefix", "total", _PAGED),
+    Question("Memory of shared prefixes", "prefix", "memory, held", _PAGED),
+    Question("Addressing alone, all requests at once", "serve", "throughput", "paged 16", COMMON_PREFILL, "closed"),
+    Question("Addressing alone, requests that share a prefix", "prefix", "total", "paged 16", COMMON_PREFILL),
     *(
         Question(text, "memory_efficiency", f"{metric}, averaged", other)
         for metric, text in (("waste", "Memory that holds no row"), ("admitted sequences", "Sequences that fit"))
-        for other in ("paged 16", "static 4096")
+        for other in (_PAGED, "static 4096")
     ),
     *(
-        Question(text, "kernels", "layer", f"{kernel}, {other}", ours=f"{kernel}, vmmkv, all layers a page")
+        Question(text, "kernels", "layer", other, ours=f"{kernel}, vmmkv, all layers a page")
         for kernel, text in (("decode", "Decode attention"), ("prefill", "Prefill attention"))
-        for other in ("cudaMalloc", "paged 16")
+        for other in (f"{kernel}, cudaMalloc", "*, paged *[0-9]")  # not those whose sequences share all rows
     ),
     *(
         Question("In transformers, eager", "transformers", "time per token", f"transformers {other}", ours="vmmkv VmmCache")
@@ -105,7 +119,7 @@ def answers(rows: Sequence[Row]) -> list[Comparison]:
     for question in QUESTIONS:
         ratios, losses = {}, []
         for (*subject, workload), systems in by_workload.items():
-            ours, other = systems.get(question.ours), systems.get(question.other)
+            ours, other = systems.get(question.ours), _best_of(systems, question.other)
             is_asked = subject == [question.suite, question.metric] and (not question.part or f" {question.part}: " in workload)
             if is_asked and ours and other and min(ours.summary.median, other.summary.median) > 0:
                 ratio = ours.summary.median / other.summary.median
@@ -115,6 +129,14 @@ def answers(rows: Sequence[Row]) -> list[Comparison]:
         if ratios:
             given.append(Comparison(question, ratios, sorted(losses, key=lambda loss: loss[1])))
     return given
+
+
+def _best_of(systems: Mapping[str, Row], pattern: str) -> Row | None:
+    """Of the systems whose names match, the best; None if none does."""
+    rows = [row for name, row in systems.items() if fnmatchcase(name, pattern) and row.summary.median > 0]
+    if not rows:
+        return None
+    return (max if rows[0].higher_is_better else min)(rows, key=lambda row: row.summary.median)
 
 
 # charts

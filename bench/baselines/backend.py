@@ -1,18 +1,23 @@
 """Each system as the engine's memory: what `loading.assemble` takes as `open_memory`.
 
-On Hopper, slots in bf16 with heads of 128 have a prefill kernel of their own (kernels/attention/prefill_hopper.py). vmmkv
-without it differs from blocks by where rows lie, and by nothing else.
+    paged 16                    our kernels, which find each row by the table: with the next but one, what addressing costs
+    paged 16, FA3               FlashAttention-3's kernels, where its library is given
+    paged 128                   our kernels, for which a block is a tile: loaded like a tile of a slot
+    vmmkv, prefill of blocks    vmmkv without the prefill kernel for Hopper (kernels/attention/prefill_hopper.py), which blocks
+                                of 16 do not have: it differs from `paged 16` by where rows lie, and by nothing else
 
 Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from bench.baselines import COMMON_PREFILL
-from bench.baselines.paged import BLOCK_ROWS, BlockRows, PagedCache, PagedPrefixes
+from bench.baselines import COMMON_PREFILL, PAGED_FA3, fa3
+from bench.baselines.paged import BlockRows, FA3Rows, PagedCache, PagedPrefixes
 from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
 from vmmkv.server.engine.attention import AttentionMetadata, KVRows
@@ -91,12 +96,15 @@ class BaselineBackend:
             torch.cuda.empty_cache()
 
 
-def open_paged(wanted: BackendConfig) -> BaselineBackend:
+def open_paged(
+    wanted: BackendConfig, *, block_rows: int = 16, rows_over: Callable[[PagedCache], BlockRows] = BlockRows
+) -> BaselineBackend:
     """As many blocks as the budget holds. Raises: BudgetError, ValueError: see `_num_in_budget` and BaselineCache."""
-    num_blocks, slots = _num_in_budget(wanted, BLOCK_ROWS), wanted.max_sequences
-    cache = PagedCache(wanted.layout, wanted.device, num_blocks=num_blocks, slots=slots, max_tokens=wanted.max_tokens)
+    num_blocks = _num_in_budget(wanted, block_rows)
+    sizes = {"num_blocks": num_blocks, "slots": wanted.max_sequences, "max_tokens": wanted.max_tokens}
+    cache = PagedCache(wanted.layout, wanted.device, block_rows=block_rows, **sizes)
     prefixes = PagedPrefixes(cache) if wanted.shares_prefixes else None
-    return BaselineBackend(cache, BlockRows(cache), num_blocks * BLOCK_ROWS, prefixes)
+    return BaselineBackend(cache, rows_over(cache), num_blocks * block_rows, prefixes)
 
 
 def open_static(wanted: BackendConfig) -> BaselineBackend:
@@ -106,21 +114,31 @@ def open_static(wanted: BackendConfig) -> BaselineBackend:
     return BaselineBackend(cache, KVRows(cache), slots * wanted.max_tokens, None)
 
 
-_SYSTEMS: Final[Mapping[str, OpenBackend]] = {
+SYSTEMS: Final[Mapping[str, OpenBackend]] = {
     "vmmkv": SlotBackend.open,
-    f"paged {BLOCK_ROWS}": open_paged,
+    "paged 16": open_paged,
+    PAGED_FA3: partial(open_paged, rows_over=FA3Rows),
+    "paged 128": partial(open_paged, block_rows=128),
     "static": open_static,
+    COMMON_PREFILL: open_common_prefill,
 }
+"""By the name that rows have; `static` adds the tokens of a slot."""
 
 
-def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
-    """By the name that rows have; `static` adds the tokens of a slot.
+def systems_on(device: torch.device, fa3_library: Path | None) -> list[str]:
+    """Those that this device can run. FlashAttention-3's library is loaded."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    has_fa3 = fa3.why_absent(fa3_library, device) is None
+    if has_fa3 and fa3_library is not None:
+        fa3.load(fa3_library)
+    runs = {PAGED_FA3: has_fa3, COMMON_PREFILL: is_hopper}
+    return [name for name in SYSTEMS if runs.get(name, True)]
 
-    On Hopper, where slots have a prefill kernel of their own, also vmmkv without that.
-    """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        return {**_SYSTEMS, COMMON_PREFILL: open_common_prefill}
-    return _SYSTEMS
+
+def absent(device: torch.device, fa3_library: Path | None) -> dict[str, str]:
+    """Systems that are left out because something that they need is missing, and why."""
+    why = fa3.why_absent(fa3_library, device)
+    return {} if why is None else {PAGED_FA3: why}
 
 
 def _num_in_budget(wanted: BackendConfig, num_rows: int) -> int:

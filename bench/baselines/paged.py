@@ -1,8 +1,8 @@
-"""The block-table cache: blocks of 16 rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM.
+"""The block-table cache: blocks of so many rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM.
 
 It gives the engine what `KVCache` and `PrefixCache` give it, with the same radix tree. Nothing is mapped: tables and limits go
-to the device when they change, which is at block borders, ahead of need and for all sequences in one copy. Attention is by the
-kernels under a block table; on a CPU, rows are gathered for torch's own.
+to the device when they change, which is at block borders, ahead of need and for all sequences in one copy. Attention is by our
+kernels under a block table, or by FlashAttention-3's; on a CPU, rows are gathered for torch's own.
 
 Legend: N tokens of the step, B sequences, S slots, P blocks, U rows of a block, C columns of the tables, T rows, H query heads,
 K kv heads, D head dim.
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from bench.baselines import fa3
 from bench.baselines.slots import BaselineCache, BaselineSequence
 from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
@@ -28,9 +29,6 @@ from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
 
 # blocks
-
-BLOCK_ROWS: Final = 16
-"""vLLM's default."""
 
 
 class BlockPool:
@@ -110,11 +108,14 @@ NO_BLOCK: Final = -1
 class PagedCache(BaselineCache):
     """See engine.kv_backend.EngineCache."""
 
-    def __init__(self, layout: KVLayout, device: torch.device, *, num_blocks: int, slots: int, max_tokens: int) -> None:
-        super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(num_blocks, BLOCK_ROWS))
+    def __init__(
+        self, layout: KVLayout, device: torch.device, *, num_blocks: int, block_rows: int, slots: int, max_tokens: int
+    ) -> None:
+        super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(num_blocks, block_rows))
         self.blocks: Final = BlockPool(num_blocks)
-        self.block_bytes: Final = BLOCK_ROWS * layout.row_bytes
-        num_columns = ceil_div(max_tokens, BLOCK_ROWS)
+        self.block_rows: Final = block_rows
+        self.block_bytes: Final = block_rows * layout.row_bytes
+        num_columns = ceil_div(max_tokens, block_rows)
         self.tables_SC: Final = torch.full((1 + slots, num_columns), NO_BLOCK, dtype=torch.int32, device=device)
         self.host_tables_SC: Final = np.full((1 + slots, num_columns), NO_BLOCK, np.int32)
         self.locked: Final[dict[int, Node[int]]] = {}
@@ -145,7 +146,7 @@ class PagedCache(BaselineCache):
 
     def fork(self, sequence: BaselineSequence, count: int = 1, *, max_tokens: int | None = None) -> list[BaselineSequence]:
         """See EngineCache.fork: full blocks are shared, the last one is copied."""
-        num_full, rest = divmod(sequence.length, BLOCK_ROWS)
+        num_full, rest = divmod(sequence.length, self.block_rows)
         forks: list[BaselineSequence] = []
         try:
             for _ in range(count):
@@ -158,17 +159,17 @@ class PagedCache(BaselineCache):
                 fork.close()
             raise
         if rest:
-            self.copy_rows([(sequence, fork) for fork in forks], num_full * BLOCK_ROWS, sequence.length)
+            self.copy_rows([(sequence, fork) for fork in forks], num_full * self.block_rows, sequence.length)
         return forks
 
     def copy_rows(self, pairs: Iterable[tuple[BaselineSequence, BaselineSequence]], first: int, end: int) -> None:
         """See EngineCache.copy_rows: the target's blocks there are its own."""
         positions = np.arange(first, end)
         for source, target in pairs:
-            blocks = self.host_tables_SC[target.slot, positions // BLOCK_ROWS]
+            blocks = self.host_tables_SC[target.slot, positions // self.block_rows]
             assert (self.blocks.num_refs[blocks] == 1).all(), "a block that others hold too would be written"
             places = [
-                self.host_tables_SC[each.slot, positions // BLOCK_ROWS] * BLOCK_ROWS + positions % BLOCK_ROWS
+                self.host_tables_SC[each.slot, positions // self.block_rows] * self.block_rows + positions % self.block_rows
                 for each in (source, target)
             ]
             from_T, to_T = (part.long() for part in self.uploads.pack(places))
@@ -198,7 +199,7 @@ class PagedCache(BaselineCache):
         for slot in self.sequences:
             held = self.host_tables_SC[slot, : self._num_blocks_S[slot]]
             np.add.at(num_refs, held, 1)
-            room = min(self.sequences[slot].max_tokens, int(self._num_blocks_S[slot]) * BLOCK_ROWS)
+            room = min(self.sequences[slot].max_tokens, int(self._num_blocks_S[slot]) * self.block_rows)
             assert self.lengths[slot] <= self.limits[slot] == room
             assert np.array_equal(held, self.tables_SC[slot, : len(held)].cpu().numpy())
             assert self.limit[slot].item() == self.limits[slot] or not self.limits[slot]
@@ -216,7 +217,7 @@ class PagedCache(BaselineCache):
         """A new sequence begins with full blocks that others hold too."""
         self.blocks.hold(list(blocks))
         self._extend({sequence.slot: list(blocks)})
-        self.lengths[sequence.slot] = len(blocks) * BLOCK_ROWS
+        self.lengths[sequence.slot] = len(blocks) * self.block_rows
 
     def end(self, sequence: BaselineSequence) -> None:
         """Free its slot, and its blocks but for those that others hold."""
@@ -229,7 +230,7 @@ class PagedCache(BaselineCache):
         super().end(sequence)
 
     def _reserve(self, num_tokens: dict[int, int]) -> int:
-        missing = {slot: ceil_div(count, BLOCK_ROWS) - int(self._num_blocks_S[slot]) for slot, count in num_tokens.items()}
+        missing = {slot: ceil_div(count, self.block_rows) - int(self._num_blocks_S[slot]) for slot, count in num_tokens.items()}
         blocks = iter(self.blocks.acquire(sum(missing.values())))
         self._extend({slot: [next(blocks) for _ in range(count)] for slot, count in missing.items()})
         return sum(missing.values())
@@ -246,7 +247,7 @@ class PagedCache(BaselineCache):
             self._num_blocks_S[slot] += len(blocks)
             places += range(slot * num_columns + first, slot * num_columns + first + len(blocks))
             values += blocks
-            limits.append(min(self.sequences[slot].max_tokens, (first + len(blocks)) * BLOCK_ROWS))
+            limits.append(min(self.sequences[slot].max_tokens, (first + len(blocks)) * self.block_rows))
         slots = list(blocks_by_slot)
         self._num_taken += len(values)
         self.limits[slots] = limits
@@ -271,19 +272,20 @@ class PagedPrefixes:
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
+        self._block_rows: Final = cache.block_rows
         self._tree = cache.blocks.tree
         self._counts: Counter[str] = Counter()
 
     def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
         """Rows of whole blocks."""
         lookup: Lookup[int] = Lookup(namespace, tokens[:-1])
-        return lambda: len(_whole(self._tree.resume(lookup))) * BLOCK_ROWS
+        return lambda: len(_whole(self._tree.resume(lookup))) * self._block_rows
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
         """See Prefixes.attach. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
-        num_tokens = len(blocks) * BLOCK_ROWS
+        num_tokens = len(blocks) * self._block_rows
         sequence = self._cache.open(max_tokens=max_tokens, tenant=namespace)
         try:
             if blocks:
@@ -307,12 +309,12 @@ class PagedPrefixes:
 
     def insert(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
         """See Prefixes.insert."""
-        count = len(tokens) // BLOCK_ROWS
+        count = len(tokens) // self._block_rows
         if not count:
             return
         blocks = self._cache.host_tables_SC[sequence.slot, :count].tolist()
-        pieces = [Piece(BLOCK_ROWS * (index + 1), block) for index, block in enumerate(blocks)]
-        inserted = self._tree.insert(sequence.namespace, tokens[: count * BLOCK_ROWS], pieces)
+        pieces = [Piece(self._block_rows * (index + 1), block) for index, block in enumerate(blocks)]
+        inserted = self._tree.insert(sequence.namespace, tokens[: count * self._block_rows], pieces)
         known = {piece.end_token for piece in inserted.duplicates}
         self._cache.blocks.hold([piece.value for piece in pieces if piece.end_token not in known])
         before = self._cache.locked.pop(sequence.slot, None)
@@ -367,7 +369,7 @@ def _whole(match: Match[int]) -> list[int]:
 
 
 class BlockRows(KVRows):
-    """Rows in blocks, by the same kernels under a table. See engine.attention.KVRows."""
+    """Rows in blocks, by our kernels under a table. See engine.attention.KVRows."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__(cache, tables_SC=cache.tables_SC)
@@ -377,14 +379,55 @@ class BlockRows(KVRows):
         """See KVRows.write."""
         may_write_N = step.positions_N < self._cache.limit[step.slots_N]
         slots_N, positions_N = step.slots_N[may_write_N], step.positions_N[may_write_N]
-        blocks_N = self._cache.tables_SC[slots_N, positions_N // BLOCK_ROWS]
+        blocks_N = self._cache.tables_SC[slots_N, positions_N // self._cache.block_rows]
         for plane_PUKD, values_NKD in zip(self._cache.planes[layer], (k_NKD, v_NKD), strict=True):
-            plane_PUKD[blocks_N, positions_N % BLOCK_ROWS] = values_NKD[may_write_N]
+            plane_PUKD[blocks_N, positions_N % self._cache.block_rows] = values_NKD[may_write_N]
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVRows.read. Copies."""
-        first_block, end_block = first // BLOCK_ROWS, ceil_div(end, BLOCK_ROWS)
+        first_block, end_block = first // self._cache.block_rows, ceil_div(end, self._cache.block_rows)
         blocks = torch.from_numpy(self._cache.host_tables_SC[slot, first_block:end_block]).long()
-        rows = slice(first - first_block * BLOCK_ROWS, end - first_block * BLOCK_ROWS)
+        rows = slice(first - first_block * self._cache.block_rows, end - first_block * self._cache.block_rows)
         k_TKD, v_TKD = (plane[blocks].flatten(0, 1)[rows] for plane in self._cache.planes[layer])
         return k_TKD, v_TKD
+
+
+class FA3Rows(BlockRows):
+    """Attention by FlashAttention-3. It knows no prefix groups: steps that have some are our kernels', by `cascade`."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__(cache)
+        self._singles = torch.arange(2 + cache.num_slots, dtype=torch.int32, device=cache.device)
+        """Where the queries of sequences of one query begin."""
+        self._planned: tuple[AttentionMetadata, fa3.Batch, torch.Tensor] | None = None
+        """The last step, its batch, and how that is split: the same in all layers. A captured step has its own."""
+
+    def decode(
+        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
+    ) -> torch.Tensor:
+        """See KVRows.decode."""
+        return self._attend(layer, q_BHD, step, self._singles[: len(q_BHD) + 1], 1, scale)
+
+    def prefill(
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
+        out_NHD: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """See KVRows.prefill."""
+        assert step.query_starts is not None, "a decode step"
+        if out_NHD is not None:
+            return super().prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD)
+        return self._attend(layer, q_NHD, step, step.query_starts, len(q_NHD), scale)
+
+    def _attend(
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, starts: torch.Tensor, most: int, scale: float | None
+    ) -> torch.Tensor:
+        k, v = self.views[layer]
+        if self._planned is None or self._planned[0] is not step:
+            tables_BC = self._cache.tables_SC.index_select(0, step.slots_B)
+            batch = fa3.Batch(
+                query_starts=starts, lengths_B=step.lengths_B, max_queries=most, max_rows=self._cache.max_tokens,
+                tables_BC=tables_BC,
+            )  # fmt: skip
+            self._planned = step, batch, batch.plan(q_NHD, k.shape[2], k.shape[1])
+        _, batch, planned = self._planned
+        return batch.attend(q_NHD, k, v, planned, torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device), scale)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from bench import workloads
-from bench.baselines.paged import BLOCK_ROWS, PagedCache
+from bench.baselines.paged import PagedCache
 from bench.baselines.slots import StaticCache
 from bench.harness import HBM_BYTES_PER_S, SHAPES, Recorder, Settings, Shape, WrongNumbers
 from bench.workloads import Ask, Workload
@@ -127,11 +127,12 @@ class CountedSystem:
             self.unit_rows = PAGE_BYTES / row_bytes
             # What lies behind the last row is a multiple of what rows and pages have in common, each as likely.
             self.unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
-        elif name == SYSTEMS[1]:
-            num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
-            self.cache = PagedCache(_COUNTED, _CPU, num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
-            self.unit_rows, self.unfilled_rows = float(BLOCK_ROWS), (BLOCK_ROWS - 1) / 2
-            self.table_bytes = 4 * ceil_div(MAX_TOKENS, BLOCK_ROWS)
+        elif name in _BLOCKS:
+            block_rows = _BLOCKS[name]
+            counts = {"num_blocks": sizes.budget_bytes // (block_rows * row_bytes), "slots": sizes.slots}
+            self.cache = PagedCache(_COUNTED, _CPU, block_rows=block_rows, max_tokens=MAX_TOKENS, **counts)
+            self.unit_rows, self.unfilled_rows = float(block_rows), (block_rows - 1) / 2
+            self.table_bytes = 4 * ceil_div(MAX_TOKENS, block_rows)
         else:
             num_slots = sizes.budget_bytes // (MAX_TOKENS * row_bytes)
             self.cache = StaticCache(_COUNTED, _CPU, slots=num_slots, max_tokens=MAX_TOKENS)
@@ -153,7 +154,8 @@ class CountedSystem:
                 raise WrongNumbers(f"vmmkv: {used_bytes} bytes were used by no sequence, {pool.created_bytes} are left")
 
 
-SYSTEMS: Final = ("vmmkv", f"paged {BLOCK_ROWS}", f"static {MAX_TOKENS}")
+_BLOCKS: Final = {"paged 16": 16, "paged 128": 128}
+SYSTEMS: Final = ("vmmkv", *_BLOCKS, f"static {MAX_TOKENS}")
 
 
 # the simulation

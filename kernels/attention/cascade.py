@@ -129,10 +129,10 @@ def _load(
 ):  # fmt: skip
     """[TILE, D_PAD]: the rows from `row` on of one kv head of a slot, of which the first `skip` are to be masked.
 
-    i_s: the slot; over blocks the block of each row.
+    i_s: the slot; over blocks the block of each row, or with TMA of all.
     """
     if TMA:
-        return p.load([i_s.to(tl.int32), i_kv, row, 0]).reshape(TILE, D_PAD)
+        return p.load([i_s.to(tl.int32), i_kv, row if BLOCK == 0 else row % BLOCK, 0]).reshape(TILE, D_PAD)
     else:
         p_rows = row_pointers(p, i_s, row, stride_s, stride_t, TILE, BLOCK)
         return load_tile(p_rows, tl.arange(0, TILE) >= skip, D, D_PAD)
@@ -156,6 +156,7 @@ def attend_groups(
         gdc_wait()
         gdc_launch_dependents()
     H: tl.constexpr = K * G
+    MOVES: tl.constexpr = not (TMA and BLOCK > 0)
     i_kv = tl.program_id(0) % K
     split = tl.program_id(0) // K
     starts, ends, leaders, prefixes, nums_steps, nums_tiles = problems(
@@ -204,23 +205,27 @@ def attend_groups(
             part_begin = i_tile if part == 0 else tl.maximum(whole_end, i_tile)
             part_end = whole_end if part == 0 else problem_end
             for step in tl.range(part_begin - problem_start, part_end - problem_start, num_stages=STAGES if part == 0 else 1):
-                # The last tile is moved back to end with the prefix: what it shares with the one before is masked.
-                row = step * TILE if part == 0 else num_prefix - TILE
-                skip = 0 if part == 0 else (step + 1) * TILE - num_prefix
-                i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, i_t >= skip, TILE, BLOCK)
+                # The last tile is moved back to end with the prefix: what it shares with the one before is masked. In a block
+                # it stays, and what is behind the prefix is masked.
+                row = num_prefix - TILE if part == 1 and MOVES else step * TILE
+                skip = (step + 1) * TILE - num_prefix if part == 1 else 0
+                m_t = i_t >= skip if MOVES else i_t < TILE - skip
+                i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK, TMA)
                 k = _load(p_k, i_s, row, i_kv, skip, stride_ks, stride_kt, TILE, BLOCK, D, D_PAD, TMA)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if HAS_SOFTCAP:
                     # The launcher folded 2 / softcap into scale_log2, log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
                     scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * scale_log2) + 1.0))
                 if part == 1:
-                    scores = tl.where((i_t >= skip)[None, :], scores, float("-inf"))
+                    scores = tl.where(m_t[None, :], scores, float("-inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
                 weights = tl.exp2(scores * factor - new_peak[:, None])
                 rescale = tl.exp2(peak - new_peak)
                 peak = new_peak
                 totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [QUERIES, TILE // 8, 8]), 1)
                 v = _load(p_v, i_s, row, i_kv, skip, stride_vs, stride_vt, TILE, BLOCK, D, D_PAD, TMA)
+                if part == 1 and not MOVES:
+                    v = tl.where(m_t[:, None], v, 0.0)  # what is behind the prefix may be NaN, and 0 * NaN is
                 acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
         total = tl.sum(totals, 1)
@@ -378,8 +383,8 @@ def cascade(
     With `query_starts`, as in `prefill`, q_BHD has the queries of sequences that have any number of them. Those of one query
     attend, and the rows of the others are left as they are in `out`. Sequences in groups come first, with one query each.
 
-    With `tables_SC` K and V are blocks, as in `decode`, with the bits of slots. A prefix is read through its leader's table
-    alone.
+    With `tables_SC` K and V are blocks, as in `decode`, with the bits of slots where it has them. A prefix is read
+    through its leader's table alone.
 
     - q_BHD, k_STKD, v_STKD: of one dtype; quantised K and V are refused.
     - group_starts_G1 (not descending), leaders_G, prefix_rows_G: int32 on the device.
@@ -437,7 +442,7 @@ def cascade(
         "TILE": cut.tile_rows, "LEAST_TILES": cut.least_tiles, **checks.overlap(device),
     }  # fmt: skip
     k, v = memory.k, memory.v
-    by_tma = memory.fits_tma()
+    by_tma = memory.fits_tma(cut.tile_rows)
     if by_tma:
         # As [S, K, T, D], in which a box is a tile as it is: the tensor cores read it from where it was loaded to.
         box = [1, 1, cut.tile_rows, checks.padded(head_dim)]

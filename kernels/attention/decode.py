@@ -356,11 +356,14 @@ def attend_tiles(
         # With every tile: the sequence may have no other, and a load under a condition would be waited for at its end.
         length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
         later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
-        # The last tile is moved back to end with the sequence: what it shares with the one before is masked.
         row = start + (i_tile - sequence_start) * TILE
         skip = tl.maximum(row + TILE - end, 0)
-        row -= skip
-        m_t = i_t >= skip
+        if TMA and BLOCK > 0:
+            m_t = i_t < TILE - skip
+        else:
+            # The last tile is moved back to end with the sequence: what it shares with the one before is masked.
+            row -= skip
+            m_t = i_t >= skip
 
         if QUERY_WITH_TILES:
             # Under way with the tile. The rows from G on are of the next kv head, or zeros, and of no consequence.
@@ -369,9 +372,10 @@ def attend_tiles(
         elif i_tile == sequence_start:
             # Apart from the look-up above: that one is needed for the loads to come, and so is done long before.
             q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W, HALVES)
-        i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK)
+        i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK, TMA)
+        row_in = row if BLOCK == 0 else row % BLOCK
         if TMA:
-            k = p_k.load([slot.to(tl.int32), row, i_kv, 0]).reshape(TILE, W_PAD)
+            k = p_k.load([i_s.to(tl.int32), row_in, i_kv, 0]).reshape(TILE, W_PAD)
         else:
             p_rows = row_pointers(p_k + tl.cast(i_kv, tl.int64) * stride_kk, i_s, row, stride_ks, stride_kt, TILE, BLOCK)
             k = load_tile(p_rows, m_t, W, W_PAD)
@@ -399,7 +403,9 @@ def attend_tiles(
             # A scale is a row's largest value over QMAX; by the value itself the weights stay in the range of float16.
             weights *= v_scales[None, :] * QMAX
         if TMA:
-            v = p_v.load([slot.to(tl.int32), row, i_kv, 0]).reshape(TILE, W_PAD)
+            v = p_v.load([i_s.to(tl.int32), row_in, i_kv, 0]).reshape(TILE, W_PAD)
+            if BLOCK > 0:
+                v = tl.where(m_t[:, None], v, 0)  # what is behind the sequence may be NaN, and 0 * NaN is
         else:
             p_rows = row_pointers(p_v + tl.cast(i_kv, tl.int64) * stride_vk, i_s, row, stride_vs, stride_vt, TILE, BLOCK)
             v = load_tile(p_rows, m_t, W, W_PAD)
@@ -596,7 +602,8 @@ def decode(
     outside [0, S), gives zeros. The output of a sequence that has passed its limit is to be dropped.
 
     With `tables_SC` K and V are blocks [P, U, K, W]: row t of slot s is at [tables_SC[s, t // U], t % U], and T is C * U. The
-    bits are those of slots. Table entries of rows that are not read are never loaded.
+    bits are those of slots. Table entries of rows that are not read are never loaded. Where U is a multiple of 128, whole tiles
+    of a block are loaded by TMA, and rows that are not the sequence's are masked: its last tile then rounds otherwise.
 
     With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
     they must be mapped and finite. `lse_BH` receives log2(sum(exp(score))) over the scaled and capped scores, -inf where there
@@ -660,7 +667,10 @@ def attend_singles(
     memory.check_tile_offsets(cut.tile_rows)
     splits = resident_splits(device, num_kv_heads, cut.programs_per_sm)
     # Rows before a window may be unmapped, and the last tile is moved back: a window narrower than a tile is read by pointers.
-    by_tma = options.rows_seen >= cut.tile_rows and memory.fits_tma()
+    # Tiles that are to lie in one block each begin at row 0.
+    begins_at_0 = firsts_B is None and options.rows_seen == checks.NO_WINDOW
+    may_tma = begins_at_0 if block else options.rows_seen >= cut.tile_rows
+    by_tma = may_tma and memory.fits_tma(cut.tile_rows)
     launches = launches_of(
         cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
         memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),

@@ -24,6 +24,9 @@ MAX_SEQUENCES = 4096
 MAX_GROUP = 64
 MAX_HEAD_DIM = 256
 
+TMA_BLOCK = 128
+"""Rows of a block, or a divisor of them, that is loaded in whole tiles by the tensor memory accelerator."""
+
 _TMA_STRIDE_BYTES = 2**40
 
 
@@ -141,13 +144,14 @@ class LayerKV:
                 given = f"strided by {plane.stride(1)} elements from row to row"
                 checks.refuse(argument, given, f"at most {checks.INT32_END // rows - 1} elements")
 
-    def fits_tma(self) -> bool:
-        """Can the tensor memory accelerator load tiles? Not of blocks, nor by strides of 2**40 bytes and more.
+    def fits_tma(self, tile_rows: int) -> bool:
+        """Can the tensor memory accelerator load tiles? Not of small blocks, nor by strides of 2**40 bytes and more.
 
         It loads whole tiles, so a sequence's last tile is moved back to end where the sequence ends. Rows before row 0 of a
-        slot are outside the tensor: they are filled with zeros, and no memory is touched.
+        slot are outside the tensor: they are filled with zeros, and no memory is touched. A tile of a block stays where it is,
+        since it must not lie in two: there the rows behind the sequence's last are loaded as well.
         """
-        if self.block or not checks.has_tma(self.k.device):
+        if self.block % max(tile_rows, TMA_BLOCK) or not checks.has_tma(self.k.device):
             return False
         return max(*self.k.stride(), *self.v.stride()) * self.k.element_size() < _TMA_STRIDE_BYTES
 
@@ -244,9 +248,12 @@ def descriptor(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int],
 
 
 @triton.jit
-def blocks_of(p_table, row, m_t, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """[TILE] blocks of the rows from `row` on, read from a slot's table."""
-    return tl.load(p_table + (row + tl.arange(0, TILE)) // BLOCK, mask=m_t, other=0).to(tl.int64)
+def blocks_of(p_table, row, m_t, TILE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """[TILE] blocks of the rows from `row` on, read from a slot's table; with WHOLE the one block that has them all."""
+    if WHOLE:
+        return tl.load(p_table + row // BLOCK).to(tl.int64)
+    else:
+        return tl.load(p_table + (row + tl.arange(0, TILE)) // BLOCK, mask=m_t, other=0).to(tl.int64)
 
 
 @triton.jit

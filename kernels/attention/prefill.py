@@ -3,7 +3,7 @@
 FlashAttention-2's loop (Dao, 2023): a program owns a tile of queries of one sequence, and walks the keys that they see with an
 online softmax. Queries start anywhere in their sequence (a chunk). The sequences of a launch have any counts and lengths: the
 device reads them, so one captured graph serves all. Sequences of one query go through decode's launches. On Hopper plain bf16
-slots with heads of 128 have a kernel of their own: see prefill_hopper.py.
+slots, and blocks of whole tiles, with heads of 128 have a kernel of their own: see prefill_hopper.py.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D,
 or D / 2 bytes), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms
@@ -243,7 +243,8 @@ def prefill(
     output of queries there is to be dropped. A slot outside [0, S) gives zeros. Queries past query_starts[B] have no sequence,
     and no output.
 
-    With `tables_SC` K and V are blocks, as in `decode`: bit for bit the same, but where slots have the kernel for Hopper.
+    With `tables_SC` K and V are blocks, as in `decode`: bit for bit the same, but where slots have the kernel for Hopper and
+    blocks are not of a multiple of 128 rows.
 
     - query_starts: int32 [B + 1] on the device, from 0 and not descending.
     - scale: positive, 1 / sqrt(D) if None.

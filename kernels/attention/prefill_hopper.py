@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper: plain bf16 slots with heads of 128, without window or softcap. In Gluon.
+"""Prefill attention on Hopper: plain bf16 slots, or blocks of whole tiles, with heads of 128; no window or softcap. In Gluon.
 
 After FlashAttention-3 (Shah et al., 2024). A program takes *pieces*: 128 queries of a sequence under one query head. Three
 parts of it run side by side: a loading warp, and two groups of four warps that multiply. The loading warp walks the same tiles
@@ -21,10 +21,11 @@ same tiles.
 K and V have two descriptors each. One is the slots as they are, for whole tiles. The other ends where the tile's sequence does:
 rows past it are not read, since their pages may be unmapped, and come as zeros, since 0 * NaN is NaN. It takes the last of
 2**30 virtual rows. Two more dimensions move them to the right place: a step of one is 2**34 - a row, of which 2**30 steps wrap
-around all 2**64 elements (as in Triton's ragged descriptors), and a step of the other is a row.
+around all 2**64 elements (as in Triton's ragged descriptors), and a step of the other is a row. A block is described like a
+slot: a tile lies in one block, which the slot's table names.
 
-Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim. Prefixes: p_
-pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
+Legend: B sequences, N queries, S slots (or blocks), T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim.
+Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
 """
 
 import functools
@@ -158,8 +159,8 @@ def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
 
 @gluon.jit
 def load_part(
-    descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk,
-    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
+    descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, p_tables, stride_qh, stride_kk, stride_vk,
+    stride_table, H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: takes pieces, posts each to the groups, and loads its keys from the last tile to the first.
 
@@ -196,12 +197,19 @@ def load_part(
             num_steps = gl.maximum(gl.cdiv(end, TILE), 1)
             for i in range(num_steps):
                 row = (num_steps - 1 - i) * TILE
+                place = slot
+                row_in = row
+                if BLOCK > 0:
+                    # Before the ring has room: the look-up is over by then.
+                    place = _uniform(gl.load(p_tables + slot.to(gl.int64) * stride_table + row // BLOCK))
+                    row_in = row % BLOCK
+                end_in = end - row + row_in
                 s = i_kv % STAGES
                 parity = (i_kv // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(s), parity)
-                _load_tile(desc_k, desc_k_end, k_ready.index(s), k_smem.index(s), slot, row, end, column_k)
+                _load_tile(desc_k, desc_k_end, k_ready.index(s), k_smem.index(s), place, row_in, end_in, column_k)
                 mbarrier.wait(v_free.index(s), parity)
-                _load_tile(desc_v, desc_v_end, v_ready.index(s), v_smem.index(s), slot, row, end, column_v)
+                _load_tile(desc_v, desc_v_end, v_ready.index(s), v_smem.index(s), place, row_in, end_in, column_v)
                 i_kv += 1
         i_work = gl.num_programs(0) + _uniform(gl.atomic_add(p_taken, 1))
     s = i_q % Q_STAGES
@@ -349,10 +357,10 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows"])
 def prefill_kernel(
-    desc_q, desc_k, desc_v, desc_k_end, desc_v_end, p_out, p_starts, p_lengths, p_slots, p_limits, p_taken,
+    desc_q, desc_k, desc_v, desc_k_end, desc_v_end, p_out, p_starts, p_lengths, p_slots, p_limits, p_taken, p_tables,
     scale_log2, num_sequences, num_queries, num_slots, num_rows,
-    stride_qh, stride_kk, stride_vk, stride_on, stride_oh,
-    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
+    stride_qh, stride_kk, stride_vk, stride_on, stride_oh, stride_table,
+    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Each program takes pieces until none is left: a tile of 128 queries of a sequence under one query head each."""
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES * 2, GROUP_TOKENS, HEAD_DIM], desc_q.layout)
@@ -377,8 +385,8 @@ def prefill_kernel(
                 stride_on, stride_oh, 1,
             )),
             (load_part, (
-                descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk,
-                H, G, HAS_LIMIT,
+                descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, p_tables,
+                stride_qh, stride_kk, stride_vk, stride_table, H, G, HAS_LIMIT, BLOCK,
             )),
         ],
         [4, 1], [_REGISTERS, _LOAD_REGISTERS],
@@ -392,7 +400,8 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 def applies(q_NHD: torch.Tensor, memory: LayerKV, options: checks.AttentionOptions) -> bool:
     """Can this kernel attend, on compute capability 9.0? Never by batch or lengths, since a query's bits depend on it."""
-    is_plain = memory.kind is None and not memory.block and q_NHD.dtype == torch.bfloat16 and memory.head_dim == HEAD_DIM.value
+    is_plain = memory.kind is None and q_NHD.dtype == torch.bfloat16 and memory.head_dim == HEAD_DIM.value
+    is_plain = is_plain and memory.block % TILE.value == 0
     is_open = options.softcap_log2 == 0.0 and options.rows_seen == checks.NO_WINDOW
     return is_plain and is_open and memory.num_rows < RAGGED_ROWS.value and all(map(_fits, (q_NHD, memory.k, memory.v)))
 
@@ -461,8 +470,9 @@ def launch_prefill_hopper(
     with checks.on_device(device):
         prefill_kernel[(min(num_work, _num_multiprocessors(device)),)](
             _rows_descriptor(q_NHD), desc_k, desc_v, desc_k_end, desc_v_end, out_NHD,
-            query_starts, lengths_B, slots_B, limit_S, torch.zeros(1, dtype=torch.int32, device=device),
+            query_starts, lengths_B, slots_B, limit_S, torch.zeros(1, dtype=torch.int32, device=device), memory.tables_SC,
             options.scale_log2, num_sequences, num_queries, memory.num_slots, memory.num_rows,
             _head_stride(q_NHD), _head_stride(memory.k), _head_stride(memory.v), out_NHD.stride(0), out_NHD.stride(1),
-            H=num_heads, G=num_heads // memory.num_kv_heads, HAS_LIMIT=limit_S is not None, num_warps=4,
+            memory.stride_table, H=num_heads, G=num_heads // memory.num_kv_heads, HAS_LIMIT=limit_S is not None,
+            BLOCK=memory.block, num_warps=4,
         )  # fmt: skip

@@ -1,21 +1,26 @@
 """Block tables and static slots under the very same engine: the same tokens, nothing leaked, nothing shared that is not."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from bench.baselines.backend import open_common_prefill, open_paged, open_static
-from bench.baselines.paged import BLOCK_ROWS, PagedCache, PagedPrefixes
+from bench.baselines.paged import FA3Rows, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
+from vmmkv.server.engine.attention import AttentionMetadata, attend
 from vmmkv.server.engine.kv_backend import BackendConfig
 from vmmkv.server.protocol import Beams
 
-BASELINES = {"paged": open_paged, "static": open_static}
+BASELINES = {"paged": open_paged, "paged 128": partial(open_paged, block_rows=128), "static": open_static}
+BLOCK_ROWS = 16
+"""Of `open_paged` by default."""
 
 
 @pytest.fixture
@@ -64,23 +69,24 @@ def test_tokens_are_those_of_transformers(over: Callable[..., Harness], system: 
 
 def test_sampled_tokens_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
     said = []
-    for one in (over(open_memory=open_paged), over(open_memory=open_static), harness(ours=True, max_tokens=512)):
+    for one in (*(over(open_memory=each) for each in BASELINES.values()), harness(ours=True, max_tokens=512)):
         for index in range(5):
             one.ask(str(index), prompt_of(30 + index, index), 30, temperature=0.9, top_p=0.9, seed=index)
         one.run()
         said.append([one.tokens(str(index)) for index in range(5)])
-    assert said[0] == said[1] == said[2]
+    assert all(each == said[0] for each in said)
 
 
-def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=open_paged, share=True)
-    shared = prompt_of(70)
+@pytest.mark.parametrize("block_rows", [16, 128])
+def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..., Harness], block_rows: int) -> None:
+    one = over(open_memory=partial(open_paged, block_rows=block_rows), share=True)
+    shared = prompt_of(270)
     one.said(shared + prompt_of(9, 1), 6)
     for name in ("second", "third"):
         one.ask(name, shared + prompt_of(9, len(name)), 6)
     used = one.prefix.stats().hit_tokens
     finish(one)
-    assert one.prefix.stats().hit_tokens - used == 2 * (70 // BLOCK_ROWS * BLOCK_ROWS)
+    assert one.prefix.stats().hit_tokens - used == 2 * (270 // block_rows * block_rows)
     assert one.tokens("second") == one.expected(shared + prompt_of(9, 6), 6)
     assert one.tokens("third") == one.expected(shared + prompt_of(9, 5), 6)
 
@@ -167,7 +173,8 @@ def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]
 
 def blocks_for(num_blocks: int, slots: int = 3) -> tuple[PagedCache, PagedPrefixes]:
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
-    cache = PagedCache(layout, torch.device("cpu"), num_blocks=num_blocks, slots=slots, max_tokens=2048)
+    sizes = {"num_blocks": num_blocks, "block_rows": BLOCK_ROWS, "slots": slots, "max_tokens": 2048}
+    cache = PagedCache(layout, torch.device("cpu"), **sizes)
     return cache, PagedPrefixes(cache)
 
 
@@ -215,3 +222,90 @@ def test_what_is_closed_is_free() -> None:
         assert len(planes) == 6 and all(plane() is not None for plane in planes)
         memory.close()
         assert not any(plane() is not None for plane in planes)
+
+
+FA3_FWD = """
+    fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k,
+    Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table,
+    Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale,
+    Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, int window_size_right,
+    float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
+    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]
+"""
+FA3_PLAN = """
+    get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim,
+    int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new,
+    Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, int window_size_left,
+    int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor
+"""
+"""As the library of vLLM 0.25.1 declares them."""
+
+
+class FA3:
+    """Stands for FlashAttention-3's library: its declarations, and torch's answers."""
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library("_vllm_fa3_C", "FRAGMENT")
+        self.planned: list[torch.Tensor] = []
+        for declared, implementation in ((FA3_FWD, self.fwd), (FA3_PLAN, self.plan)):
+            name = self.library.define("".join(declared.strip().splitlines()))
+            self.library.impl(name, implementation, "CPU")
+
+    def plan(self, *given: Any) -> torch.Tensor:
+        count, most, longest, heads, kv_heads, dim, value_dim, dtype, lengths_B, starts = given[:10]
+        assert (heads, kv_heads, dim, value_dim, dtype, given[14]) == (4, 2, 16, 16, torch.float32, BLOCK_ROWS)
+        assert len(lengths_B) == count == len(starts) - 1
+        assert starts.diff().max() <= most and lengths_B.max() <= longest
+        self.planned.append(torch.full((1,), len(self.planned)))
+        return self.planned[-1]
+
+    def fwd(self, q_NHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+        out, starts, lengths_B, tables_BC, scale, is_causal, planned = (given[place] for place in (3, 4, 8, 11, 20, 21, 26))
+        assert is_causal and int(planned) == len(self.planned) - 1
+        for b, (length, begin, end) in enumerate(zip(lengths_B.tolist(), starts.tolist(), starts[1:].tolist(), strict=False)):
+            blocks = tables_BC[b, : -(-length // BLOCK_ROWS)].long()
+            assert (blocks >= 0).all()
+            if begin < end and length:
+                rows = [plane[blocks].flatten(0, 1)[:length] for plane in (k, v)]
+                out[begin:end] = attend(q_NHD[begin:end], *rows, scale, None)
+        return []
+
+
+@pytest.fixture
+def flash_attention_3() -> Iterator[FA3]:
+    stands = FA3()
+    yield stands
+    stands.library._destroy()
+
+
+def test_fa3_is_given_tables_and_lengths_and_plans_once_a_step(flash_attention_3: FA3) -> None:
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache = PagedCache(layout, torch.device("cpu"), num_blocks=40, block_rows=BLOCK_ROWS, slots=4, max_tokens=128)
+    rows, lengths = FA3Rows(cache), (40, 1, 97)
+    slots = []
+    for length in lengths:
+        sequence = cache.open()
+        sequence.grow(length)
+        sequence.advance(length)
+        slots.append(sequence.slot)
+    for planes in cache.planes.values():
+        for plane in planes:
+            plane.normal_()
+    # Behind the sequences a row of the null slot, as steps are padded.
+    slots_B, lengths_B = torch.tensor([*slots, 0], dtype=torch.int32), torch.tensor([*lengths, 0], dtype=torch.int32)
+    starts = torch.tensor([0, 5, 6, 36, 36], dtype=torch.int32)
+    no_tokens = torch.zeros(0, dtype=torch.int32)
+    for query_starts in (None, starts):
+        step = AttentionMetadata(
+            slots_N=no_tokens, positions_N=no_tokens, slots_B=slots_B, lengths_B=lengths_B, query_starts=query_starts
+        )
+        for layer in range(2):
+            q_NHD = torch.randn(4 if query_starts is None else 40, 4, 16)
+            give = rows.decode if query_starts is None else rows.prefill
+            out = give(layer, q_NHD, step, scale=0.3, window=None)
+            for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+                own = slice(b, b + 1) if query_starts is None else slice(int(starts[b]), int(starts[b + 1]))
+                expected = attend(q_NHD[own], *rows.read(layer, slot, 0, length), 0.3, None)
+                assert torch.allclose(out[own], expected, atol=1e-6)
+    assert len(flash_attention_3.planned) == 2

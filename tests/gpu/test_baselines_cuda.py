@@ -1,18 +1,27 @@
-"""Block tables and static slots under the engine on a GPU: the tokens of transformers, by graphs, with hardly an upload."""
+"""Block tables and static slots under the engine on a GPU: the tokens of transformers, by graphs, with hardly an upload.
 
+FlashAttention-3 is tested where the environment's FA3_LIBRARY names its library: see bench/README.md.
+"""
+
+import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.baselines.backend import open_common_prefill, open_paged, open_static
-from bench.baselines.paged import BLOCK_ROWS
+from bench.baselines import PAGED_FA3, fa3
+from bench.baselines.backend import SYSTEMS, open_common_prefill, open_paged, open_static
 from tests.engine.conftest import Harness, prompt_of
-from tests.gpu.test_decode_steps_cuda import DEVICE, model_of
+from tests.gpu.test_decode_steps_cuda import DEVICE, SIZES, model_of
 from vmmkv.server.engine.kv_backend import OpenBackend
 
+BLOCK_ROWS = 16
 MEMORIES: dict[str, OpenBackend] = {
     "paged": open_paged,
+    "paged 128": partial(open_paged, block_rows=128),
     "static": open_static,
     "slots, prefill of blocks": open_common_prefill,
 }
@@ -51,7 +60,7 @@ def test_tokens_are_those_of_transformers(over: Callable[..., Harness], memory: 
 
 def test_sharers_of_a_prefix_attend_to_it_once_over_blocks_too(over: Callable[..., Harness]) -> None:
     said = []
-    for memory in ("paged", "slots, prefill of blocks"):
+    for memory, block_rows in (("paged", 16), ("paged 128", 128), ("slots, prefill of blocks", 16)):
         one = over(memory, share=True, step_tokens=1024)
         shared = prompt_of(1000)
         one.ask("first", shared, 2)
@@ -60,11 +69,48 @@ def test_sharers_of_a_prefix_attend_to_it_once_over_blocks_too(over: Callable[..
             one.ask(str(index), shared + prompt_of(20 + index, index), 30)
         finish(one)
         assert one.runner.has_prefix_groups
-        assert one.prefix.stats().hit_tokens >= 12 * (1000 // BLOCK_ROWS * BLOCK_ROWS)
+        assert one.prefix.stats().hit_tokens >= 12 * (1000 // block_rows * block_rows)
         said.append([one.tokens(str(index)) for index in range(12)])
         assert said[-1][3] == one.expected(shared + prompt_of(23, 3), 30)
         one.memory.close()
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("memory", ["paged 128", PAGED_FA3])
+def test_heads_of_128_in_bfloat16_are_attended_to_as_over_slots(memory: str, capture: bool) -> None:
+    if memory == PAGED_FA3:
+        library = os.environ.get("FA3_LIBRARY")
+        if why := fa3.why_absent(Path(library) if library else None, torch.device(DEVICE)):
+            pytest.skip(why.replace("--fa3", "FA3_LIBRARY"))
+        fa3.load(Path(str(library)))
+    torch.manual_seed(0)
+    sizes = {"head_dim": 128, "initializer_range": 0.05, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval().to(torch.bfloat16)
+    shared = prompt_of(1000)
+    prompts = [prompt_of(length, length) for length in (1, 15, 16, 17, 127, 128, 129, 700, 1500)]
+    prompts += [shared + prompt_of(20 + index, index) for index in range(12)]
+    answers = []
+    for name in ("vmmkv", memory):
+        # A step that has chunks has rows that decode as well: the prompts do not fit in one.
+        options = {"device": DEVICE, "ours": True, "capture": capture, "slots": 24, "step_tokens": 1024, "max_tokens": 2048}
+        one = Harness(model, open_memory=SYSTEMS[name], share=True, budget_pages=256, **options)
+        one.ask("first", shared, 2)
+        finish(one)
+        for index, prompt in enumerate(prompts):
+            one.ask(str(index), prompt, 40, logprobs=0)
+        finish(one)
+        assert one.runner.has_prefix_groups == capture
+        answers.append([(one.tokens(str(index)), one.logprobs(str(index))) for index in range(len(prompts))])
+        one.memory.close()
+    num_compared = 0
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(*answers, strict=True):
+        same = next((i for i in range(40) if tokens[i] != other_tokens[i]), 40)
+        num_compared += same
+        pairs = zip(logprobs[:same], other_logprobs[:same], strict=True)
+        assert all(abs(one - other) < 0.1 for one, other in pairs), "more than bfloat16 rounds"
+    # Near-ties are decided by rounding, and answers part there.
+    assert num_compared > 0.3 * 40 * len(prompts)
 
 
 def test_in_bfloat16_blocks_give_the_bits_of_slots_by_the_same_kernels(over: Callable[..., Harness]) -> None:

@@ -61,7 +61,8 @@ def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torc
 @pytest.mark.parametrize(
     ("block", "window", "shape"),
     [
-        *((block, window, LLAMA) for block in (1, 5, 16, 64, 128) for window in (None, 100)),
+        *((block, window, LLAMA) for block in (1, 5, 16, 64) for window in (None, 100)),
+        (128, 100, LLAMA),
         *((16, None, {"heads": 9, "kv_heads": 3, "head_dim": 64, "dtype": dtype}) for dtype in (FP16, FP32)),
         *((16, None, LLAMA | {"kind": kind, "scale": scale}) for kind, scale in FORMATS[1:]),
     ],
@@ -70,6 +71,15 @@ def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torc
 def test_blocks_give_the_bits_of_slots(block: int, window: int | None, shape: dict[str, Any]) -> None:
     case = make_case([0, 1, 17, 64, 1000, 3000], window=window, **shape)
     assert torch.equal(case.attend_in_blocks(block, window=window), case.attend(window=window))
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": FP16, "heads": 16}, {"kind": "fp8", "scale": "token"}], ids=str)
+def test_blocks_that_are_tiles_are_right_and_round_the_same_in_any_batch(changes: dict[str, Any]) -> None:
+    case = make_case([0, 1, 17, 128, 1000, 3000, 640], **LLAMA | changes)
+    out = case.attend_in_blocks(128)
+    case.assert_right(out)
+    for b in (2, 5):
+        assert torch.equal(case.only(b).attend_in_blocks(128)[0], out[b])
 
 
 SHARING = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
@@ -99,6 +109,11 @@ def test_a_prefix_in_blocks_gives_the_bits_of_slots(
 
 def test_beside_a_chunk_all_rows_keep_their_bits() -> None:
     assert_same_beside_a_chunk(share([1000, 900, 800, 700, 333], [Group(2, 750), Group(2, 9)], shape=LLAMA))
+
+
+def test_a_prefix_in_blocks_that_are_tiles_is_right() -> None:
+    shared = share(SHARING, GROUPS, shape=LLAMA)
+    shared.assert_right(shared.cascade_in_blocks(128))
 
 
 def test_one_captured_graph_serves_every_table_and_grouping() -> None:

@@ -125,6 +125,8 @@ def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.Monk
     case.attend(softcap=50.0)
     case.attend_in_blocks(16)
     assert len(launches) == 1
+    case.attend_in_blocks(128)
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (100, None), (500, 30.0), (None, 5.0)])
@@ -151,14 +153,14 @@ def test_quantised_rows_mean_what_their_bits_say(kind: Kind, scale: str, head_di
     assert torch.equal(case.attend_in_blocks(16), out)
 
 
-@pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("block", [1, 5, 16, 64])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, FP16), (64, BF16)])
 def test_blocks_give_the_bits_of_slots(block: int, head_dim: int, dtype: torch.dtype) -> None:
     case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype)
     assert torch.equal(case.attend_in_blocks(block), case.attend())
 
 
-@pytest.mark.parametrize("block", [1, 16, 128])
+@pytest.mark.parametrize("block", [1, 16])
 def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(block: int) -> None:
     case = make_case(LENGTHS, COUNTS, **BF16_128)
     paged = case.attend_in_blocks(block)
@@ -171,6 +173,15 @@ def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(b
     assert torch.equal(case.attend_in_blocks(block, **options), case.attend(**options))
     single = sum(COUNTS[:2])
     assert torch.equal(paged[single], case.attend()[single])
+
+
+@pytest.mark.parametrize("block", [128, 256])
+def test_blocks_of_whole_tiles_give_the_bits_of_slots_but_for_single_queries(block: int) -> None:
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
+    paged, expected = case.attend_in_blocks(block), case.attend()
+    case.assert_right(paged)
+    for begin, end in itertools.pairwise(case.starts.tolist()):
+        assert end - begin == 1 or torch.equal(paged[begin:end], expected[begin:end])
 
 
 @pytest.mark.parametrize("window", [None, 100])

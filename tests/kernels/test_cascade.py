@@ -279,6 +279,13 @@ def test_an_empty_batch_launches_nothing() -> None:
     assert cascade(**(shared.in_blocks(16) | empty)).shape == (0, 2, 64)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_prefix_in_blocks_of_whole_tiles_is_right(num_splits: int, cut_cascade: Cut) -> None:
+    cut_cascade(num_splits)
+    shared = share([140, 166, 170, 175, 1], [Group(2, 130), Group(2, 70)])
+    shared.assert_right(shared.cascade_in_blocks(128))
+
+
 def test_sequences_may_name_the_same_blocks() -> None:
     """As engines have them: a shared prefix is the same blocks in every table, and the leader is any of its sequences."""
     shared = share([90, 70, 64], [Group(3, 64)])

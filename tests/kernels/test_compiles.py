@@ -170,6 +170,7 @@ def attention() -> None:
     Model(*llama).decode(settled=True)
     Model(*llama).decode(firsts_B=empty(SLOTS), lse_BH=empty(SLOTS, 32, dtype=FP32))
     Model(*llama, block=16).decode(torch.int64, window=4096)
+    Model(*llama, block=128).decode()
     Model(*llama, "fp8").decode()
     Model(9, 3, 64, FP16, "fp8", "head").decode(limit=False, softcap=30.0)
     Model(*llama, "int8", block=5).decode()
@@ -178,7 +179,11 @@ def attention() -> None:
     Model(4, 1, 80, FP32).decode(torch.int64, limit=False)
     Model(32, 8, 128, FP16).prefill()
     Model(64, 1, 256, BF16, "int4", block=16).prefill(window=100, softcap=30.0)
-    for form in ((*llama, None, "", 0), (*llama, None, "", 16), (9, 3, 64, FP16, None, "", 0), (4, 1, 80, FP32, None, "", 0)):
+    for form in (
+        *((*llama, None, "", block) for block in (0, 16, 128)),
+        (9, 3, 64, FP16, None, "", 0),
+        (4, 1, 80, FP32, None, "", 0),
+    ):
         Model(*form).cascade(limit_S=empty(SLOTS) if form[3] == BF16 else None, softcap=30.0 if form[3] == FP16 else None)
     Model(*llama).cascade(query_starts=empty(SLOTS + 1))
 
@@ -192,13 +197,14 @@ def hopper() -> None:
     for heads, kv_heads in ((32, 8), (7, 1)):
         for limit in (False, True):
             Model(heads, kv_heads, 128, BF16).prefill(torch.int64 if limit else torch.int32, limit=limit)
-    assert len(launched) == 4
+    Model(32, 8, 128, BF16, block=128).prefill()
+    assert len(launched) == 5
     for other in (Model(8, 8, 128, FP16), Model(8, 8, 64, BF16), Model(8, 8, 128, BF16, "fp8")):
         other.prefill()
     Model(8, 8, 128, BF16, block=16).prefill()
     Model(8, 8, 128, BF16).prefill(window=9)
     Model(8, 8, 128, BF16).prefill(softcap=9.0)
-    assert len(launched) == 4
+    assert len(launched) == 5
     prefill_hopper.launch_prefill_hopper = launch
 
 

@@ -134,6 +134,21 @@ def test_a_sequence_rounds_the_same_in_any_batch_and_slot(
         assert torch.equal(moved.attend(window=window)[0], together[b])
 
 
+@pytest.mark.parametrize(("kind", "scale"), some([(None, "")], FORMATS[1:]))
+def test_blocks_of_whole_tiles_are_right_and_round_the_same_on_any_splits(
+    kind: Kind | None, scale: str, cut_decode: Cut, set_splits: SetSplits, by_pointers: Callable[[], None]
+) -> None:
+    cut_decode()
+    case = make_case([200, 3, 0, 65, 128], kind=kind, scale=scale, **SMALL)
+    set_splits(1)
+    out = case.attend_in_blocks(128)
+    case.assert_right(out)
+    set_splits(5)
+    assert torch.equal(case.attend_in_blocks(128), out)
+    by_pointers()
+    assert torch.equal(case.attend_in_blocks(128)[4], out[4]), "without rows behind the sequence tiles are those of slots"
+
+
 def in_slot(case: Case, slot: int) -> Case:
     """The one sequence of a case in another slot of a poisoned arena, whose slots lie further apart."""
     old = case.memory

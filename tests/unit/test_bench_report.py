@@ -22,8 +22,16 @@ def test_an_answer_counts_workloads_and_lists_losses_beyond_the_spread() -> None
     rows += [row(system, p50, workload="m closed: uniform") for system, p50 in (("vmmkv", 90), ("paged 16", 100))]
     rows += [row(system, p50, workload="m closed: ragged") for system, p50 in (("vmmkv", 99), ("paged 16", 100))]
     (answer,) = answers(rows)
-    assert (answer.question.other, sorted(answer.ratios.values())) == ("paged 16", [0.9, 0.99, 2.0])
+    assert (answer.question.against, sorted(answer.ratios.values())) == ("the best of paged *", [0.9, 0.99, 2.0])
     assert [(workload, ratio) for workload, ratio, _, _ in answer.losses] == [("m closed: uniform", 0.9)]
+
+
+def test_of_several_block_tables_the_best_of_each_workload_is_compared() -> None:
+    rows = [row(*each) for each in (("vmmkv", 90), ("paged 16", 50), ("paged 16, FA3", 100), ("paged 128", 75))]
+    rows += [row(*each, workload="m closed: ragged") for each in (("vmmkv", 90), ("paged 16", 50), ("paged 128", 75))]
+    (answer,) = answers(rows)
+    assert answer.ratios == {"m closed: chat": 0.9, "m closed: ragged": 1.2}
+    assert [other.system for _, _, _, other in answer.losses] == ["paged 16, FA3"]
 
 
 def test_less_is_better_for_times() -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Final
 
-import torch
-
+from bench.baselines import fa3
 from bench.harness import Recorder, Settings, Shape, time_for
 from bench.rows import summarize
 from bench.suites.kernels.memories import SKEWED, TWIN, Case, uniform
@@ -23,7 +22,6 @@ from vmmkv.units import KIB
 
 PARTS: Final = {**dict.fromkeys(("decode", "prefill", "shared", "quantised"), "attention"), "append": "appending"}
 """The module whose function `run_PART` measures each."""
-FA3: Final = "FlashAttention-3"
 
 
 def _chunk(name: str, length: int, count: int) -> Case:
@@ -85,17 +83,16 @@ def check(settings: Settings) -> None:
 
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out, and why."""
-    if not settings.on_gpu:
-        return {FA3: "its kernels do not run on a CPU"}
-    return {} if settings.fa3 else {FA3: "--fa3 names no library of it"}
+    why = fa3.why_absent(settings.fa3, settings.device)
+    return {} if why is None else {fa3.NAME: why}
 
 
 def run(recorder: Recorder) -> None:
     """Every part for every shape. What fails, or gives wrong outputs, is not timed."""
     settings = recorder.settings
     shapes = settings.shapes or (settings.shape,)
-    if settings.fa3 is not None:
-        torch.ops.load_library(str(settings.fa3))  # type: ignore[no-untyped-call]
+    if settings.fa3 is not None and not absent(settings):
+        fa3.load(settings.fa3)
     steps = [
         (shape, part, case)
         for shape in shapes

@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.baselines import fa3
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Settings, WrongNumbers
 from bench.suites.kernels import Inapplicable, Measurer, Metric
 from bench.suites.kernels.memories import (
-    BLOCK,
     MEMORIES,
     Case,
     Format,
@@ -124,56 +124,32 @@ Attend = Callable[[TimedLayer, torch.Tensor], torch.Tensor]
 """One layer of one copy: given its planes and memory for the output; gives the output, there or elsewhere."""
 
 
-# FlashAttention-3, as vLLM builds and calls it
+# FlashAttention-3
 
 
 def bind_fa3(batch: Queries, copy: int) -> Attend:
-    """Over slots by `kv_batch_idx`, over blocks by its page table, both with variable lengths; splits by its own heuristic.
+    """Over slots by their numbers, over blocks by their tables.
 
-    A view of slots is cut to the longest sequence, since TMA must know where tensors end. The scheduler's metadata is computed
-    once for a batch, as an engine computes it once a step for all layers, and is not timed.
+    A view of slots is cut to the longest sequence, since TMA must know where tensors end. How the batch is split is computed
+    before, as an engine computes it once a step for all layers, and is not timed.
     """
     case, shape, memory = batch.case, batch.shape, batch.memory
     if memory.form.quantised is not None:
         raise Inapplicable("FlashAttention-3 quantises its queries too: not the same work")
-    slots_B = batch.slots_B(copy)
-    tables_BC = None if memory.tables_SC is None else memory.tables_SC[slots_B.long()]
-    most_queries, scale = max(case.queries), shape.head_dim**-0.5
-    no_cu_seqlens = (None, None, None)  # of k, of k_new, and used of q
-    causal = (True, -1, -1)  # and no window, left or right
-    metadata = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        len(case.lengths), most_queries, case.longest, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
-        shape.dtype, batch.lengths_B, batch.query_starts, *no_cu_seqlens,
-        None,  # leftpad_k
-        None if tables_BC is None else BLOCK,
-        0,  # max_seqlen_k_new
-        *causal,
-        False,  # softcap
-        0, None,  # splits and pack_gqa: its heuristics
-        0,  # SMs left to others
-    )  # fmt: skip
+    slots_B, is_paged = batch.slots_B(copy), memory.tables_SC is not None
+    asked = fa3.Batch(
+        query_starts=batch.query_starts,
+        lengths_B=batch.lengths_B,
+        max_queries=max(case.queries),
+        max_rows=case.longest,
+        tables_BC=None if memory.tables_SC is None else memory.tables_SC[slots_B.long()],
+        slots_B=None if is_paged else slots_B,
+    )
+    planned = asked.plan(batch.q_NHD, shape.kv_heads, memory.block if is_paged else None)
 
     def attend(planes: TimedLayer, out: torch.Tensor) -> torch.Tensor:
-        contiguous = tables_BC is None
-        k, v = (plane[:, : case.longest] if contiguous else plane for plane in (planes.k, planes.v))
-        torch.ops._vllm_fa3_C.fwd(
-            batch.q_NHD, k, v,  # [S, T, K, D] or [P, U, K, D]
-            None, None, None,  # k_new, v_new, q_v
-            out, batch.query_starts, *no_cu_seqlens, batch.lengths_B, most_queries, case.longest,
-            tables_BC, slots_B if contiguous else None,
-            None,  # leftpad_k
-            None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
-            None, None, None,  # scales of q, k, v
-            scale, *causal,
-            0.0,  # softcap
-            True,  # rotary_interleaved, of no effect
-            metadata,
-            0, None,  # splits and pack_gqa
-            0,  # SMs left to others
-            None,  # s_aux
-            1, 0, None,  # context-parallel: world, rank, cp_tot_seqused_k
-        )  # fmt: skip
-        return out
+        k, v = (plane if is_paged else plane[:, : case.longest] for plane in (planes.k, planes.v))
+        return asked.attend(batch.q_NHD, k, v, planned, out, None)
 
     return attend
 
@@ -192,7 +168,7 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
         "SDPA flash": lambda batch, copy: _bind_sdpa(batch, copy, SDPBackend.FLASH_ATTENTION),
         "SDPA cuDNN": lambda batch, copy: _bind_sdpa(batch, copy, SDPBackend.CUDNN_ATTENTION),
     }
-    if settings.fa3 is not None:
+    if fa3.why_absent(settings.fa3, settings.device) is None:
         systems["FA3"] = bind_fa3
     return systems
 

@@ -4,6 +4,7 @@
     vmmkv            a cache whose layout has one group: all layers of a token are in one row
     vmmkv-1          a cache with a group for each layer
     paged            blocks of 16 rows for each layer, given to sequences in no order, and tables
+    paged-128        the same of 128 rows: a block is a tile of our kernels
     vmmkv-aliased    as vmmkv, but all sequences are forks of one: the same memory at many addresses
     paged-shared     as paged, but all tables name the same blocks
 
@@ -195,8 +196,6 @@ GUARD_TOKENS: Final = 256
 _START_ROWS: Final = 16
 """In one tensor, sequences of unlike lengths start at multiples of this."""
 
-BLOCK: Final = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedLayer:
@@ -214,6 +213,8 @@ class KernelMemory:
     name: str
     slots: list[int]
     tables_SC: torch.Tensor | None = None
+    block: int = 0
+    """Rows of a block."""
 
     def __init__(self, form: Format, device: torch.device) -> None:
         self.form: Final = form
@@ -315,15 +316,16 @@ class _VmmkvMemory(KernelMemory):
 
 
 class _PagedMemory(KernelMemory):
-    """Blocks `[blocks, 16, kv_heads, head_dim]` for K and for V of each layer, given to sequences in no order."""
+    """Blocks `[blocks, rows, kv_heads, head_dim]` for K and for V of each layer, given to sequences in no order."""
 
     def __init__(self, kind: str, case: Case, copies: int, form: Format, device: torch.device) -> None:
         assert form.quantised is None, "blocks are of plain K and V only"
         super().__init__(form, device)
         shared = kind == "paged-shared"
-        self.name = f"paged {BLOCK}, shared" if shared else f"paged {BLOCK}"
+        self.block = block = 128 if kind == "paged-128" else 16
+        self.name = f"paged {block}, shared" if shared else f"paged {block}"
         shape = form.shape
-        counts = [ceil_div(length, BLOCK) for length in case.lengths * copies]
+        counts = [ceil_div(length, block) for length in case.lengths * copies]
         num_blocks = max(counts) if shared else sum(counts)
         shuffled = torch.randperm(num_blocks, dtype=torch.int32)
         tables_SC = torch.zeros(len(counts), max(counts), dtype=torch.int32)
@@ -331,14 +333,14 @@ class _PagedMemory(KernelMemory):
             table[: len(blocks)] = blocks
         self.tables_SC = tables_SC.to(device)
         self.slots = list(range(len(counts)))
-        size = (shape.layers, 2, num_blocks, BLOCK, shape.kv_heads, shape.head_dim)
+        size = (shape.layers, 2, num_blocks, block, shape.kv_heads, shape.head_dim)
         planes = torch.empty(size, dtype=shape.dtype, device=device)
         rows_TE = planes.view(-1, 2 * shape.kv_heads * shape.head_dim).view(torch.uint8)
         Filler(form, form.layout(1).groups[0], rows_TE.shape[0], device).fill(rows_TE, 0)
         self._add_layers(lambda layer, name: planes[layer, "kv".index(name)])
 
 
-MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged")
+MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged", "paged-128")
 
 
 def memories(shape: Shape) -> tuple[str, ...]:
@@ -358,7 +360,7 @@ def rows_of(memory: KernelMemory, layer: int, index: int, length: int) -> tuple[
 
     def values(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if memory.tables_SC is not None:
-            blocks = memory.tables_SC[slot, : ceil_div(length, BLOCK)].long()
+            blocks = memory.tables_SC[slot, : ceil_div(length, memory.block)].long()
             return payload[blocks].flatten(0, 1)[:length].float()
         if scale is None:
             return payload[slot, :length].float()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bench import workloads
-from bench.baselines.backend import systems_on
+from bench.baselines import backend
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.driver_calls import TimedDriver
 from bench.suites.prefix import host
@@ -34,6 +34,12 @@ _NO_SHARING: Final = "none"
 """The engine without a prefix cache."""
 
 
+def absent(settings: Settings) -> dict[str, str]:
+    """Systems that are left out because something that they need is missing, and why."""
+    runs_engines = settings.wants("requests") or settings.wants("chat")
+    return backend.absent(settings.device, settings.fa3) if runs_engines else {}
+
+
 def run(recorder: Recorder) -> None:
     """Every part that is wanted. On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
     settings = recorder.settings
@@ -41,13 +47,14 @@ def run(recorder: Recorder) -> None:
     if settings.wants("requests") or settings.wants("chat"):
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
+        memories = backend.systems_on(settings.device, settings.fa3)
         if small:
             limits = EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256)
         else:
-            limits = EngineLimits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
+            limits = EngineLimits(budget_bytes=16 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
         with (
             recorder.guarded(f"{prefix}requests and chat"),
-            opened(context, limits, systems_on(settings.device), without_prefixes=True) as systems,
+            opened(context, limits, memories, without_prefixes=True) as systems,
         ):
             lengths = (1200, 100) if small else (4096, 200, 1000, 4000)
             rounds = 1 if small else 2

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
+from bench.baselines import backend
 from bench.harness import Recorder, Settings, Shape, release_memory
 from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
 
@@ -87,8 +88,10 @@ def check(settings: Settings) -> None:
 
 
 def absent(settings: Settings) -> dict[str, str]:
-    """Parts that are left out because something that they need is missing, and why."""
-    return {part: why for part in _NEEDED if settings.wants(part) and (why := _lacking(part, settings))}
+    """Parts and systems that are left out because something that they need is missing, and why."""
+    compares = settings.wants("closed") or settings.wants("rates")
+    systems = backend.absent(settings.device, settings.fa3) if compares else {}
+    return systems | {part: why for part in _NEEDED if settings.wants(part) and (why := _lacking(part, settings))}
 
 
 def run(recorder: Recorder) -> None:

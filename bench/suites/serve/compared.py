@@ -40,7 +40,7 @@ def limits_of(settings: Settings) -> EngineLimits:
     if settings.small:
         return EngineLimits(budget_bytes=16 * MIB, max_tokens=512, max_num_seqs=8, max_num_batched_tokens=256)
     step_tokens = settings.max_num_batched_tokens
-    return EngineLimits(budget_bytes=24 * GIB, max_tokens=4096, max_num_seqs=256, max_num_batched_tokens=step_tokens)
+    return EngineLimits(budget_bytes=16 * GIB, max_tokens=4096, max_num_seqs=256, max_num_batched_tokens=step_tokens)
 
 
 def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
@@ -99,7 +99,7 @@ def run(context: Context, part: str) -> None:
     settings, limits = context.settings, limits_of(context.settings)
     wanted = settings.cases if settings.parts else ()
     assert limits.budget_bytes is not None
-    memories = ["vmmkv"] if part == "outside" else list(systems_on(settings.device))
+    memories = ["vmmkv"] if part == "outside" else systems_on(settings.device, settings.fa3)
     with opened(context, limits, memories, outside=part == "outside") as systems:
         for case, workload in workloads_of(context.model, settings, part).items():
             if wanted and case not in wanted:

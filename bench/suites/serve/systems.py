@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from bench.baselines.backend import systems_on
+from bench.baselines.backend import SYSTEMS
 from bench.harness import Recorder, Settings, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload
@@ -236,7 +236,7 @@ def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = Fal
 
 
 class EngineSystem:
-    """The engine's loop over one kind of memory: `vmmkv`, `paged 16`, `static`. It is its own Server."""
+    """The engine's loop over one of `SYSTEMS`, each a kind of memory. It is its own Server."""
 
     def __init__(self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True) -> None:
         name = f"{memory} {limits.max_tokens}" if memory == "static" else memory
@@ -256,8 +256,7 @@ class EngineSystem:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_cache=prefix_cache,
         )
-        memories = systems_on(weights.device)
-        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=memories[memory])
+        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=SYSTEMS[memory])
         self.loop: Final = self.loaded.engine
 
     def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
