@@ -12,9 +12,11 @@ is launched at a time; the results of the last one must be on their way before t
 Legend: N tokens of the step, B sequences, R rows that are given a token, V vocabulary, S slots.
 """
 
+import contextlib
 import functools
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -88,8 +90,9 @@ class Runner:
         """
         if self.uploads.device.type == "cuda" and self.model.capturable:
             pool = torch.cuda.graph_pool_handle()
-            self._mixed.capture(pool)
-            self.has_prefix_groups = self._decode.capture(pool)
+            with _without_collections():
+                self._mixed.capture(pool)
+                self.has_prefix_groups = self._decode.capture(pool)
 
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
@@ -314,6 +317,18 @@ class _Graph:
             sample()
             samples[greedy], _ = _captured(sample, pool)
         return cls(logits_RV, replay, samples, launch_s)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collection within: one that frees the graphs of a closed engine ends the capture under way by an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:

@@ -1,5 +1,6 @@
 """The config-driven decoder on a GPU: the tokens of transformers, the same bits with and without graphs, nothing uploaded."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_graphs_change_no_bit(harness: Callable[..., Harness], dtype: torch.dtyp
         one.run()
         said.append({str(index): (one.tokens(str(index)), one.logprobs(str(index))) for index in range(16)})
     assert said[0] == said[1]
+
+
+def test_an_engine_is_captured_while_a_closed_one_is_garbage(harness: Callable[..., Harness]) -> None:
+    closed = Harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=8)
+    closed.close()
+    garbage: list[object] = [closed]
+    garbage.append(garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        del closed, garbage
+        harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=8)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_logits_hardly_depend_on_the_batch(harness: Callable[..., Harness]) -> None:
