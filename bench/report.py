@@ -46,15 +46,13 @@ DOCS: Final[Mapping[str, str]] = {
 
 
 class Question(NamedTuple):
-    """A metric of vmmkv's against another system's, over all workloads of a suite that have both.
-
-    `other` is a pattern of the shell's: of several systems that it matches, the one that is best in a workload is asked about.
-    """
+    """A metric of vmmkv's against another system's, over all workloads of a suite that have both."""
 
     text: str
     suite: str
     metric: str
     other: str
+    """A pattern of the shell's. Of several systems that it matches, the best one of each workload is compared with."""
     ours: str = "vmmkv"
     part: str = ""
     """How workloads begin, behind the model's name."""
@@ -66,12 +64,11 @@ class Question(NamedTuple):
 
 
 _PAGED: Final = "paged *"
-_SERVING: Final = (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
 QUESTIONS: Final = (
     *(
         Question(text, "serve", "throughput", other, part=part)
         for other in (_PAGED, "static 4096", "transformers continuous batching", "vLLM")
-        for part, text in _SERVING
+        for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
     ),
     Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
     Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
@@ -121,7 +118,7 @@ def answers(rows: Sequence[Row]) -> list[Comparison]:
         for (*subject, workload), systems in by_workload.items():
             ours, other = systems.get(question.ours), _best_of(systems, question.other)
             is_asked = subject == [question.suite, question.metric] and (not question.part or f" {question.part}: " in workload)
-            if is_asked and ours and other and min(ours.summary.median, other.summary.median) > 0:
+            if is_asked and ours and other and ours.summary.median > 0:
                 ratio = ours.summary.median / other.summary.median
                 ratios[workload] = ratio if ours.higher_is_better else 1 / ratio
                 if ratios[workload] < 1 and not ours.summary.overlaps(other.summary):
@@ -134,9 +131,7 @@ def answers(rows: Sequence[Row]) -> list[Comparison]:
 def _best_of(systems: Mapping[str, Row], pattern: str) -> Row | None:
     """Of the systems whose names match, the best; None if none does."""
     rows = [row for name, row in systems.items() if fnmatchcase(name, pattern) and row.summary.median > 0]
-    if not rows:
-        return None
-    return (max if rows[0].higher_is_better else min)(rows, key=lambda row: row.summary.median)
+    return max(rows, key=lambda row: row.summary.median if row.higher_is_better else -row.summary.median, default=None)
 
 
 # charts

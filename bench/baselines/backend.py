@@ -128,10 +128,7 @@ SYSTEMS: Final[Mapping[str, OpenBackend]] = {
 def systems_on(device: torch.device, fa3_library: Path | None) -> list[str]:
     """Those that this device can run. FlashAttention-3's library is loaded."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    has_fa3 = fa3.why_absent(fa3_library, device) is None
-    if has_fa3 and fa3_library is not None:
-        fa3.load(fa3_library)
-    runs = {PAGED_FA3: has_fa3, COMMON_PREFILL: is_hopper}
+    runs = {PAGED_FA3: fa3.load(fa3_library, device), COMMON_PREFILL: is_hopper}
     return [name for name in SYSTEMS if runs.get(name, True)]
 
 

@@ -20,11 +20,6 @@ _OWN_SPLITS: Final = (0, None, 0)
 """Most splits of a sequence and pack_gqa, by its own heuristics; SMs that are left to others."""
 
 
-def load(library: Path) -> None:
-    """From now on it can be called. A library is loaded once."""
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-
-
 def why_absent(library: Path | None, device: torch.device) -> str | None:
     """Why it cannot be measured; None if it can."""
     if device.type != "cuda":
@@ -32,6 +27,14 @@ def why_absent(library: Path | None, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its kernels are for Hopper"
     return None if library else "--fa3 names no library of it"
+
+
+def load(library: Path | None, device: torch.device) -> bool:
+    """Load its library, once, if it can be measured. Returns whether it can."""
+    if why_absent(library, device) is not None:
+        return False
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ def test_heads_of_128_in_bfloat16_are_attended_to_as_over_slots(memory: str, cap
         library = os.environ.get("FA3_LIBRARY")
         if why := fa3.why_absent(Path(library) if library else None, torch.device(DEVICE)):
             pytest.skip(why.replace("--fa3", "FA3_LIBRARY"))
-        fa3.load(Path(str(library)))
+        fa3.load(Path(str(library)), torch.device(DEVICE))
     torch.manual_seed(0)
     sizes = {"head_dim": 128, "initializer_range": 0.05, "num_attention_heads": 8, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval().to(torch.bfloat16)

@@ -91,8 +91,7 @@ def run(recorder: Recorder) -> None:
     """Every part for every shape. What fails, or gives wrong outputs, is not timed."""
     settings = recorder.settings
     shapes = settings.shapes or (settings.shape,)
-    if settings.fa3 is not None and not absent(settings):
-        fa3.load(settings.fa3)
+    fa3.load(settings.fa3, settings.device)
     steps = [
         (shape, part, case)
         for shape in shapes

@@ -96,8 +96,7 @@ def measure_engine(recorder: Recorder) -> None:
         names = [f"{size:,} {text}" for size in sizes]
         for name, size in recorder.track(list(zip(names, sizes, strict=True)), lambda case: case[0]):
             with recorder.guarded(name):
-                prompts = _Prompts(recorder.settings.seed, size - _PAGE_TOKENS if measure is _time_waiting else _STEM_TOKENS)
-                measure(size, prompts, 10 if quick else 300).record(recorder, name, "vmmkv")
+                measure(size, recorder.settings.seed, 10 if quick else 300).record(recorder, name, "vmmkv")
         _add_growth(recorder, names)
 
 
@@ -169,18 +168,16 @@ def _open_cache(slots: int, max_tokens: int, num_pages: int) -> KVCache:
     return KVCache(_LAYOUT, Pool(_CPU, num_pages * PAGE_BYTES, driver=driver), slots=slots, max_tokens=max_tokens)
 
 
-def _time_running(num_requests: int, prompts: _Prompts, count: int) -> _Timed:
+def _time_running(num_requests: int, seed: int, count: int) -> _Timed:
     """A full batch whose prompts share a prefix: all of one priority, and of a quarter as many priorities."""
-    timed, draw = _Timed(), np.random.default_rng(0)
-    _time_batch(timed, "", num_requests, prompts, count, lambda: 0)
-    _time_batch(timed, ", many priorities", num_requests, prompts, count, lambda: int(draw.integers(num_requests // 4)))
+    timed, prompts = _Timed(), _Prompts(seed, _STEM_TOKENS)
+    _time_batch(timed, "", num_requests, 1, prompts, count)
+    _time_batch(timed, ", many priorities", num_requests, num_requests // 4, prompts, count)
     return timed
 
 
-def _time_batch(
-    timed: _Timed, text: str, num_requests: int, prompts: _Prompts, count: int, priority: Callable[[], int]
-) -> None:
-    engine = _Engine(num_requests, _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW)
+def _time_batch(timed: _Timed, text: str, num_requests: int, num_priorities: int, prompts: _Prompts, count: int) -> None:
+    engine, draw = _Engine(num_requests, _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW), np.random.default_rng(0)
     scheduler, order = engine.scheduler, BatchOrder(engine.scheduler.table)
     tensors, uploads, groups = GroupTensors(num_requests, _CPU), Uploads(_CPU), list[PrefixGroup]()
 
@@ -188,17 +185,20 @@ def _time_batch(
         groups[:] = found
         tensors.upload(slots, found, uploads)
 
+    def request() -> Request:
+        return engine.request(prompts.next(), int(draw.integers(num_priorities)))
+
     def change(ended: Request, begins: Request) -> Step:
         scheduler.finish(ended)
         scheduler.add(begins)
         return engine.launch()
 
     for _ in range(num_requests):
-        scheduler.add(engine.request(prompts.next(), priority()))
+        scheduler.add(request())
     while scheduler.waiting:
         engine.read(engine.launch())
     for _ in range(count):
-        begins = engine.request(prompts.next(), priority())
+        begins = request()
         step = timed(f"one request ends, one begins{text}", functools.partial(change, next(iter(scheduler.running)), begins))
         if [chunk.request for chunk in step.chunks] != [begins] or len(step.slots) != num_requests - 1:
             raise WrongNumbers(f"{len(step.chunks)} requests begin, and {len(step.slots)} go on")
@@ -213,9 +213,9 @@ def _time_batch(
         scheduler.finish(waits)
 
 
-def _time_waiting(num_tokens: int, prompts: _Prompts, count: int) -> _Timed:
+def _time_waiting(num_tokens: int, seed: int, count: int) -> _Timed:
     """Prompts that share all but their last page with the one that is computed, and then begin one after the other."""
-    timed, engine = _Timed(), _Engine(2, num_tokens + _MAX_NEW)
+    timed, engine, prompts = _Timed(), _Engine(2, num_tokens + _MAX_NEW), _Prompts(seed, num_tokens - _PAGE_TOKENS)
     scheduler = engine.scheduler
     scheduler.add(first := engine.request(prompts.next()))
     step = engine.launch()
@@ -241,9 +241,9 @@ def _time_waiting(num_tokens: int, prompts: _Prompts, count: int) -> _Timed:
     return timed
 
 
-def _time_parked(num_parked: int, prompts: _Prompts, count: int) -> _Timed:
+def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
     """All slots but one are parked, with a common prefix and a page of their own each; no page is free."""
-    timed, num_tokens = _Timed(), _STEM_TOKENS + _PAGE_TOKENS
+    timed, prompts, num_tokens = _Timed(), _Prompts(seed, _STEM_TOKENS), _STEM_TOKENS + _PAGE_TOKENS
     cache = _open_cache(num_parked + 1, num_tokens, _LAYOUT.pages_for(_STEM_TOKENS) + num_parked)
     prefix = PrefixCache(cache)
 
@@ -302,7 +302,7 @@ _NEW_NODES: Final = 1_000
 _MOST_CHECKED: Final = 50_000
 """Nodes: to recount more takes longer than to measure."""
 _LEAST_MEASURED_BYTES: Final = 4 << 20
-"""Of growth of the process: below it, a page of the allocator's is no noise any more."""
+"""Least growth of the process that is recorded: of less, the allocator's whole pages are a large part."""
 
 
 class Talks:
@@ -316,17 +316,18 @@ class Talks:
         self._begins = rng.integers(0, len(self._text) - _TURN_TOKENS[1], (num_talks, _TURNS), dtype=np.int32)
         self._counts = rng.integers(*_TURN_TOKENS, (num_talks, _TURNS), dtype=np.int32)
 
-    def prompt(self, talk: int, num_turns: int, *more: TokenIds) -> TokenIds:
-        """The system prompt, so many turns, and more."""
+    def prompt(self, talk: int, num_turns: int) -> TokenIds:
+        """The system prompt and so many turns."""
         places = zip(self._begins[talk, :num_turns].tolist(), self._counts[talk, :num_turns].tolist(), strict=True)
         turns = [self._text[begin : begin + count] for begin, count in places]
-        return np.concatenate((self._systems[talk % len(self._systems)], *turns, *more))
+        return np.concatenate((self._systems[talk % len(self._systems)], *turns))
 
-    def new_turn(self) -> TokenIds:
-        """A turn that no conversation has."""
+    def next_turn(self, talk: int, num_turns: int) -> tuple[TokenIds, int]:
+        """That prompt with a turn that no conversation has, and the number of tokens before the turn."""
         turn = self._rng.integers(0, _VOCABULARY, int(self._rng.integers(*_TURN_TOKENS)), dtype=np.int32)
         turn[0] += _VOCABULARY
-        return turn
+        known = self.prompt(talk, num_turns)
+        return np.concatenate((known, turn)), len(known)
 
     def pick(self, num_talks: int, count: int) -> list[int]:
         """So many of the first conversations, at random."""
@@ -345,12 +346,14 @@ def measure_tree(recorder: Recorder) -> None:
     for name, size in recorder.track(list(zip(names, sizes, strict=True)), lambda case: case[0]):
         with recorder.guarded(name):
             gc.disable()
-            for talk in range(num_talks, size // _TURNS):
-                known = 0
-                for num_turns in range(_TURNS + 1):
-                    prompt = talks.prompt(talk, num_turns)
-                    known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
-            gc.enable()
+            try:
+                for talk in range(num_talks, size // _TURNS):
+                    known = 0
+                    for num_turns in range(_TURNS + 1):
+                        prompt = talks.prompt(talk, num_turns)
+                        known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
+            finally:
+                gc.enable()
             num_talks = size // _TURNS
             if tree.num_nodes < _MOST_CHECKED:
                 tree.check()
@@ -382,8 +385,7 @@ def _time_collections(timed: _Timed, tree: RadixTree[int], talks: Talks, num_tal
     for _ in range(count):
         nodes = []
         for talk in talks.pick(num_talks, _NEW_NODES):
-            known = len(talks.prompt(talk, _TURNS))
-            prompt = talks.prompt(talk, _TURNS, talks.new_turn())
+            prompt, known = talks.next_turn(talk, _TURNS)
             nodes.append(tree.insert(None, prompt, _pieces(known, len(prompt))).node)
         num_before = len(gc.get_objects())  # without frozen ones: to count those would leave the processor's caches cold
         timed(f"full garbage collection, {_NEW_NODES:,} nodes are new", gc.collect)
@@ -398,13 +400,12 @@ def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -
     timed = _Timed()
     for metric, num_turns in (("match, next turn", _TURNS), ("match, new conversation", 0)):
         for talk in talks.pick(num_talks, count):
-            prompt = talks.prompt(talk, num_turns, new := talks.new_turn())
+            prompt, known = talks.next_turn(talk, num_turns)
             match = timed(metric, lambda: tree.match(None, prompt))  # noqa: B023
-            if match.num_tokens != len(prompt) - len(new):
-                raise WrongNumbers(f"{match.num_tokens} tokens match, of {len(prompt)} without the last {len(new)}")
+            if match.num_tokens != known:
+                raise WrongNumbers(f"{match.num_tokens} tokens of {len(prompt)} match, and {known} are known")
     for talk in talks.pick(num_talks, count):
-        known = len(talks.prompt(talk, _TURNS))
-        prompt = talks.prompt(talk, _TURNS, talks.new_turn())
+        prompt, known = talks.next_turn(talk, _TURNS)
         pieces = _pieces(known, len(prompt))
         inserted = timed("insert, next turn", lambda: tree.insert(None, prompt, pieces))  # noqa: B023
         if len(inserted.duplicates) or (inserted.node.start, inserted.node.end) != (known, len(prompt)):
