@@ -160,7 +160,8 @@ class StructuredOutputManager:
             assert request is not None and request.matcher is not None, "no request with a grammar runs there"
             calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
         results, took_s = self._call(calls, spread=len(calls) * self._token_s > SPREAD_S)
-        self._token_s = took_s / max(1, len(calls))
+        if calls:
+            self._token_s = took_s / len(calls)
         for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
             if isinstance(comes, Exception):
                 followed.refused[index] = _reason(request, "cannot be followed", comes)

@@ -96,7 +96,7 @@ class Vocabulary:
 class Matcher:
     """One answer's state in its grammar: the tokens accepted, those that may come next, the text that must.
 
-    All but `fill` can take long, and is called within time limits.
+    All methods but `fill` can take long, and are called within time limits.
     """
 
     def __init__(self, compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:

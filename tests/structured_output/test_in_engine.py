@@ -431,6 +431,9 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
         one.ask(str(index), token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while not one.tokens("7"):
         one.step()
+    nothing = np.zeros(0, np.int64)
+    managing(one)._token_s = SPREAD_S
+    managing(one).follow(one.engine._scheduler.table, nothing, nothing, nothing > 0)
 
     def made(calls: list[Callable[[], int]], *, spread: bool) -> list[CallResult[int]]:
         spreads.append(spread)
@@ -440,7 +443,7 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
     with monkeypatch.context() as patch:
         patch.setattr(managing(one)._threads, "run", made)
         one.step(4)
-    assert spreads[1:] == [False, True, False]
+    assert spreads == [True, False, True, False]
     one.run()
 
 
