@@ -25,7 +25,7 @@ MAX_GROUP = 64
 MAX_HEAD_DIM = 256
 
 TMA_BLOCK = 128
-"""Rows of a block, or a divisor of them, that is loaded in whole tiles by the tensor memory accelerator."""
+"""Blocks of a multiple of so many rows are loaded in whole tiles by the tensor memory accelerator."""
 
 _TMA_STRIDE_BYTES = 2**40
 

@@ -83,7 +83,7 @@ def collect_what_is_new() -> None:
     """Have garbage collections walk only what is new, not what has been loaded: 0.2 s between two steps for 400,000 objects."""
     gc.callbacks.append(freeze_survivors)
     gc.collect()
-    gc.collect()  # the next is due when there is a quarter more than this one left, which is nothing
+    gc.collect()  # a full one is due when new objects are a quarter of what the last one left: this one leaves nothing
     gc.set_threshold(*gc.get_threshold()[:2], 2)
 
 

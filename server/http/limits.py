@@ -323,14 +323,10 @@ class Guard:
     def _answers_to(self, host: str) -> bool:
         if self._hosts is None:
             return True
-        try:
+        with contextlib.suppress(ValueError):  # of what is no host, or of a name that is no address
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(name)
-            return True
-        return name in self._hosts or name.endswith(".localhost")
+            return name in self._hosts or name.endswith(".localhost") or ipaddress.ip_address(name) is not None
+        return False
 
     async def _head(self, scope: Scope, headers: dict[bytes, bytes], _: Receive, send: Send) -> None:
         """The headers that GET would get. A stream ends there."""

@@ -264,7 +264,7 @@ def _flex(device_type: str) -> Callable[..., Tensor]:
 
     attend: Callable[..., Tensor] = flex_attention
     if device_type == "cpu":
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # as is meant
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # which a CPU has no need of
         return attend
     return torch.compile(attend, dynamic=True)
 

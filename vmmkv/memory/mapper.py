@@ -195,7 +195,7 @@ class Mapper:
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
         self.emptied_slots: set[int] = set()
-        """Under which reclaimed memory was unmapped, and in one group at least nothing else is mapped. `KVCache.collect`
+        """Slots in which a group of layers has nothing mapped since its last reclaimed memory was unmapped. `KVCache.collect`
         takes them from here."""
         self._pending: dict[Fence, dict[Mapping, None]] = {}
         """By the fence they wait for, the oldest first."""

@@ -176,7 +176,7 @@ class Attacher:
     def _adoptable(self, hit: Hit, *, is_forced: bool) -> ParkedSlot | None:
         """A parked slot with these rows that may be overwritten past them; None if there is none.
 
-        It is the shortest of all residents if it is forced or they are few, else of some, which are others at each call.
+        It is the shortest of all residents if `is_forced`, else of `MOST_LOOKED_AT` of them, which are others at each call.
         """
         most_lost = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
         parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
