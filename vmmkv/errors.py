@@ -5,11 +5,15 @@ A message says what was given, what was wanted, what there was, and what would w
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+_MOST_COMPARED: Final = 100
+"""Characters of a misspelt name. One that a client sends can have megabytes, and each character takes 40 bytes to compare."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What to say of a misspelt name: the nearest of those that are known; empty if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name[:_MOST_COMPARED], list(known), n=1)
     return f"did you mean {near[0]}?" if near else ""
 
 

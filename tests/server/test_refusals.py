@@ -1,6 +1,7 @@
 """A request that cannot be served is refused before it reaches the engine, with the parameter's name and what would work."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from tests.server.fake_engine import READY, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
+from vmmkv.errors import did_you_mean
 from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
 
 OF_BOTH: dict[str, list[Any]] = {
@@ -188,3 +190,13 @@ def test_every_error_has_openais_form(server: Running) -> None:
     ):
         assert response.status_code == status and said in response.json()["error"]["message"], response.text
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_a_parameter_with_a_name_of_megabytes_is_compared_by_its_beginning() -> None:
+    name = "x" * (1 << 20)
+    tracemalloc.start()
+    try:
+        assert did_you_mean(name, ["max_tokens", "temperature"]) == ""
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
