@@ -36,25 +36,10 @@ GPU: Final = "GPU"
 """The system of rows about the GPU itself: clocks, power, temperature."""
 
 _HIGHER: Final = frozenset({"GB/s", "MiB/s", "TFLOP/s", "tok/s", "x", "requests/s"})
-_LOWER: Final = frozenset(
-    {
-        "us",
-        "ms",
-        "s",
-        "ns/token",
-        "steps",
-        "calls",
-        "/request",
-        "/turn",
-        "bytes",
-        "bytes/token",
-        "B",
-        "KiB",
-        "MiB",
-        "GiB",
-        "runs",
-    }
-)
+_LOWER: Final = frozenset({
+    "us", "ms", "s", "ns/token", "steps", "calls", "/request", "/turn", "runs",
+    "bytes", "bytes/token", "B", "KiB", "MiB", "GiB",
+})  # fmt: skip
 _BY_METRIC: Final[Mapping[str, bool | None]] = {
     "rate": None,  # what was offered
     "maps": None,

@@ -423,10 +423,9 @@ class FA3Rows(BlockRows):
     ) -> torch.Tensor:
         k, v = self.views[layer]
         if self._planned is None or self._planned[0] is not step:
-            tables_BC = self._cache.tables_SC.index_select(0, step.slots_B)
             batch = fa3.Batch(
                 query_starts=starts, lengths_B=step.lengths_B, max_queries=most, max_rows=self._cache.max_tokens,
-                tables_BC=tables_BC,
+                tables_BC=self._cache.tables_SC.index_select(0, step.slots_B),
             )  # fmt: skip
             self._planned = step, batch, batch.plan(q_NHD, k.shape[2], k.shape[1])
         _, batch, planned = self._planned
