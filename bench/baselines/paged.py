@@ -393,7 +393,7 @@ class BlockRows(KVRows):
 
 
 class FA3Rows(BlockRows):
-    """Attention by FlashAttention-3. It knows no prefix groups: steps that have some are our kernels', by `cascade`."""
+    """Attention by FlashAttention-3. It knows no prefix groups: rows of some are our kernels', by `cascade`."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__(cache)
@@ -406,7 +406,7 @@ class FA3Rows(BlockRows):
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
         """See KVRows.decode."""
-        return self._attend(layer, q_BHD, step, self._singles[: len(q_BHD) + 1], 1, scale)
+        return self._attend(layer, q_BHD, step, self._singles[: len(q_BHD) + 1], 1, scale, None)
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
@@ -414,19 +414,23 @@ class FA3Rows(BlockRows):
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None, "a decode step"
-        if out_NHD is not None:
-            return super().prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD)
-        return self._attend(layer, q_NHD, step, step.query_starts, len(q_NHD), scale)
+        return self._attend(layer, q_NHD, step, step.query_starts, len(q_NHD), scale, out_NHD)
 
     def _attend(
-        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, starts: torch.Tensor, most: int, scale: float | None
-    ) -> torch.Tensor:
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, starts: torch.Tensor, most: int, scale: float | None,
+        out_NHD: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         k, v = self.views[layer]
         if self._planned is None or self._planned[0] is not step:
+            if out_NHD is not None:  # `cascade` has attended from the first sequences, of one query each: here they have none
+                num_singles = (starts.diff() == 1).int().cumprod(0).sum()
+                starts = torch.maximum(starts, num_singles.int())
             batch = fa3.Batch(
                 query_starts=starts, lengths_B=step.lengths_B, max_queries=most, max_rows=self._cache.max_tokens,
                 tables_BC=self._cache.tables_SC.index_select(0, step.slots_B),
             )  # fmt: skip
             self._planned = step, batch, batch.plan(q_NHD, k.shape[2], k.shape[1])
         _, batch, planned = self._planned
-        return batch.attend(q_NHD, k, v, planned, torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device), scale)
+        if out_NHD is None:
+            out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+        return batch.attend(q_NHD, k, v, planned, out_NHD, scale)

@@ -294,18 +294,23 @@ def test_fa3_is_given_tables_and_lengths_and_plans_once_a_step(flash_attention_3
             plane.normal_()
     # Behind the sequences a row of the null slot, as steps are padded.
     slots_B, lengths_B = torch.tensor([*slots, 0], dtype=torch.int32), torch.tensor([*lengths, 0], dtype=torch.int32)
-    starts = torch.tensor([0, 5, 6, 36, 36], dtype=torch.int32)
+    chunks, behind_groups = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 5, 6, 36, 36], [0, 1, 2, 32, 32]))
     no_tokens = torch.zeros(0, dtype=torch.int32)
-    for query_starts in (None, starts):
+    for starts in (None, chunks, behind_groups):
         step = AttentionMetadata(
-            slots_N=no_tokens, positions_N=no_tokens, slots_B=slots_B, lengths_B=lengths_B, query_starts=query_starts
+            slots_N=no_tokens, positions_N=no_tokens, slots_B=slots_B, lengths_B=lengths_B, query_starts=starts
         )
         for layer in range(2):
-            q_NHD = torch.randn(4 if query_starts is None else 40, 4, 16)
-            give = rows.decode if query_starts is None else rows.prefill
-            out = give(layer, q_NHD, step, scale=0.3, window=None)
+            q_NHD = torch.randn(4 if starts is None else 40, 4, 16)
+            by_cascade = torch.zeros(40, 4, 16) if starts is behind_groups else None
+            if starts is None:
+                out = rows.decode(layer, q_NHD, step, scale=0.3, window=None)
+            else:
+                out = rows.prefill(layer, q_NHD, step, scale=0.3, window=None, out_NHD=by_cascade)
             for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-                own = slice(b, b + 1) if query_starts is None else slice(int(starts[b]), int(starts[b + 1]))
+                own = slice(b, b + 1) if starts is None else slice(int(starts[b]), int(starts[b + 1]))
                 expected = attend(q_NHD[own], *rows.read(layer, slot, 0, length), 0.3, None)
+                if by_cascade is not None and b < 2:
+                    expected = by_cascade[own] * 0
                 assert torch.allclose(out[own], expected, atol=1e-6)
-    assert len(flash_attention_3.planned) == 2
+    assert len(flash_attention_3.planned) == 3
