@@ -363,8 +363,9 @@ class KVCache(_Planes):
     If a signal handler raises just as `open`, `adopt` or `fork` returns, as Ctrl-C does, the new sequence runs until the cache
     is closed.
 
-    Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError; GraphCapture.
-    Cost: a reserve, a map and an access call for each group, and waiting for the caller's current stream.
+    Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError, of the kind OutOfAddresses for
+    more slots of that length than there are addresses for; GraphCapture.
+    Cost: a reserve, and for each group a map and an access call; waiting for the caller's current stream.
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:

@@ -34,6 +34,15 @@ class OutOfDeviceMemory(DriverError):
     """The device has no physical memory left."""
 
 
+class OutOfAddresses(DriverError, ValueError):
+    """These slots need more addresses than there are: `slots` of that length fit, or as many as were wanted of `max_tokens`."""
+
+    def __init__(self, message: str, *, slots: int, max_tokens: int) -> None:
+        super().__init__(message, call="reserve", code="ENOMEM")
+        self.slots = slots
+        self.max_tokens = max_tokens
+
+
 class OutOfMappings(DriverError):
     """The process has as many mappings as the kernel allows (`vm.max_map_count`)."""
 

@@ -17,8 +17,10 @@ import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.cache import CacheStats
+from vmmkv.driver import open_driver
 from vmmkv.driver.host import HostMemory
-from vmmkv.errors import BudgetError, DriverError, VmmkvError
+from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
+from vmmkv.memory.address_space import check_addresses
 from vmmkv.prefix import PrefixCache, PrefixStats
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.units import format_bytes
@@ -226,17 +228,16 @@ class SlotBackend:
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Raises: BudgetError, DriverError, OutOfPages, naming the option of the server that would help."""
+        """Raises: BudgetError, DriverError, OutOfPages; ValueError as `check_lengths`."""
         pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
-        slots = config.max_sequences * (1 + (PARKED_SLOTS if config.shares_prefixes else CLOSING_SLOTS))
+        slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
             return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
         except BaseException as error:
             with contextlib.suppress(VmmkvError):  # the first error matters
                 pool.close()  # with its caches
-            if isinstance(error, DriverError) and error.call == "reserve":
-                message = f"{error}; lower max_num_seqs or max_tokens"
-                raise type(error)(message, call=error.call, code=error.code) from error
+            if isinstance(error, OutOfAddresses):
+                raise _too_many(error, config.max_sequences, config.shares_prefixes) from error
             raise
 
     @property
@@ -291,6 +292,30 @@ def _free_bytes(pool: Pool) -> int:
 def _least_bytes(config: BackendConfig) -> int:
     """For one step of the greatest length."""
     return config.layout.peak_pages(min(config.step_tokens, config.max_tokens), sliding=False) * PAGE_BYTES
+
+
+def _slots_each(shares_prefixes: bool) -> int:
+    """Slots for each sequence that may run at once: its own, and those of ended ones."""
+    return 1 + (PARKED_SLOTS if shares_prefixes else CLOSING_SLOTS)
+
+
+def check_lengths(
+    layout: KVLayout, device: torch.device, *, max_sequences: int, max_tokens: int, shares_prefixes: bool
+) -> None:
+    """Raises: ValueError if so many sequences of that length need more addresses than there are, naming what would fit."""
+    try:
+        slots = max_sequences * _slots_each(shares_prefixes)
+        check_addresses(open_driver(device), layout.groups, slots=slots, max_tokens=max_tokens)
+    except OutOfAddresses as error:
+        raise _too_many(error, max_sequences, shares_prefixes) from error
+
+
+def _too_many(error: OutOfAddresses, max_sequences: int, shares_prefixes: bool) -> ValueError:
+    each = _slots_each(shares_prefixes)
+    return ValueError(
+        f"{error}. Each sequence has {each} slots here: lower max_num_seqs from {max_sequences} to {error.slots // each}, or "
+        f"max_tokens to {error.max_tokens}"
+    )
 
 
 def check_budget(budget_bytes: int, device: torch.device) -> None:

@@ -15,7 +15,15 @@ from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.kv_backend import BackendConfig, EngineCache, KVBackend, OpenBackend, SlotBackend, check_budget
+from vmmkv.server.engine.kv_backend import (
+    BackendConfig,
+    EngineCache,
+    KVBackend,
+    OpenBackend,
+    SlotBackend,
+    check_budget,
+    check_lengths,
+)
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
@@ -149,8 +157,15 @@ class ModelSource:
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
         self.layout: Final = choose_layout(self.text_config, dtype)
-        if config.max_tokens is not None:
-            choose_max_tokens(config.max_tokens, self.text_config)  # refuse before the weights are read
+        longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
+        if longest is not None:  # refuse before the weights are read
+            check_lengths(
+                self.layout,
+                device,
+                max_sequences=config.max_num_seqs,
+                max_tokens=choose_max_tokens(longest, self.text_config),
+                shares_prefixes=config.prefix_cache,
+            )
         self.end_tokens = end_tokens(directory, hf_config)
         self._decoder: Decoder | None = None
         self._transformers: Any = None

@@ -5,7 +5,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from tests.adapters.models import MODELS, assert_same, forward, gemma3, generated, llama, prompts
-from vmmkv import MIB, Closed, DriverError, LayoutError, Pool, SequenceTooLong
+from vmmkv import MIB, Closed, LayoutError, Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 
 # the same tokens
@@ -262,18 +261,9 @@ def test_a_first_pass_that_failed_does_not_say_the_shapes(cache: VmmCache, small
         forward(small, other, IDS)
 
 
-def test_addresses_that_there_are_not_name_what_would_take_less(
-    pool: Pool, small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        VmmCache(small.config, pool, max_tokens=2**30) as cache,
-        pytest.raises(ValueError, match=r"slots=64 of 2.0 TiB each do not fit .* at most 63 do"),
-    ):
-        forward(small, cache, IDS)
-    refuse = Mock(side_effect=DriverError("none left", call="reserve", code="ENOMEM"))
-    monkeypatch.setattr(pool.driver, "reserve", refuse)
-    with VmmCache(small.config, pool, max_tokens=2**20) as cache:
-        with pytest.raises(DriverError, match=r"64 slots of max_tokens=1048576 take 128.0 GiB .* max_tokens=262144\)"):
+def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool, max_tokens=2**30) as cache:
+        with pytest.raises(ValueError, match=r"slots=64 of max_tokens=1073741824 take 130.0 TiB .* many of max_tokens=[1-9]"):
             forward(small, cache, IDS)
         assert cache.batch_size == -1
 

@@ -1,6 +1,7 @@
 """Requests come, wait, run, fail and leave; memory follows them, and each is answered once."""
 
 import itertools
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,19 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="cannot be served"):
         LLM(str(tmp_path), device="cpu")
     assert [pool.closed for pool in pools] == [True]
+
+
+def test_more_sequences_than_there_are_addresses_for_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(max_position_embeddings=2**30).save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "load_weights", Mock(side_effect=AssertionError("weights are read")))
+    with pytest.raises(ValueError, match=r"lower max_num_seqs from 4096 to ([0-9]+), or max_tokens to ([0-9]+)") as refused:
+        LLM(str(tmp_path), device="cpu", max_num_seqs=4096)
+    for fits in (int(number) for number in re.findall(r" to ([0-9]+)", str(refused.value))):
+        options = {"max_num_seqs": fits} if fits < 4096 else {"max_num_seqs": 4096, "max_tokens": fits}
+        with pytest.raises(AssertionError, match="weights are read"):
+            LLM(str(tmp_path), device="cpu", **options)
 
 
 def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,20 @@ print("after", flush=True)
 """
         assert_faulted(driver.device, run_child(driver.device, body))
 
+    def test_asking_for_addresses_reserves_none(self, driver: Driver) -> None:
+        body = """
+for _ in range(200):
+    assert driver.has_addresses(TIB)
+assert not driver.calls["reserve"] and not driver.has_addresses(2**47 + PAGE_BYTES) and not driver.has_addresses(2**64)
+while driver.calls["reserve"] < 64 and driver.has_addresses(4 * TIB):
+    address = driver.reserve(4 * TIB)
+driver.give_back(address, 4 * TIB)
+assert driver.has_addresses(4 * TIB), "it is used again"
+print("done")
+"""
+        child = run_child(driver.device, body)
+        assert (child.returncode, child.stdout.split()) == (0, ["done"]), child.stderr
+
     def test_64_tib_of_addresses_fit_in_one_tensor(self, driver: Driver) -> None:
         body = """
 size_bytes = 64 * TIB

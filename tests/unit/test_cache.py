@@ -39,8 +39,10 @@ from vmmkv import (
     RowsUnmapped,
     SequenceTooLong,
 )
+from vmmkv.errors import OutOfAddresses
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 
@@ -181,12 +183,29 @@ def test_more_addresses_than_a_process_has_are_refused_at_once(pool):
     began_s = time.monotonic()
     group = Group(layers=(0,), planes=(Plane(name="k", heads=1, dim=PAGE_BYTES // 2, dtype=torch.float16),))
     wide = KVLayout(groups=(group,))  # 8,192 slots of 2**30 tokens are 2**64 bytes, which wrap around to nothing
-    with pytest.raises(ValueError, match=r"slots=8191 of 2048.0 TiB each do not fit into .* 128.0 TiB"):
+    with pytest.raises(ValueError, match=r"slots=8191 of max_tokens=1073741824 take 16777216.0 TiB of addresses"):
         KVCache(wide, pool, slots=8191, max_tokens=2**30)
-    with pytest.raises(ValueError, match="at most 67108863 do"):
+    with pytest.raises(ValueError, match=r"at most slots=[1-9][0-9]+ of that length can, or as many of max_tokens=0"):
         KVCache(LAYOUT, pool, slots=10**9, max_tokens=1)
     assert time.monotonic() - began_s < 1.0
     assert pool.driver.calls["reserve"] == 0
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
+def test_refused_slots_name_the_most_slots_and_the_most_tokens_that_fit(layout):
+    with Pool("cpu", 4 * PAGE_BYTES, driver=FakeDriver()) as pool:
+
+        def make(slots=500, max_tokens=2**26):
+            KVCache(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=77).close()
+
+        with pytest.raises(OutOfAddresses) as caught:
+            make()
+        fits = caught.value
+        make(slots=fits.slots)
+        make(max_tokens=fits.max_tokens)
+        for more in ({"slots": fits.slots + 1}, {"max_tokens": fits.max_tokens + 1}):
+            with pytest.raises(OutOfAddresses):
+                make(**more)
 
 
 def test_out_of_pages_says_what_would_work(cache):

@@ -83,6 +83,10 @@ class Reservations:
         self._used_bytes += size_bytes
         return address
 
+    def has(self, size_bytes: int) -> bool:
+        """Was a reservation of this size given back?"""
+        return bool(self._free.get(size_bytes))
+
     def give_back(self, address: int, size_bytes: int) -> None:
         """A reservation is free for reuse."""
         self._used_bytes -= size_bytes
@@ -151,6 +155,10 @@ class Driver(Protocol):
 
         The oldest reservation of the same size that was given back is reused first.
         """
+        ...
+
+    def has_addresses(self, size_bytes: int) -> bool:
+        """Could so many be reserved now? None stay reserved. Cost: two calls."""
         ...
 
     def give_back(self, address: int, size_bytes: int) -> None:

@@ -411,6 +411,20 @@ class HostDriver(DriverBase):
             self._reserved.append((address, address + size_bytes))
         return address
 
+    def has_addresses(self, size_bytes: int) -> bool:
+        """See Driver.has_addresses."""
+        self._enter("reserve")
+        if size_bytes > ADDRESS_SPACE_BYTES:
+            return False
+        if _reservations.has(size_bytes):
+            return True
+        try:
+            address = _map_nothing(0, size_bytes + PAGE_BYTES)
+        except OSError:
+            return False
+        munmap(address, size_bytes + PAGE_BYTES)
+        return True
+
     def give_back(self, address: int, size_bytes: int) -> None:
         """See Driver.give_back."""
         self._reserved.remove((address, address + size_bytes))

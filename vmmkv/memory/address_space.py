@@ -1,6 +1,6 @@
 """Addresses: the arenas of a cache, the slots in them, what is mapped under each slot, and tensors over addresses.
 
-    arena   | null | slot 1            | slot 2          | ...   one reservation for each group of layers
+    arena   | null | slot 1            | slot 2          | ...   one for each group of layers, all in one reservation
     slot    |..PPPP|LLLLLLLLLL|PP|......................|        pages of one sequence
                    ^first     ^end
             L live; P pending reclaim: still mapped, waiting for a fence; . nothing mapped
@@ -10,6 +10,7 @@ grows over a pending page makes it live again, unless another holder has come to
 """
 
 import ctypes
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Driver, Fence
+from vmmkv.driver.base import Driver, Fence
+from vmmkv.errors import OutOfAddresses
 from vmmkv.layout import Group
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
@@ -273,30 +275,44 @@ class Span:
         return self.end_page - self.first_page
 
 
+def arena_bytes(groups: Sequence[Group], slots: int, max_rows: int) -> int:
+    """Bytes of addresses of the arenas of some groups, with `slots` slots and the null slot in each."""
+    return (1 + slots) * sum(group.slot_tokens(max_rows) * group.row_bytes for group in groups)
+
+
+def check_addresses(driver: Driver, groups: Sequence[Group], *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
+    """Raises: OutOfAddresses if these slots cannot be reserved, and fewer or shorter ones can, naming what can."""
+
+    def fits(slots: int, max_tokens: int) -> bool:
+        return driver.has_addresses(arena_bytes(groups, slots, max_tokens + guard_tokens))
+
+    if fits(slots, max_tokens):
+        return
+    most_slots = bisect_left(range(1, slots + 1), True, key=lambda count: not fits(count, max_tokens))
+    most_tokens = bisect_left(range(1, max_tokens + 1), True, key=lambda length: not fits(slots, length))
+    if most_slots or most_tokens:
+        size = format_bytes(arena_bytes(groups, slots, max_tokens + guard_tokens))
+        raise OutOfAddresses(
+            f"slots={slots} of max_tokens={max_tokens} take {size} of addresses, which cannot be reserved: at most "
+            f"slots={most_slots} of that length can, or as many of max_tokens={most_tokens}",
+            slots=most_slots,
+            max_tokens=most_tokens,
+        )
+
+
 class Arena:
-    """The addresses of one group: the null slot and `slots` spans of the same size, in one reservation.
+    """The addresses of one group: the null slot and `slots` spans of the same size, from a reserved address on."""
 
-    The reservation lasts until the cache is closed, so that a stale view of an ended sequence faults (law 6).
-    Cost: one reserve, about 4 us on CUDA whatever the size.
-    """
-
-    def __init__(self, driver: Driver, index: int, group: Group, *, slots: int, max_rows: int) -> None:
+    def __init__(self, driver: Driver, address: int, index: int, group: Group, *, slots: int, max_rows: int) -> None:
         self.index = index
         self.group = group
         self.slot_tokens = group.slot_tokens(max_rows)
         self.slot_bytes = self.slot_tokens * group.row_bytes
-        self.reserved_bytes = (1 + slots) * self.slot_bytes
-        if self.reserved_bytes > ADDRESS_SPACE_BYTES:
-            raise ValueError(
-                f"slots={slots} of {format_bytes(self.slot_bytes)} each do not fit into the addresses of a process, "
-                f"{format_bytes(ADDRESS_SPACE_BYTES)}: at most {max(0, ADDRESS_SPACE_BYTES // self.slot_bytes - 1)} do; "
-                f"take fewer, or a smaller max_tokens"
-            )
-        self.address = driver.reserve(self.reserved_bytes)
-        self.spans = [Span(slot, self.address + slot * self.slot_bytes, index, group) for slot in range(1 + slots)]
-        self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
+        self.reserved_bytes = arena_bytes([group], slots, max_rows)
+        self.address = address
+        self.spans = [Span(slot, address + slot * self.slot_bytes, index, group) for slot in range(1 + slots)]
+        self._bytes = wrap(address, self.reserved_bytes, driver.device)
         self._driver = driver
-        self._closed = False
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """All slots of one plane of one layer: [1 + slots, slot_tokens, heads, dim], strided, mapped or not."""
@@ -325,9 +341,3 @@ class Arena:
             (row_bytes // itemsize, known.head_stride, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
-
-    def close(self) -> None:
-        """Give the addresses back for reuse, once nothing is mapped and no launch touches them. Idempotent; no driver call."""
-        if not self._closed:
-            self._closed = True
-            self._driver.give_back(self.address, self.reserved_bytes)

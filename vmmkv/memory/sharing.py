@@ -16,7 +16,7 @@ import torch
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import DriverError, RowsUnmapped
-from vmmkv.memory.address_space import Arena, Mapping, Span
+from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
 from vmmkv.memory.mapper import Target
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.slot_memory import SlotMemory
@@ -188,7 +188,8 @@ class Windows:
         group = memory.arenas[0].group
         rows = ceil_div(max(SIZE_CLASSES) * PAGE_BYTES, group.row_bytes)
         self._memory = memory
-        self._arena = Arena(memory.pool.driver, -1, group, slots=_NUM_WINDOWS, max_rows=rows)
+        address = memory.reserve(arena_bytes([group], _NUM_WINDOWS, rows))
+        self._arena = Arena(memory.pool.driver, address, -1, group, slots=_NUM_WINDOWS, max_rows=rows)
         memory.windows = self._arena
 
     def copy(self, extent: Extent, first_byte: int, size_bytes: int, target: int) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo, Reservations, span_text
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.units import GIB, PAGE_BYTES, format_bytes, round_up
 
@@ -150,12 +150,18 @@ class FakeDriver:
             return self._reservations.take(size_bytes, new) if self.over is None else self.over.reserve(size_bytes)
 
         def new(size_bytes: int) -> int:
+            if size_bytes > ADDRESS_SPACE_BYTES:
+                raise DriverError(f"reserve: {format_bytes(size_bytes)} of addresses", call="reserve", code="FAKE_ADDRESSES")
             address, self._next_address = self._next_address, self._next_address + size_bytes + PAGE_BYTES
             return address
 
         address = self._call("reserve", reserve)
         self._reserved.append((address, address + size_bytes))
         return address
+
+    def has_addresses(self, size_bytes: int) -> bool:
+        """See Driver.has_addresses."""
+        return size_bytes <= ADDRESS_SPACE_BYTES if self.over is None else self.over.has_addresses(size_bytes)
 
     def give_back(self, address: int, size_bytes: int) -> None:
         """See Driver.give_back. Law 4: nothing is mapped there, and no unfinished launch touches it."""

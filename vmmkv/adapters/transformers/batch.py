@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from vmmkv.cache import KVCache, Sequence
-from vmmkv.errors import DriverError, LayoutError, RowsUnmapped
+from vmmkv.errors import LayoutError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
-from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, format_bytes
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 _INT32_END: Final = 2**31
 
@@ -321,7 +321,7 @@ class WindowRows:
             # A rearranged batch is forked to as many slots more, which need not be free in one run.
             slots = max(self._slots, 3 * k_BKTD.shape[0])
             with torch.inference_mode(False):  # else no tensor of it could be written under another mode
-                self._shared = _SharedCache(cache=self._make(layout, slots))
+                self._shared = _SharedCache(cache=KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens))
         self._take(self.cache.open_batch(num_sequences), dropped)
 
     def _layout(self, k_BKTD: Tensor, v_BKTD: Tensor) -> KVLayout:
@@ -334,22 +334,6 @@ class WindowRows:
         per_group = ceil_div(len(self.layers), ceil_div(len(self.layers), fitting))
         parts = (self.layers[start : start + per_group] for start in range(0, len(self.layers), per_group))
         return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=self.window) for part in parts))
-
-    def _make(self, layout: KVLayout, slots: int) -> KVCache:
-        try:
-            return KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens)
-        except DriverError as error:
-            if error.call != "reserve":
-                raise
-            wanted_bytes = slots * self._max_tokens * layout.row_bytes
-            divisor = max(4, ceil_div(wanted_bytes, 16 * TIB))
-            raise type(error)(
-                f"{slots} slots of max_tokens={self._max_tokens} take {format_bytes(wanted_bytes)} of addresses, and the "
-                f"driver has none: {error}. VmmCache(..., max_tokens={ceil_div(self._max_tokens, divisor)}) takes "
-                f"{format_bytes(wanted_bytes / divisor)}; fewer slots take less too, down to three for each row of a batch",
-                call=error.call,
-                code=error.code,
-            ) from error
 
     def fork(self, parents: Seq[int]) -> list[Sequence]:
         """Forks of the sequence that each entry names, in adjacent slots."""
