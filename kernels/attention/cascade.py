@@ -83,19 +83,19 @@ def problems(
 ):  # fmt: skip
     """Of each group: first and end sequence, leader, rows of the prefix, tiles of those, tiles of all its problems.
 
-    A group without sequences, or whose leader is no slot, has no rows and no tiles.
+    A group without sequences, or whose leader is no slot, has no rows and no tiles. From L2: see `span_inputs`.
     """
     i_group = tl.arange(0, GROUPS_PAD)
     m_group = i_group < num_groups
-    starts = tl.load(p_group_starts + i_group, mask=m_group, other=0)
-    ends = tl.load(p_group_starts + i_group + 1, mask=m_group, other=0)
+    starts = tl.load(p_group_starts + i_group, mask=m_group, other=0, cache_modifier=".cg")
+    ends = tl.load(p_group_starts + i_group + 1, mask=m_group, other=0, cache_modifier=".cg")
     starts = tl.minimum(tl.maximum(starts, 0), num_sequences)
     ends = tl.maximum(tl.minimum(ends, num_sequences), starts)
-    leaders = tl.load(p_leaders + i_group, mask=m_group, other=-1)
+    leaders = tl.load(p_leaders + i_group, mask=m_group, other=-1, cache_modifier=".cg")
     m_group = (ends > starts) & (leaders >= 0) & (leaders < num_slots)
-    rows = tl.minimum(tl.load(p_prefix_rows + i_group, mask=m_group, other=0), num_rows)
+    rows = tl.minimum(tl.load(p_prefix_rows + i_group, mask=m_group, other=0, cache_modifier=".cg"), num_rows)
     if p_limits is not None:
-        rows = tl.minimum(rows, tl.load(p_limits + leaders, mask=m_group, other=0))
+        rows = tl.minimum(rows, tl.load(p_limits + leaders, mask=m_group, other=0, cache_modifier=".cg"))
     rows = tl.maximum(rows, 0)
     steps = tl.cdiv(rows, TILE)
     return starts, ends, leaders, rows, steps, tl.cdiv(ends - starts, SHARERS) * steps
@@ -260,8 +260,8 @@ def merge_groups(
     problem_start = only(tl.cumsum(nums_tiles, 0) - nums_tiles, m_one) + i_sequence // SHARERS * num_steps
     first_split = problem_start // share
     num_parts = tl.cdiv(problem_start + num_steps, share) - first_split
-    slot = tl.load(p_slots + b)
-    is_idle = (slot < 0) | (slot >= num_slots) | (tl.load(p_lengths + b) <= 0)
+    slot = tl.load(p_slots + b, cache_modifier=".cg")
+    is_idle = (slot < 0) | (slot >= num_slots) | (tl.load(p_lengths + b, cache_modifier=".cg") <= 0)
     if PDL:
         # Before any return: what comes next may wait for this launch alone.
         gdc_wait()

@@ -519,8 +519,8 @@ def merge_partials(
     is_written = is_one_chunk & (last_tiles // split_size == (tile_ends - 1) // split_size)
     m_merged = (i_b < num_sequences) & (is_written == 0)
     if p_query_starts is not None:
-        queries = tl.load(p_query_starts + i_b, mask=m_merged, other=0)
-        next_queries = tl.load(p_query_starts + i_b + 1, mask=m_merged, other=0)
+        queries = tl.load(p_query_starts + i_b, mask=m_merged, other=0, cache_modifier=".cg")
+        next_queries = tl.load(p_query_starts + i_b + 1, mask=m_merged, other=0, cache_modifier=".cg")
         m_merged = m_merged & is_single(queries, next_queries, num_queries)
     ranks = tl.cumsum(m_merged.to(tl.int32), 0)
     num_merged = tl.sum(m_merged.to(tl.int32), 0)

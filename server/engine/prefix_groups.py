@@ -221,6 +221,8 @@ class GroupTensors:
     def upload(self, slots: Slots, groups: Sequence[PrefixGroup], uploads: Uploads) -> None:
         """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
         self.are_any = bool(groups)
+        if not groups:
+            return  # steps without groups look at none of it
         packed = np.zeros(len(self._packed), np.int32)
         starts, leaders, num_rows, firsts = aligned_parts(packed, self._sizes)
         begin = 0

@@ -97,8 +97,7 @@ class Runner:
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """These slots decode in the next steps; the first ones are the members of the groups, one group after another."""
-        if groups or self.groups.are_any:
-            self.groups.upload(slots, groups, self.uploads)
+        self.groups.upload(slots, groups, self.uploads)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> "Forwarded":
@@ -424,7 +423,7 @@ class _MixedSteps:
         sizes = token_sizes(self._max_tokens)[::-1]
         for size in sizes:
             self._capture(size, is_grouped=False, pool=pool)
-        for size in sizes:
+        for size in sizes if self._max_rows >= _MIN_GROUPED_ROWS else ():
             if self._graphs[size, False].took_s < self._launch_s:
                 self._capture(size, is_grouped=True, pool=pool)
 
