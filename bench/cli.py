@@ -174,7 +174,7 @@ def _parser() -> Parser:
     add("--sequences", type=int, help="how many decode at once; default: of append 256 on a GPU, 8 on a CPU")
     add("--steps", type=int, help="of append and transformers, steps that are measured")
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
-    cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, or 8"
+    cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed"
     add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
     library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)

@@ -133,6 +133,10 @@ class Settings:
         """Whether a part of the suite was asked for, by name or by naming none."""
         return part in self.parts or not self.parts
 
+    def wants_case(self, case: str) -> bool:
+        """Whether a case was asked for, by name or by naming none. Cases are of the parts that are named."""
+        return case in self.cases or not self.cases or not self.parts
+
 
 # clocks
 

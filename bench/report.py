@@ -67,8 +67,16 @@ _PAGED: Final = "paged *"
 QUESTIONS: Final = (
     *(
         Question(text, "serve", "throughput", other, part=part)
-        for other in (_PAGED, "static 4096", "transformers continuous batching", "vLLM")
+        for other in (_PAGED, "static 4096", "transformers continuous batching")
         for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
+    ),
+    *(
+        Question(text, "serve", metric, "vLLM")
+        for metric, text in (
+            ("throughput", "As users open them"),
+            ("first token", "As users open them, a long prompt's first token"),
+            ("first tokens", "As users open them, first tokens"),
+        )
     ),
     Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
     Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
@@ -275,6 +283,7 @@ class Bars(NamedTuple):
 
 _SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
 _NAMED: Final = r"(?P<group>[^:]+):"
+_OF_USERS: Final = r"(?P<by>[^:]+?) (?P<group>mixed|single|long|shared cold|shared warm|sampled|full):"
 _BARS: Final = (
     Bars("append", "step", "What growing adds to a decode step", ("step, over static", "step")),
     Bars("resize", "shrink", "Giving memory back", ("resize", "until back"), "shrink"),
@@ -290,12 +299,14 @@ _BARS: Final = (
         Bars("serve", f"{part}-{slug}", f"{what}: {', '.join(metrics)}", metrics, rf"(?P<by>.+?) {part}: (?P<group>[^:]+)")
         for part, what in (
             ("closed", "All requests at once"),
-            ("outside", "Beside systems outside the engine"),
+            ("outside", "Beside transformers"),
             ("http", "Over HTTP and without"),
             ("grammar", "Answers by a grammar"),
         )
         for slug, metrics in (("throughput", ("throughput",)), ("latency", ("first token", "time per output token")))
     ),
+    Bars("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
+    Bars("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
     Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
     Bars("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
     Bars("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),

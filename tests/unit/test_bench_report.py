@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import DOCS, answers, main, write
+from bench.report import DOCS, answers, figures, main, write
 from bench.rows import Row, RowFile, Summary, exact
 from tests.unit.test_bench_rows import provenance
 
@@ -32,6 +32,15 @@ def test_of_several_block_tables_the_best_of_each_workload_is_compared() -> None
     (answer,) = answers(rows)
     assert answer.ratios == {"m closed: chat": 0.9, "m closed: ragged": 1.2}
     assert [other.system for _, _, _, other in answer.losses] == ["paged 16, FA3"]
+
+
+def test_vllm_of_any_version_is_compared_in_each_workload_of_users() -> None:
+    names = ("mixed", "shared warm", "full")
+    rows = [row(*each, workload=f"m {name}: x") for name in names for each in (("vmmkv", 110), ("vLLM 0.25.1", 100))]
+    (answer,) = answers(rows)
+    assert (answer.question.other, list(answer.ratios.values())) == ("vLLM", [1.1] * len(names))
+    (drawn,) = figures("serve", rows, "h200")
+    assert all(name in drawn.alt for name in (*names, "vmmkv", "vLLM 0.25.1"))
 
 
 def test_less_is_better_for_times() -> None:

@@ -1,30 +1,48 @@
 """The serve suite: requests come when they may, systems are checked, and what cannot be measured is said."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench.harness import SHAPES, Settings, WrongNumbers
+from bench.harness import SHAPES, Recorder, Settings, WrongNumbers
 from bench.rows import Row
 from bench.suites import serve
-from bench.suites.serve import client, steps
-from bench.suites.serve.models import MODELS, decode_s, padded, requests_s, vocabulary_of
+from bench.suites.serve import client, outside, steps
+from bench.suites.serve.generate import filling
+from bench.suites.serve.models import MODELS, decode_s, model_of, padded, requests_s, vocabulary_of
 from bench.suites.serve.steps import KernelSpan, steps_of
-from bench.suites.serve.systems import Served, ServedRun, Turns, alike, share_off, share_same, take_turns
+from bench.suites.serve.systems import Served, ServedRun, Turns, UserEngine, alike, share_off, share_same, take_turns
 from bench.workloads import Ask, Workload
+from tests.unit import fake_vllm
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 
 
-def measured(folder: Path, *parts: str, cases: tuple[str, ...] = ()) -> list[Row]:
+def recorded(folder: Path, *parts: str, cases: tuple[str, ...] = ()) -> Recorder:
     settings = Settings(device=SETTINGS.device, shape=SETTINGS.shape, quick=True, parts=parts, cases=cases, repeat=1)
     serve.check(settings)
     recorder = recorder_in(folder, "serve", settings)
     serve.run(recorder)
+    return recorder
+
+
+def measured(folder: Path, *parts: str, cases: tuple[str, ...] = ()) -> list[Row]:
+    recorder = recorded(folder, *parts, cases=cases)
     assert not recorder.failed
     return recorder.rows
+
+
+def fakes_vllm(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> list[fake_vllm.LLM]:
+    """The LLMs that will be opened."""
+    modules, opened = fake_vllm.modules(off)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for module in (serve, outside):
+        monkeypatch.setattr(module, "lacks_vllm", lambda settings: None)
+    return opened
 
 
 def ask(num_prompt: int, num_out: int, **when: float) -> Ask:
@@ -95,6 +113,45 @@ def test_the_engine_as_a_user_has_it_is_checked_and_timed(tmp_path: Path) -> Non
     assert {("mixed", "throughput"), ("first", "first token"), ("shared warm", "total")} <= metrics
     attached = {row.workload.partition(":")[0]: row.summary.p50 for row in rows if row.metric == "prompt tokens attached"}
     assert attached["tiny llama-3.1-8b shared warm"] > 90
+
+
+def test_a_cache_is_full_before_requests_are_served_over_a_full_cache() -> None:
+    model = model_of("wide", tiny=True)
+    engine = UserEngine(model, SETTINGS)
+    try:
+        engine.run(filling(model, SETTINGS, engine.num_kv_tokens))
+        snapshot = engine._engine.snapshot
+        assert snapshot is not None
+        assert snapshot.kv_cached_bytes == snapshot.kv_budget_bytes
+    finally:
+        engine.close()
+
+
+def test_vllm_serves_the_engines_workloads_over_the_engines_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = fakes_vllm(monkeypatch)
+    rows = measured(tmp_path, "sampled", "outside", cases=("sampled", "full"))
+    by_part = {
+        part: {(row.system, row.workload, row.metric, row.unit) for row in rows if f" {part}: " in row.workload}
+        for part in ("sampled", "full")
+    }
+    assert {system for system, *_ in by_part["full"]} == {"vLLM 0.25.1"}
+    ours, others = ({row[1:] for row in by_part["sampled"] if row[0] == system} for system in ("vmmkv", "vLLM 0.25.1"))
+    assert ours == others
+    assert all(row.summary.p50 < 0.1 for row in rows if row.metric == "first tokens off by")
+    (llm,) = opened
+    assert sum(params.top_p == 0.95 for params in llm.llm_engine.params) == 2 * 10
+    assert sum(llm.kept[:-10]) > llm.max_model_len  # those that fill the cache come before the ten of the last run
+
+
+def test_vllm_with_other_log_probabilities_has_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes_vllm(monkeypatch, off=0.5)
+    recorder = recorded(tmp_path, "outside", cases=("single",))
+    assert [(row.system, row.metric) for row in recorder.rows] == [("vLLM 0.25.1", "failed")]
+
+
+def test_cases_of_vllm_are_refused_where_it_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="serve's part outside cannot run mixed, full: "):
+        recorded(tmp_path, "outside", cases=("mixed", "full"))
 
 
 def test_systems_are_compared_in_closed_and_open_loops(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 models       configurations, loaded weights, bounds, tokenizers
 systems      what serves a workload, and the checks before timing
-generate     mixed, single, first, long, shared: the engine as a user has it
-compared     closed, rates, outside: systems over the same weights with the same limits
-outside      transformers and vLLM as systems
+generate     mixed, single, first, long, shared, sampled, full: the engine as a user has it
+compared     closed, rates: systems over the same weights with the same limits
+outside      outside: transformers beside the engine, and vLLM under the workloads of generate
 over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
 grammar      answers by a grammar: masks, and jump-forward (schemas)
 steps        step, breakdown: decode steps against the byte limit, and steps by kind of kernel
@@ -15,13 +15,18 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
+import torch
+
 from bench.baselines import backend
 from bench.harness import Recorder, Settings, Shape, release_memory
 from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
 
+GENERATED: Final = ("mixed", "single", "first", "long", "shared", "sampled", "full")
+"""Parts of `generate`. vLLM, outside, serves the same."""
 PARTS: Final = {
-    **dict.fromkeys(("mixed", "single", "first", "long", "shared"), "generate"),
-    **dict.fromkeys(("closed", "rates", "outside"), "compared"),
+    **dict.fromkeys(GENERATED, "generate"),
+    **dict.fromkeys(("closed", "rates"), "compared"),
+    "outside": "outside",
     "http": "over_http",
     "grammar": "grammar",
     **dict.fromkeys(("step", "breakdown"), "steps"),
@@ -81,16 +86,28 @@ def check(settings: Settings) -> None:
     if settings.cases and settings.parts:
         from bench.suites.serve.compared import case_names
 
-        names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] == "compared"}
+        names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] in ("compared", "outside")}
         if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
             there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
             raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'these parts have none'}")
+        of_vllm = [case for case in settings.cases if case in GENERATED]
+        if of_vllm and (why := lacks_vllm(settings)):
+            raise ValueError(f"serve's part outside cannot run {', '.join(of_vllm)}: {why}")
+
+
+def lacks_vllm(settings: Settings) -> str | None:
+    """Why vLLM cannot run; None if it can."""
+    if find_spec("vllm") is None:
+        return "the package vllm is not installed"
+    return None if settings.device == torch.device("cuda:0") else "it runs on cuda:0 alone"
 
 
 def absent(settings: Settings) -> dict[str, str]:
     """Parts and systems that are left out because something that they need is missing, and why."""
     compares = settings.wants("closed") or settings.wants("rates")
     systems = backend.absent(settings.device, settings.fa3) if compares else {}
+    if settings.wants("outside") and (why := lacks_vllm(settings)):
+        systems["vLLM"] = why
     return systems | {part: why for part in _NEEDED if settings.wants(part) and (why := _lacking(part, settings))}
 
 
@@ -105,8 +122,8 @@ def run(recorder: Recorder) -> None:
         for shape in shapes
         for part in PARTS
         if settings.wants(part) and part not in left_out and (part == "breakdown") == last
-        # Long prompts and systems outside take minutes: by default the first shape has them, and on a CPU neither.
-        if settings.parts or part not in ("long", "outside") or (shape is shapes[0] and not settings.small)
+        # These take minutes: by default the first shape has them, and a CPU none.
+        if settings.parts or part not in ("long", "full", "outside") or (shape is shapes[0] and not settings.small)
     ]
     context: Context | None = None
     try:

@@ -1,7 +1,7 @@
 """Systems side by side: the same requests, model, memory and limits.
 
 closed     all requests there at once, as fast as each system is
-outside    the same beside what serves without the engine
+outside    the same beside transformers
 rates      requests arrive at random: how long each waits, and how many are served well, by how many there are
 """
 
@@ -15,7 +15,7 @@ import torch
 from bench import workloads
 from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers
-from bench.suites.serve import Context
+from bench.suites.serve import GENERATED, Context
 from bench.suites.serve.models import ServedModel, Weights, model_of, requests_s
 from bench.suites.serve.systems import (
     EngineLimits,
@@ -44,7 +44,7 @@ def limits_of(settings: Settings) -> EngineLimits:
 
 
 def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
-    """What a part asks, by the names that `--cases` chooses from: workloads' own, or rates.
+    """What a part asks, by names: workloads' own, or rates.
 
     Small ones on a CPU say only that everything works. Chats and documents are scaled to what fits.
     """
@@ -90,20 +90,21 @@ def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str,
 
 
 def case_names(settings: Settings, part: str) -> list[str]:
-    """By which `--cases` chooses among what a part asks."""
-    return list(workloads_of(model_of(settings.shape.name, tiny=settings.small), settings, part))
+    """By which `--cases` chooses among what a part asks: vLLM, outside, has the parts of `generate` too."""
+    names = list(workloads_of(model_of(settings.shape.name, tiny=settings.small), settings, part))
+    return [*names, *GENERATED] if part == "outside" else names
 
 
 def run(context: Context, part: str) -> None:
     """All systems of a part under each of its workloads, as far as they are wanted."""
     settings, limits = context.settings, limits_of(context.settings)
-    wanted = settings.cases if settings.parts else ()
+    asked = {case: each for case, each in workloads_of(context.model, settings, part).items() if settings.wants_case(case)}
+    if not asked:
+        return
     assert limits.budget_bytes is not None
     memories = ["vmmkv"] if part == "outside" else systems_on(settings.device, settings.fa3)
     with opened(context, limits, memories, outside=part == "outside") as systems:
-        for case, workload in workloads_of(context.model, settings, part).items():
-            if wanted and case not in wanted:
-                continue
+        for case, workload in asked.items():
             if part == "rates":
                 name = context.name(part, f"{workload.name}, {case} requests/s, Poisson")
             else:
@@ -140,7 +141,7 @@ def opened(
         if outside:
             from bench.suites.serve.outside import open_outside
 
-            for system in open_outside(weights, limits, context.recorder.say):
+            for system in open_outside(weights, limits):
                 systems.append(system)
                 stack.callback(system.close)
         del weights

@@ -1,29 +1,41 @@
-"""The engine as a user has it: all requests at once, from the call of `generate` until the last answer.
+"""Engines as users have them: all requests at once, from the call of `generate` until the last answer.
 
-mixed     many requests of many lengths, drawn as for the figures of vLLM in docs/performance.md
+mixed     many requests of many lengths
 single    one request
 first     the first token of a long prompt
 long      several long prompts, which go on for a while
 shared    many that share their beginning, which is not known (cold); and others, when it is (warm)
+sampled   the requests of mixed, by temperature and top-p
+full      the requests of mixed, where other prompts' prefixes have filled the memory
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from bench.harness import Settings
 from bench.suites.serve import Context
 from bench.suites.serve.models import ServedModel, requests_s
-from bench.suites.serve.systems import ServedRun, UserEngine, share_off, share_same
+from bench.suites.serve.systems import LogProbs, ServedRun, UserEngine, share_off, share_same
 from bench.workloads import Ask, Workload
+
+if TYPE_CHECKING:
+    from bench.suites.serve.outside import Vllm
 
 _IDS: Final = 10_001
 """Token ids of prompts are below it, whatever the model."""
 _MOST_TOKENS: Final = 65_536
 """That are computed alone, of all prompts of a workload: some seconds of a large model."""
+_LIKE_MIXED: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "sampled": ("temperature 0.8, top-p 0.95", {"sampling": {"temperature": 0.8, "top_p": 0.95}}),
+    "full": ("the prefix cache full of other prompts", {"over_full_cache": True}),
+}
+"""Parts that have the requests of mixed: what they add to its text, and to its stage."""
+_FILLING_TOKENS: Final = 4096
+"""Of each prompt that fills the prefix cache: most of its rows are in whole extents, and attention is not most of the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +45,10 @@ class Stage:
     workload: Workload
     bound_s: float
     own_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """By the parameters' names. Empty: greedy."""
+    over_full_cache: bool = False
+    """Before each run the prefix cache is filled with other prompts, which is not timed."""
 
     @property
     def num_out(self) -> int:
@@ -63,6 +79,10 @@ def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
         bound_s = requests_s(model, list(map(len, prompts)), outs, shared=shared, known=known)
         return Stage(workload=Workload(name=name, text=text, asks=asks), bound_s=bound_s, own_tokens=own_tokens)
 
+    if part in _LIKE_MIXED:
+        how, options = _LIKE_MIXED[part]
+        (mixed,) = stages(model, settings, "mixed")
+        return [replace(mixed, workload=replace(mixed.workload, name=part, text=f"{mixed.workload.text}, {how}"), **options)]
     if part == "mixed":  # a prompt's length, its tokens, its answer's length, and so on: lengths in and out are drawn alike
         count, shortest, longest = (10, 8, 40) if small else (256, 100, 1024)
         draws, most = random.Random(seed), min(_IDS, model.vocabulary) - 1
@@ -96,57 +116,89 @@ def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
     ]
 
 
+def filling(model: ServedModel, settings: Settings, num_tokens: int) -> Workload:
+    """Prompts of more than so many tokens together, which nothing else begins with, and one token out of each."""
+    length = min(_FILLING_TOKENS, model.reach // 2)
+    prompts = [random_tokens(model, settings.seed, length, 8, index) for index in range(num_tokens // length + 1)]
+    asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=1) for prompt in prompts)
+    return Workload(name="filling", text=f"{len(asks)} requests of {length} tokens in, 1 out", asks=asks)
+
+
 def run(context: Context, part: str) -> None:
+    """The stages of a part by the engine."""
+    engine: UserEngine = context.engine(UserEngine, context.model, context.settings)
+    of_part = stages(context.model, context.settings, part)
+    measure(context, engine, of_part, computed_alone(context, engine, of_part))
+
+
+Alone = tuple[list[LogProbs], list[LogProbs]]
+"""Of some requests of a stage, each computed alone: the likeliest first tokens; and those behind another beginning."""
+
+
+def computed_alone(context: Context, engine: UserEngine, of_part: Sequence[Stage]) -> list[Alone]:
+    """What `timed_runs` holds first tokens against."""
+    found = []
+    for stage in of_part:
+        asks, own = stage.workload.asks, stage.own_tokens
+        longest = max(len(ask.prompt) for ask in asks)
+        count = min(2 if context.settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest))
+        prompts = [ask.prompt for ask in asks[:count]]
+        begins = [random_tokens(context.model, context.settings.seed, len(each) - own, 6, n) for n, each in enumerate(prompts)]
+        others = [np.array([*begin, *prompt[-own:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)]
+        found.append((engine.likeliest(prompts), engine.likeliest(others)))
+    return found
+
+
+def measure(context: Context, engine: "UserEngine | Vllm", of_part: Sequence[Stage], wanted: Sequence[Alone]) -> None:
     """Check all stages of a part, then write their rows."""
-    recorder, of_part = context.recorder, stages(context.model, context.settings, part)
     names = [context.name(stage.workload.name, stage.workload.text) for stage in of_part]
-    with recorder.guarded(names[0], UserEngine.name):
-        engine: UserEngine = context.engine(UserEngine, context.model, context.settings)
-        for stage, name, measured in zip(of_part, names, timed_runs(context, engine, of_part), strict=True):
-            _add_rows(context, stage, name, measured)
+    with context.recorder.guarded(names[0], engine.name):
+        for stage, name, measured in zip(of_part, names, timed_runs(context, engine, of_part, wanted), strict=True):
+            _add_rows(context, engine.name, stage, name, measured)
 
 
 class Measured(NamedTuple):
     """Of one stage: its runs, of which the first is not timed; how far first tokens are off; the share of same answers."""
 
     runs: list[ServedRun]
-    off: float | None
+    off: float
     same: float
 
 
-def timed_runs(context: Context, engine: UserEngine, of_part: Sequence[Stage]) -> list[Measured]:
+def timed_runs(
+    context: Context, engine: "UserEngine | Vllm", of_part: Sequence[Stage], wanted: Sequence[Alone]
+) -> list[Measured]:
     """`1 + repeat` runs of all stages: of each run the first from an empty prefix cache, each other from what is left.
 
     First tokens are held against those of some requests alone. The bound is a share of how far they move when all but the
     prompt's own tokens are replaced. Raises: WrongNumbers.
     """
-    settings = context.settings
-    alone = []
-    for stage in of_part:
-        asks, own = stage.workload.asks, stage.own_tokens
-        longest = max(len(ask.prompt) for ask in asks)
-        count = min(2 if settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest)) if len(asks) > 1 else 0
-        prompts = [ask.prompt for ask in asks[:count]]
-        begins = [random_tokens(context.model, settings.seed, len(prompt) - own, 6, n) for n, prompt in enumerate(prompts)]
-        others = [np.array([*begin, *prompt[-own:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)]
-        alone.append((engine.likeliest(prompts), engine.likeliest(others)))
+    settings, note = context.settings, context.recorder.note
     runs: list[list[ServedRun]] = [[] for _ in of_part]
+    offs = []
     for number in range(1 + settings.repeat):
         for place, stage in enumerate(of_part):
-            context.recorder.note(f"{stage.workload.name}, run {number} of {settings.repeat}")
+            if stage.over_full_cache:
+                others = filling(context.model, settings, engine.num_kv_tokens)
+                note(f"{stage.workload.name}, {engine.name}, {others.text}")
+                engine.run(others)
+            note(f"{stage.workload.name}, {engine.name}, run {number} of {settings.repeat}")
             # Log-probabilities are asked for in the first run, which is not timed.
-            num_scored = 0 if number else len(alone[place][0])
-            runs[place].append(engine.run(stage.workload, num_scored=num_scored, keep=place > 0))
-    measured = []
-    for (wanted, moved), of_stage in zip(alone, runs, strict=True):
-        what, given = "first tokens, against requests alone,", of_stage[0].likeliest
-        off = share_off(wanted, given, moved, engine.dtype, what) if wanted else None
-        measured.append(Measured(of_stage, off, share_same(of_stage, of_stage[0], strict=not settings.on_gpu)))
-    return measured
+            num_scored = 0 if number else len(wanted[place][0])
+            keep = place > 0 or stage.over_full_cache
+            runs[place].append(engine.run(stage.workload, num_scored=num_scored, keep=keep, **stage.sampling))
+            if not number:
+                right, moved = wanted[place]
+                what = "first tokens, against requests alone,"
+                offs.append(share_off(right, runs[place][0].likeliest, moved, engine.dtype, what))
+    return [
+        Measured(of_stage, off, share_same(of_stage, of_stage[0], strict=not settings.on_gpu))
+        for of_stage, off in zip(runs, offs, strict=True)
+    ]
 
 
-def _add_rows(context: Context, stage: Stage, name: str, measured: Measured) -> None:
-    recorder, system, timed = context.recorder, UserEngine.name, measured.runs[1:]
+def _add_rows(context: Context, system: str, stage: Stage, name: str, measured: Measured) -> None:
+    recorder, timed = context.recorder, measured.runs[1:]
     if stage.workload.name == "first":
         recorder.samples(name, system, "first token", "ms", [1e3 * run.seconds for run in timed], 1e3 * stage.bound_s)
     else:
@@ -154,8 +206,7 @@ def _add_rows(context: Context, stage: Stage, name: str, measured: Measured) -> 
         recorder.samples(name, system, "total", "s", [run.seconds for run in timed], stage.bound_s)
         recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / stage.bound_s)
         recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for run in timed for each in run.served])
-    if measured.off is not None:
-        attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
-        recorder.samples(name, system, "prompt tokens attached", "%", attached)
-        recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * measured.off)
+    attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
+    recorder.samples(name, system, "prompt tokens attached", "%", attached)
+    recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * measured.off)
     recorder.figure(name, system, "same answers in all runs", "%", 100 * measured.same, len(stage.workload.asks))

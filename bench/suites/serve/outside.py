@@ -1,48 +1,69 @@
 """What serves the same requests without the engine: transformers by `generate` and by continuous batching, and vLLM.
 
 transformers runs over the engine's own weights, under its names for them. Nothing but weights is kept between two runs, so that
-each has the whole budget.
+each has the whole budget. vLLM takes all memory, as its users open it, and has the workloads of `generate`.
 """
 
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
 
-from bench.harness import WrongNumbers, release_memory
-from bench.suites.serve.models import Weights
-from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, Said, ServedRun, System, Turns, serve
+from bench.harness import Settings, WrongNumbers, release_memory
+from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
+from bench.suites.serve.generate import computed_alone, measure, stages
+from bench.suites.serve.models import ServedModel, Weights
+from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, Said, ServedRun, System, Turns, UserEngine, serve
 from bench.workloads import TokenIds, Workload
 from vmmkv import KVLayout
 from vmmkv.server.engine.loading import STEP_TOKENS
-from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported, param_bytes
-from vmmkv.units import GIB, format_bytes
+from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
+from vmmkv.units import format_bytes
 
 _BLOCK_TOKENS: Final = 256
 """Of continuous batching: transformers' default."""
 _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
-_VLLM_BESIDE_BYTES: Final = 8 * GIB
-"""For activations and CUDA graphs, beside weights, K and V."""
+_VLLM_TOKENS: Final = 40_960
+"""Of vLLM's longest request: more than any has."""
 
 
-def open_outside(weights: Weights, limits: EngineLimits, say: Callable[[str], None]) -> Iterator[System]:
-    """Those that can run here; `say` is told of others. Raises: ValueError if the budget does not hold one sequence."""
+def run(context: Context, part: str) -> None:
+    """transformers beside the engine, and vLLM under the workloads of `generate`, as far as they are wanted."""
+    compared.run(context, part)
+    wanted = [each for each in GENERATED if context.settings.wants_case(each)]
+    if wanted and lacks_vllm(context.settings) is None:
+        _run_vllm(context, wanted)
+
+
+def _run_vllm(context: Context, parts: Sequence[str]) -> None:
+    """vLLM over the engine's weights. First tokens are held against the engine's, of the request alone."""
+    model, settings = context.model, context.settings
+    ours: UserEngine = context.engine(UserEngine, model, settings)
+    all_stages = [stages(model, settings, part) for part in parts]
+    wanted = [computed_alone(context, ours, of_part) for of_part in all_stages]
+    context.close()  # each engine takes all memory
+    with model.directory() as folder:
+        _save_weights(Weights(model, settings.device, settings.seed), folder)
+        vllm: Vllm = context.engine(Vllm, folder, model, settings)
+    for of_part, of_ours in zip(all_stages, wanted, strict=True):
+        measure(context, vllm, of_part, of_ours)
+
+
+def open_outside(weights: Weights, limits: EngineLimits) -> Iterator[System]:
+    """All of transformers. Raises: ValueError if the budget does not hold one sequence."""
     model = as_transformers(weights)
     yield Batches("DynamicCache", model, limits)
     yield Batches("StaticCache", model, limits)
     yield ContinuousBatching(model, limits)
-    if find_spec("vllm") is None or weights.device.type != "cuda":
-        say("absent: vLLM: " + ("it runs on a GPU alone" if find_spec("vllm") else "the package vllm is not installed"))
-    else:
-        yield Vllm(weights, limits)
 
 
 # weights
@@ -61,6 +82,14 @@ def _ours(weights: Weights) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
     if decoder is None:
         raise Unsupported(f"{weights.model.name} runs by transformers' own code in the engine: there are no weights to share")
     return decoder.config, decoder.weights.named(decoder.config)
+
+
+def _save_weights(weights: Weights, folder: Path) -> None:
+    """Write them beside a config.json, under transformers' names, and forget them."""
+    with closing(weights):
+        _, tensors_by_name = _ours(weights)
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors_by_name.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @no_grad()
@@ -306,64 +335,73 @@ class ContinuousBatching:
                 release_memory(self._model.device)
 
 
-class Vllm:
-    """vLLM's engine over the same weights, as its users call it in a program of their own. See System and Server.
+# an engine of its own
 
-    Set are the limits (`kv_cache_memory_bytes`, `max_model_len`, `max_num_seqs`, and `max_num_batched_tokens` if one is given),
-    `gpu_memory_utilization`, since others are on the GPU too, and `skip_tokenizer_init`, since there is none.
+
+class Vllm:
+    """vLLM in this process, as a user opens it.
+
+    Set are the limits, the share of memory, and `skip_tokenizer_init`, since there is no tokenizer. `run` is the loop of
+    `LLM.generate`, which tells nothing before the end. By DELTA and `stream_interval` this one is told each first token, and
+    then all others at once: that takes no more of the host's time.
     """
 
-    num_running: Final = None
-
-    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
+    def __init__(self, folder: Path, model: ServedModel, settings: Settings) -> None:
         vllm = import_module("vllm")
-        config, tensors_by_name = _ours(weights)
-        budget_bytes, step_tokens = limits.budget_bytes or 0, limits.max_num_batched_tokens
-        needed_bytes = budget_bytes + param_bytes(config, weights.source.dtype) + _VLLM_BESIDE_BYTES
-        total_bytes = torch.cuda.get_device_properties(weights.device).total_memory
-        self.name: Final = f"vLLM {vllm.__version__}"
         self._params: Final = vllm.SamplingParams
-        with weights.model.directory() as folder:
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors_by_name.items()}
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-            self._llm: Any = vllm.LLM(
-                str(folder),
-                skip_tokenizer_init=True,
-                kv_cache_memory_bytes=budget_bytes,
-                gpu_memory_utilization=needed_bytes / total_bytes,
-                max_model_len=limits.max_tokens,
-                max_num_seqs=limits.max_num_seqs,
-                **({} if step_tokens is None else {"max_num_batched_tokens": step_tokens}),
+        self._tokens: Final = import_module("vllm.inputs").tokens_input
+        self._delta: Final = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        self._llm: Any = vllm.LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            gpu_memory_utilization=0.9,
+            max_model_len=min(model.reach, _VLLM_TOKENS),
+            max_num_seqs=EngineLimits.of(settings).max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            seed=settings.seed,
+            stream_interval=_VLLM_TOKENS,
+        )
+        self.name: Final = f"vLLM {vllm.__version__}"
+        self.dtype: Final[torch.dtype] = self._llm.model_config.dtype
+        self.num_kv_tokens: Final[int] = self._llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+
+    def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
+        """See UserEngine. No request has a seed: vLLM draws for each that has one by a kernel of its own."""
+        if not keep and not self._llm.reset_prefix_cache():
+            raise WrongNumbers(f"{self.name} does not forget its prefixes: requests of another run are left")
+        common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": self._delta, **sampling}
+        requests = [
+            (
+                str(index),
+                self._tokens(ask.prompt.tolist()),
+                self._params(max_tokens=ask.num_out, logprobs=LIKELIEST if index < num_scored else None, **common),
             )
-
-    def run(self, workload: Workload) -> ServedRun:
-        """See System."""
-        self._llm.reset_prefix_cache()
-        return serve(self, workload.asks)
-
-    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See System."""
-        self._llm.reset_prefix_cache()
-        asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        params = self._params(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
-        firsts = [answer.outputs[0].logprobs[0] for answer in self._llm.generate(asked, params, use_tqdm=False)]
-        return [{token: found.logprob for token, found in first.items()} for first in firsts]
-
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
-        """See Server."""
-        params = self._params(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
-        self._llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-
-    def wait(self, timeout_s: float) -> list[Said]:
-        """See Server. A step, if there is anything to do."""
-        if not self._llm.llm_engine.has_unfinished_requests():
-            time.sleep(timeout_s)
-            return []
-        outputs = self._llm.llm_engine.step()
-        return [(int(each.request_id), each.outputs[0].token_ids, each.finished) for each in outputs]
+            for index, ask in enumerate(workload.asks)
+        ]
+        turns, engine = Turns(workload.asks), self._llm.llm_engine
+        likeliest: list[LogProbs] = [{}] * num_scored
+        cached_tokens = 0
+        gc.collect()
+        began_s = time.perf_counter()
+        for request in requests:
+            engine.add_request(*request)
+        while engine.has_unfinished_requests():
+            outputs, now_s = engine.step(), time.perf_counter() - began_s
+            for output in outputs:
+                index, (answer,) = int(output.request_id), output.outputs
+                served = turns.served[index]
+                if not served.tokens:
+                    cached_tokens += output.num_cached_tokens
+                    if index < num_scored:
+                        likeliest[index] = {token: found.logprob for token, found in answer.logprobs[0].items()}
+                served.tokens += answer.token_ids
+                served.token_s += [now_s] * len(answer.token_ids)
+                if output.finished:
+                    turns.end(index)
+        return ServedRun(turns.served, turns.seconds, cached_tokens=cached_tokens, likeliest=likeliest)
 
     def close(self) -> None:
-        """See System. Its engine runs in a process of its own, which ends."""
+        """End it, and give its memory back. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

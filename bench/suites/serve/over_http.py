@@ -22,7 +22,7 @@ import httpx
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.client import Ask, Streamed, clients
-from bench.suites.serve.generate import Measured, Stage, stages, timed_runs
+from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
@@ -76,7 +76,7 @@ def _without_http(context: Context, stage: Stage, name: str) -> Measured:
     """The engine in this process, and its rows."""
     engine = UserEngine(context.model, context.settings)
     try:
-        (measured,) = timed_runs(context, engine, [stage])
+        (measured,) = timed_runs(context, engine, [stage], computed_alone(context, engine, [stage]))
     finally:
         engine.close()
         context.close()

@@ -2,7 +2,8 @@
 
     asks ── Turns: which requests have arrived ──> System.run ──> ServedRun: tokens of each request, and when they came
 
-All is greedy, and no token ends an answer before its number of tokens. Nothing is known of any prompt before a run.
+All is greedy unless a stage samples, and no token ends an answer before its number of tokens. Nothing is known of any prompt
+before a run.
 
 Random weights make near-ties, and in bfloat16 the rounding of a batch's shape decides them: a sequence alone and in a batch may
 part after some tokens, and both are right. So whole answers are compared between runs that do the same. What batching, chunks
@@ -29,6 +30,7 @@ from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import STEP_TOKENS, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
+from vmmkv.units import MIB
 
 LIKELIEST: Final = 20
 """Tokens whose log-probabilities are compared."""
@@ -226,13 +228,18 @@ class EngineLimits:
 
     @classmethod
     def of(cls, settings: Settings) -> "EngineLimits":
-        """Of an engine that takes all memory."""
-        return cls(max_num_seqs=16 if settings.small else 256, max_num_batched_tokens=settings.max_num_batched_tokens)
+        """Of an engine that takes all memory, which is little where sizes are small."""
+        return cls(
+            budget_bytes=32 * MIB if settings.small else None,
+            max_num_seqs=16 if settings.small else 256,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
 
 
-def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = False) -> SamplingParams:
-    """Greedy. An end token ends the answer only if `ends`."""
-    return SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=not ends, logprobs=num_logprobs)
+def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = False, **sampling: Any) -> SamplingParams:
+    """Greedy, unless `sampling` says how. An end token ends the answer only if `ends`."""
+    sampling = {"temperature": 0.0, **sampling}
+    return SamplingParams(max_tokens=num_out, ignore_eos=not ends, logprobs=num_logprobs, **sampling)
 
 
 class EngineSystem:
@@ -359,19 +366,24 @@ class UserEngine:
             self._engine = LLM(
                 directory,
                 device=str(settings.device),
+                kv_budget_bytes=limits.budget_bytes,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 load_format="dummy",
                 seed=settings.seed,
             )
         self.dtype: Final[torch.dtype] = getattr(torch, self._engine.ready.dtype)
+        self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
 
-    def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False) -> ServedRun:
-        """See System. `num_scored`: the likeliest first tokens of so many; `keep`: prefixes of the run before stay."""
+    def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
+        """See System. Each request has a seed, and parameters by `sampling`.
+
+        `num_scored`: the likeliest first tokens of so many; `keep`: prefixes of the run before stay.
+        """
         if not keep:
             self._engine._open().engine.forget()
         params = [
-            params_of(ask.num_out, num_logprobs=LIKELIEST if index < num_scored else None)
+            params_of(ask.num_out, num_logprobs=LIKELIEST if index < num_scored else None, seed=index, **sampling)
             for index, ask in enumerate(workload.asks)
         ]
         prompts = [ask.prompt.tolist() for ask in workload.asks]
