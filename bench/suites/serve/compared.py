@@ -105,10 +105,8 @@ def run(context: Context, part: str) -> None:
     memories = ["vmmkv"] if part == "outside" else systems_on(settings.device, settings.fa3)
     with opened(context, limits, memories, outside=part == "outside") as systems:
         for case, workload in asked.items():
-            if part == "rates":
-                name = context.name(part, f"{workload.name}, {case} requests/s, Poisson")
-            else:
-                name = context.name(part, f"{workload.name}: {workload.text}, {format_bytes(limits.budget_bytes)} of rows")
+            text = f", {case} requests/s, Poisson" if part == "rates" else f": {workload.text}"
+            name = context.name(part, f"{workload.name}{text}, {format_bytes(limits.budget_bytes)} of rows")
             with context.recorder.guarded(name):
                 for system, runs in _measured(context, name, systems, workload).items():
                     if part == "rates":
