@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from vmmkv.driver import Access, Driver, Handle
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES, round_up
@@ -196,6 +197,10 @@ class DriverLaws:
         assert str(size_bytes) in str(refused("reserve", driver.reserve, size_bytes))
         assert str(PAGE_BYTES) in str(refused("create", driver.create, size_bytes))
         assert driver.calls == before
+
+    @pytest.mark.parametrize("size_bytes", [2 * ADDRESS_SPACE_BYTES, 2**64 + PAGE_BYTES])
+    def test_more_addresses_than_a_process_has_are_refused(self, driver: Driver, size_bytes: int) -> None:
+        refused("reserve", driver.reserve, size_bytes)
 
     def test_more_than_the_device_has_is_out_of_memory_and_says_what_there_is(self, driver: Driver) -> None:
         size_bytes = round_up(2 * driver.memory().total_bytes, PAGE_BYTES)

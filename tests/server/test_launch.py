@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -192,6 +193,19 @@ def test_a_second_signal_answers_requests_in_flight_at_once(model_dir: Path) -> 
         assert got[0].status_code == 503
         assert "shutting down" in got[0].json()["error"]["message"]
         assert served.ends() == 0
+
+
+def test_without_descriptors_it_says_so_once_and_serves_again_when_there_are(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        url, limit = httpx.URL(served.url()), len(list(Path(f"/proc/{served.process.pid}/fd").iterdir())) + 3
+        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        with contextlib.ExitStack() as closing:
+            for _ in range(10):
+                closing.enter_context(socket.create_connection((url.host, url.port or 0), timeout=10))
+            assert eventually(lambda: "no connection can be accepted" in served.log()), served.log()
+            time.sleep(2.5)  # it tries again every second
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert served.log().count("accept") == 1, served.log()
 
 
 @pytest.mark.nightly

@@ -39,6 +39,7 @@ from vmmkv import (
     RowsUnmapped,
     SequenceTooLong,
 )
+from vmmkv.driver.base import Reservations
 from vmmkv.errors import OutOfAddresses
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
@@ -744,22 +745,30 @@ def test_closed_caches_give_their_addresses_to_later_ones_of_the_same_size():
 
 def test_a_reservation_that_fails_tells_what_open_and_closed_caches_have(monkeypatch):
     refuse = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
-    with Pool("cpu", 4 * PAGE_BYTES) as host:
+    monkeypatch.setattr("vmmkv.driver.host._reservations", Reservations())
+    with Pool("cpu", 4 * PAGE_BYTES) as host, KVCache(LAYOUT, host, slots=3, max_tokens=128):
+        KVCache(LAYOUT, host, slots=1, max_tokens=128).close()
         monkeypatch.setattr("vmmkv.driver.host.reserve", refuse)
-        with pytest.raises(DriverError, match=r"open caches, and keeps .* of closed ones"):
+        with pytest.raises(DriverError, match=r" 64\.0 MiB for open caches, and keeps 32\.0 MiB of closed ones"):
             KVCache(LAYOUT, host, slots=3, max_tokens=12345)
 
 
-def test_while_a_graph_is_captured_memory_stays_as_it_is(cache, driver):
-    sequence, parked = grown(cache, 20), grown(cache, 20).park()
+def test_while_a_graph_is_captured_memory_stays_as_it_is(pool, driver, monkeypatch):
+    cache, side = KVCache(WINDOWED, pool, slots=4, max_tokens=128), torch.Stream("cpu")
+    sequence, source, parked = grown(cache, 20), grown(cache, 20), grown(cache, 20).park()
+    grown(cache, 20, tenant="red").park(0)
+    cache.record_stream(side)
+    empty = Pool("cpu", PAGE_BYTES, driver=driver)
     before = cache.stats()
     driver.captures = True
     for use in (
-        *(lambda: cache.open().grow(1), cache.map_ahead, cache.drain, cache.close, sequence.park, sequence.close),
+        *(cache.open, cache.map_ahead, cache.drain, cache.close, sequence.park, sequence.close, empty.close),
         *(lambda: sequence.grow(100), lambda: sequence.truncate(1), lambda: sequence.own_from(1)),
         *(lambda: cache.adopt(parked), lambda: cache.fork(sequence), lambda: cache.fork_batch([sequence])),
-        *(lambda: cache.open_batch(3), lambda: cache.pool.resize(4 * PAGE_BYTES)),
-        lambda: KVCache(LAYOUT, cache.pool, slots=1, max_tokens=9),
+        *(lambda: cache.open_batch(3), lambda: cache.open(tenant="red"), lambda: pool.resize(4 * PAGE_BYTES)),
+        *(lambda: sequence.advance_start(1), lambda: cache.copy_rows([(source, sequence)], 0, 20)),
+        lambda: cache.record_stream(torch.Stream("cpu")),
+        lambda: KVCache(LAYOUT, pool, slots=1, max_tokens=9),
     ):
         with pytest.raises(GraphCapture, match="a CUDA graph is being captured"):
             use()
@@ -770,8 +779,12 @@ def test_while_a_graph_is_captured_memory_stays_as_it_is(cache, driver):
     sequence.grow(20)
     sequence.advance(1)
     driver.captures = False
+    with monkeypatch.context() as patch, pytest.raises(GraphCapture):
+        patch.setattr(driver, "is_capturing", lambda streams=(): side in streams)
+        sequence.close()
     sequence.close()
     cache.drain()
+    empty.close()
 
 
 def test_a_rollback_survives_a_synchronize_that_fails(cache, driver, monkeypatch):
@@ -779,10 +792,10 @@ def test_a_rollback_survives_a_synchronize_that_fails(cache, driver, monkeypatch
     fail = mock.Mock(side_effect=DriverError("synchronize was told to fail", call="synchronize", code="FAKE_INJECTED"))
     with monkeypatch.context() as patch:
         patch.setattr(driver, "synchronize", fail)
-        driver.fail_at = {driver.num_calls + 4}  # the second page's access call
+        driver.fail_at = {driver.num_calls + 9}  # behind six creates, the second page's access call
         with pytest.raises(DriverError, match="told to fail"):
             sequence.grow(100)
-        assert sequence.limit == 16
+        assert (sequence.limit, cache.stats().pending_reclaim_bytes) == (16, PAGE_BYTES)
         cache.map_ahead(0.0, lookahead_tokens=0)
         cache.check()
     cache.drain()
@@ -831,15 +844,19 @@ def test_rows_are_copied_with_a_recorded_stream_or_nothing_changes(cache, driver
 
 
 def test_an_exchange_whose_copy_fails_leaves_the_shared_page_in_place(cache, driver, monkeypatch):
-    parent = grown(cache, 64)
+    parent, copy = grown(cache, 64), driver.copy
     parent.k(0)[:64] = 7.0
     (child,) = cache.fork(parent)
-    copies = iter([driver.copy, mock.Mock(side_effect=DriverError("copy: refused", call="copy", code="TEST"))])
-    monkeypatch.setattr(driver, "copy", lambda *arguments: next(copies)(*arguments))  # the second: back into its own page
+    fail = mock.Mock(side_effect=DriverError("copy: refused", call="copy", code="TEST"))
+    copies = iter([copy, lambda *arguments: fail(copy(*arguments))])  # the second: back, into the slot's own page
+    monkeypatch.setattr(driver, "copy", lambda *arguments: next(copies)(*arguments))
     with pytest.raises(DriverError, match="refused"):
         child.truncate(20)
     cache.check()
     assert child.length == 64 and (child.k(0)[:64] == 7.0).all()
+    other = cache.open(tenant="other")
+    other.grow(16)
+    assert not other.k(0).any(), "the page that it was copied to counts as written"
 
 
 def test_memory_counts_as_written_before_its_limit_is_raised(cache, driver, monkeypatch):

@@ -250,6 +250,8 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: uniform(layers=2.0), "is not a whole number"),
         (lambda: uniform(layers="2"), "is not a whole number"),
         (lambda: uniform(head_dim=64.0), "is not a whole number"),
+        (lambda: Group(layers=(0, 1.0), planes=(K,)), "layers=1.0 is not a whole number"),
+        (lambda: Plane(name="k", heads=1, dim=8.0, dtype=torch.float16), "dim=8.0 is not a whole number"),
         (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
         (lambda: KVLayout.from_config({**TINY, "kv_lora_rank": 512}, torch.float16), "kv_lora_rank"),
         (lambda: KVLayout.from_config({**TINY, "layer_types": ["conv"] * 4}, torch.float16), "layers of type conv"),

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls
-from vmmkv import DriverError, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
+from vmmkv import DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
@@ -26,7 +26,7 @@ def pool(driver):
     pool = Pool("cpu", 32 * PAGE_BYTES, driver=driver)
     yield pool
     pool.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+    assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])
 
 
 @pytest.fixture
@@ -351,6 +351,14 @@ def test_a_batch_spares_pinned_slots_while_others_can_be_taken(prefix, cache):
     assert prefix.match([0] * 21) == 20
 
 
+def test_pinned_slots_are_not_freed_ahead_of_need(prefix, cache):
+    for number in range(2):
+        park(prefix, [number] * 20)
+    prefix.pin([0] * 20)
+    prefix.free_slots(4)
+    assert [parked.slot for parked in cache.parked()] == [1]
+
+
 @pytest.mark.parametrize("namespace", ["red", "blue"])
 def test_a_pinned_parked_slot_is_taken_last(prefix, namespace):
     for number in (1, 2, 3, 4):
@@ -390,6 +398,20 @@ def test_a_refused_resize_evicts_nothing_and_names_what_works(prefix, pool):
         pool.resize(PAGE_BYTES)
     assert (prefix.stats(), len(prefix.cache.parked()), pool.stats()) == before
     pool.resize(8388608)
+
+
+def test_while_a_graph_is_captured_prefixes_stay_as_they_are(prefix, cache, driver):
+    park(prefix, PROMPT[:40])
+    sequence = begin(prefix, PROMPT[:20], method=AttachMethod.COMPUTE)
+    before, driver.captures = (prefix.stats(), cache.stats()), True
+    for use in (
+        *(lambda: prefix.attach(PROMPT[:50]), lambda: prefix.attach([1])),
+        *(lambda: prefix.park(sequence, PROMPT[:20]), lambda: prefix.release(sequence)),
+    ):
+        with pytest.raises(GraphCapture, match="nothing has changed"):
+            use()
+        assert (prefix.stats(), cache.stats()) == before
+    driver.captures = False
 
 
 def test_an_interrupted_attach_leaves_no_sequence(prefix, cache, driver, monkeypatch):
