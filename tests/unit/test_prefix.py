@@ -455,6 +455,9 @@ def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
         (ValueError, "19 tokens: .* slot 1 has 20, of which 20 were inserted", lambda: prefix.insert(sequence, PROMPT[:19])),
         (ValueError, "21 tokens: the sequence in slot 1 has 20", lambda: prefix.insert(sequence, PROMPT[:21])),
         (ValueError, "has a prefix cache already", lambda: PrefixCache(cache)),
+        (TypeError, "is a Pool; give a KVCache", lambda: PrefixCache(cache.pool)),
+        (TypeError, "sequence=None is a NoneType; give a Sequence, as", lambda: prefix.insert(None, [1])),
+        (TypeError, "sequence=None is a NoneType", lambda: prefix.release(None)),
         (ValueError, "did not come from attach", lambda: prefix.insert(strangers[0], [])),
         (ValueError, "did not come from attach", lambda: prefix.insert(strangers[1], [])),
     ):

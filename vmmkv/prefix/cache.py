@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import whole
+from vmmkv.arguments import instance, whole
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
@@ -61,6 +61,7 @@ class PrefixCache:
     """
 
     def __init__(self, cache: KVCache) -> None:
+        instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
         with cache.pool.lock:
             if cache.prefix is not None:
@@ -175,6 +176,7 @@ class PrefixCache:
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
+            _check_sequence(sequence)
             if len(tokens):
                 self._insert(sequence, tokens)
             if not sequence.closed:
@@ -182,6 +184,7 @@ class PrefixCache:
 
     def _insert(self, sequence: Sequence, tokens: Tokens) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
+        _check_sequence(sequence)
         slot = sequence.slot
         if slot not in self._index.running or self.cache.sequences.get(slot) is not sequence:
             raise ValueError(
@@ -273,6 +276,10 @@ class PrefixCache:
         tree = self._index.tree
         tokens, held = counted(tree.num_tokens, "token"), format_bytes(self._index.held_bytes)
         return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(tree.num_nodes, 'node')}, {held} held>"
+
+
+def _check_sequence(sequence: Sequence) -> None:
+    instance("sequence", sequence, Sequence, "a Sequence, as PrefixCache.attach returns it")
 
 
 def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
