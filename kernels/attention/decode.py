@@ -503,9 +503,6 @@ def merge_partials(
     Leaves of a chunk are merged in the order of their tiles, then the chunks. There is no program for each sequence: where
     sequences are short nearly none is to be merged, and finding that out costs as much as a hundred rows.
     """
-    if PDL:
-        # A linear layer behind it loads its first weights while the first launch still runs.
-        gdc_launch_dependents()
     h = tl.program_id(1)
     i_b = tl.arange(0, B_PAD)
     batch = (p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window)
@@ -527,6 +524,7 @@ def merge_partials(
     if PDL:
         # Before any return: what comes next may wait for this launch alone.
         gdc_wait()
+        gdc_launch_dependents()
     num_entries = tl.cast(num_sequences, tl.int64) * max_chunks + num_splits * max_apart
     p_peaks = p_workspace + num_entries * (H * D)
     p_totals = p_peaks + num_entries * H
