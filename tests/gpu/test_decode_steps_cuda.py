@@ -160,3 +160,29 @@ def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     assert one.runner.has_prefix_groups
     for name, prompt in prompts.items():
         assert one.tokens(name) == one.expected(prompt, 60 if name != "0" else 20), name
+
+
+def test_the_same_batches_give_the_same_bits(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By prefix groups beside chunks of prompts too. The pace of the device does not change the batches here."""
+    monkeypatch.setattr("vmmkv.server.engine.prefix_groups._MIN_SAVED", 1)
+    monkeypatch.setattr(Engine, "_is_done", lambda *_: False)
+    model = model_of("qwen3").to(torch.bfloat16)
+    one = harness(model, device=DEVICE, ours=True, capture=True, slots=64, share=True, step_tokens=256, budget_pages=512)
+    beside_chunks = 0
+    graph_for = one.runner._mixed._graph_for
+
+    def counted(num_tokens: int, *, is_grouped: bool) -> Any:
+        nonlocal beside_chunks
+        beside_chunks += is_grouped
+        return graph_for(num_tokens, is_grouped=is_grouped)
+
+    monkeypatch.setattr(one.runner._mixed, "_graph_for", counted)
+    shared, runs = prompt_of(3000), []
+    for number in range(4):
+        for index in range(24):
+            one.ask(f"{number} {index}", [*shared, *prompt_of(40 + index, index)], 30, logprobs=0)
+        one.run()
+        runs.append([(one.tokens(f"{number} {index}"), one.logprobs(f"{number} {index}")) for index in range(24)])
+        one.engine.forget()
+    assert beside_chunks > 4
+    assert runs[1] == runs[2] == runs[3], "the first run computes into slots that are not parked yet"
