@@ -35,7 +35,8 @@ class OutOfDeviceMemory(DriverError):
 
 
 class OutOfAddresses(DriverError, ValueError):
-    """These slots need more addresses than there are: `slots` of that length fit, or as many as were wanted of `max_tokens`."""
+    """Slots that need more addresses than there are. `slots` of that length fit, or as many as were wanted of `max_tokens`;
+    0 where none do."""
 
     def __init__(self, message: str, *, slots: int, max_tokens: int) -> None:
         super().__init__(message, call="reserve", code="ENOMEM")

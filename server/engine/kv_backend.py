@@ -312,10 +312,10 @@ def check_lengths(
 
 def _too_many(error: OutOfAddresses, max_sequences: int, shares_prefixes: bool) -> ValueError:
     each = _slots_each(shares_prefixes)
-    return ValueError(
-        f"{error}. Each sequence has {each} slots here: lower max_num_seqs from {max_sequences} to {error.slots // each}, or "
-        f"max_tokens to {error.max_tokens}"
-    )
+    lower = [f"max_num_seqs from {max_sequences} to {error.slots // each}"] if error.slots >= each else []
+    lower += [f"max_tokens to {error.max_tokens}"] if error.max_tokens > 1 else []
+    remedy = ", or ".join(lower) or "both max_num_seqs and max_tokens"
+    return ValueError(f"{error}. Each sequence has {each} slots here: lower {remedy}")
 
 
 def check_budget(budget_bytes: int, device: torch.device) -> None:

@@ -283,6 +283,8 @@ def test_more_sequences_than_there_are_addresses_for_are_refused_before_weights_
         options = {"max_num_seqs": fits} if fits < 4096 else {"max_num_seqs": 4096, "max_tokens": fits}
         with pytest.raises(AssertionError, match="weights are read"):
             LLM(str(tmp_path), device="cpu", **options)
+    with pytest.raises(ValueError, match=r"here: lower max_num_seqs from 1099511627776 to [1-9]\d*$"):  # of no length
+        LLM(str(tmp_path), device="cpu", max_num_seqs=2**40)
 
 
 def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

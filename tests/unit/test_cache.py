@@ -186,8 +186,8 @@ def test_more_addresses_than_a_process_has_are_refused_at_once(pool):
     wide = KVLayout(groups=(group,))  # 8,192 slots of 2**30 tokens are 2**64 bytes, which wrap around to nothing
     with pytest.raises(ValueError, match=r"slots=8191 of max_tokens=1073741824 take 16777216.0 TiB of addresses"):
         KVCache(wide, pool, slots=8191, max_tokens=2**30)
-    with pytest.raises(ValueError, match=r"at most slots=[1-9][0-9]+ of that length can, or as many of max_tokens=0"):
-        KVCache(LAYOUT, pool, slots=10**9, max_tokens=1)
+    with pytest.raises(ValueError, match=r"at most slots=[1-9][0-9]+ of that length can$"):
+        KVCache(LAYOUT, pool, slots=2**70, max_tokens=1)
     assert time.monotonic() - began_s < 1.0
     assert pool.driver.calls["reserve"] == 0
 

@@ -11,7 +11,7 @@ grows over a pending page makes it live again, unless another holder has come to
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from vmmkv.driver.base import Driver, Fence
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Driver, Fence
 from vmmkv.errors import OutOfAddresses
 from vmmkv.layout import Group
 from vmmkv.memory.memory_map import SlotState
@@ -286,15 +286,20 @@ def check_addresses(driver: Driver, groups: Sequence[Group], *, slots: int, max_
     def fits(slots: int, max_tokens: int) -> bool:
         return driver.has_addresses(arena_bytes(groups, slots, max_tokens + guard_tokens))
 
+    def most(count: int, fits: Callable[[int], bool]) -> int:
+        return bisect_left(range(1, min(count, ADDRESS_SPACE_BYTES) + 1), True, key=lambda each: not fits(each))
+
     if fits(slots, max_tokens):
         return
-    most_slots = bisect_left(range(1, slots + 1), True, key=lambda count: not fits(count, max_tokens))
-    most_tokens = bisect_left(range(1, max_tokens + 1), True, key=lambda length: not fits(slots, length))
-    if most_slots or most_tokens:
+    most_slots = most(slots, lambda count: fits(count, max_tokens))
+    most_tokens = most(max_tokens, lambda length: fits(slots, length))
+    works = [f"slots={most_slots} of that length"] if most_slots else []
+    works += [f"slots={slots} of max_tokens={most_tokens}"] if most_tokens else []
+    if works:
         size = format_bytes(arena_bytes(groups, slots, max_tokens + guard_tokens))
         raise OutOfAddresses(
             f"slots={slots} of max_tokens={max_tokens} take {size} of addresses, which cannot be reserved: at most "
-            f"slots={most_slots} of that length can, or as many of max_tokens={most_tokens}",
+            f"{' or '.join(works)} can",
             slots=most_slots,
             max_tokens=most_tokens,
         )
