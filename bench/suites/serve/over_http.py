@@ -28,6 +28,7 @@ from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
+from vmmkv.units import MIB
 
 SYSTEM: Final = "vmmkv serve"
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}
@@ -182,6 +183,8 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
     limits, admin_key = EngineLimits.of(settings), secrets.token_hex(16)
     options = f"--load-format dummy --device {settings.device} --seed {settings.seed} --port 0".split()
     options += ["--max-num-seqs", str(limits.max_num_seqs)]
+    if limits.budget_bytes is not None:
+        options += ["--kv-budget", f"{limits.budget_bytes // MIB}MiB"]
     if limits.max_num_batched_tokens is not None:
         options += ["--max-num-batched-tokens", str(limits.max_num_batched_tokens)]
     # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
