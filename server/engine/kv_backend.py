@@ -228,16 +228,14 @@ class SlotBackend:
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Raises: BudgetError, DriverError, OutOfPages; ValueError as `check_lengths`."""
+        """Raises: BudgetError, DriverError, OutOfPages."""
         pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
             return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
-        except BaseException as error:
+        except BaseException:
             with contextlib.suppress(VmmkvError):  # the first error matters
                 pool.close()  # with its caches
-            if isinstance(error, OutOfAddresses):
-                raise _too_many(error, config.max_sequences, config.shares_prefixes) from error
             raise
 
     @property
@@ -303,19 +301,14 @@ def check_lengths(
     layout: KVLayout, device: torch.device, *, max_sequences: int, max_tokens: int, shares_prefixes: bool
 ) -> None:
     """Raises: ValueError if so many sequences of that length need more addresses than there are, naming what would fit."""
-    try:
-        slots = max_sequences * _slots_each(shares_prefixes)
-        check_addresses(open_driver(device), layout.groups, slots=slots, max_tokens=max_tokens)
-    except OutOfAddresses as error:
-        raise _too_many(error, max_sequences, shares_prefixes) from error
-
-
-def _too_many(error: OutOfAddresses, max_sequences: int, shares_prefixes: bool) -> ValueError:
     each = _slots_each(shares_prefixes)
-    lower = [f"max_num_seqs from {max_sequences} to {error.slots // each}"] if error.slots >= each else []
-    lower += [f"max_tokens to {error.max_tokens}"] if error.max_tokens > 1 else []
-    remedy = ", or ".join(lower) or "both max_num_seqs and max_tokens"
-    return ValueError(f"{error}. Each sequence has {each} slots here: lower {remedy}")
+    try:
+        check_addresses(open_driver(device), layout.groups, slots=max_sequences * each, max_tokens=max_tokens)
+    except OutOfAddresses as error:
+        lower = [f"max_num_seqs from {max_sequences} to {error.slots // each}"] if error.slots >= each else []
+        lower += [f"max_tokens to {error.max_tokens}"] if error.max_tokens > 1 else []
+        remedy = ", or ".join(lower) or "both max_num_seqs and max_tokens"
+        raise ValueError(f"{error}. Each sequence has {each} slots here: lower {remedy}") from error
 
 
 def check_budget(budget_bytes: int, device: torch.device) -> None:

@@ -158,7 +158,7 @@ class ModelSource:
         self.text_config = hf_config.get_text_config()
         self.layout: Final = choose_layout(self.text_config, dtype)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
-        if longest is not None:  # refuse before the weights are read
+        if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
             check_lengths(
                 self.layout,
                 device,
