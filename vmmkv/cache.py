@@ -534,7 +534,7 @@ class KVCache(_Planes):
             self.check_open()
             pairs = list(pairs)
             for sequence in itertools.chain.from_iterable(pairs):
-                self._check_running(sequence)
+                self.check_running(sequence)
             targets = {target.slot for _, target in pairs}
             if len(targets) < len(pairs) or any(source.slot in targets for source, _ in pairs):
                 raise ValueError("a sequence is a target twice, or target and source: the order of the copies would matter")
@@ -979,6 +979,12 @@ class KVCache(_Planes):
             raise SequenceTooLong(f"max_tokens={end} is more than this cache's slots have addresses for, {self.max_tokens}")
         return end
 
+    def check_running(self, sequence: Sequence) -> None:
+        """Raises TypeError for what is no sequence, Closed for one that has ended or is another cache's."""
+        instance("sequence", sequence, Sequence, "a Sequence of this cache")
+        if self.sequences.get(sequence.slot) is not sequence:
+            raise Closed(f"{sequence!r} is no running sequence of this cache")
+
     def check_capture(self) -> None:
         """Raises GraphCapture if work on the current stream or a recorded one is being captured. See Pool.check_capture."""
         self.pool.check_capture(self.memory.streams)
@@ -1098,16 +1104,11 @@ class KVCache(_Planes):
         """Where their forks end."""
         end = self.check_end(max_tokens)
         for sequence in sequences:
-            self._check_running(sequence)
+            self.check_running(sequence)
             if sequence.length > end:
                 raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
         self.check_capture()
         return end
-
-    def _check_running(self, sequence: Sequence) -> None:
-        instance("sequence", sequence, Sequence, "a Sequence of this cache, as KVCache.open returns it")
-        if self.sequences.get(sequence.slot) is not sequence:
-            raise Closed(f"{sequence!r} is no running sequence of this cache")
 
     def _check_parked(self, parked: ParkedSlot) -> None:
         instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")

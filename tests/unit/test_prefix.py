@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls
-from vmmkv import DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
+from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
@@ -447,6 +447,8 @@ def test_stats_say_what_is_held_and_what_was_done(prefix):
 def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
     sequence = begin(prefix, PROMPT[:20])
     strangers = [cache.open(), *cache.fork(sequence)]
+    other = KVCache(LAYOUT, cache.pool, slots=1, max_tokens=64).open()
+    assert other.slot == sequence.slot
     before = prefix.stats()
     for error, message, use in (
         (ValueError, "tokens: none; a prompt has at least 1", lambda: prefix.attach([])),
@@ -456,8 +458,10 @@ def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
         (ValueError, "21 tokens: the sequence in slot 1 has 20", lambda: prefix.insert(sequence, PROMPT[:21])),
         (ValueError, "has a prefix cache already", lambda: PrefixCache(cache)),
         (TypeError, "is a Pool; give a KVCache", lambda: PrefixCache(cache.pool)),
-        (TypeError, "sequence=None is a NoneType; give a Sequence, as", lambda: prefix.insert(None, [1])),
+        (TypeError, "sequence=None is a NoneType; give a Sequence of this cache", lambda: prefix.insert(None, [1])),
         (TypeError, "sequence=None is a NoneType", lambda: prefix.release(None)),
+        (Closed, "is no running sequence of this cache", lambda: prefix.release(other)),
+        (Closed, "is no running sequence of this cache", lambda: prefix.park(other, [])),
         (ValueError, "did not come from attach", lambda: prefix.insert(strangers[0], [])),
         (ValueError, "did not come from attach", lambda: prefix.insert(strangers[1], [])),
     ):
@@ -465,8 +469,9 @@ def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
             use()
     assert prefix.stats() == before
     prefix.park(sequence, PROMPT[:20])
-    with pytest.raises(ValueError, match="has ended, or did not come"):
-        prefix.park(sequence, PROMPT[:20])
+    for end in (prefix.park, prefix.release):
+        with pytest.raises(Closed, match="no running sequence"):
+            end(sequence, PROMPT[:20])
 
 
 @pytest.mark.parametrize("end", ["run", "park"])

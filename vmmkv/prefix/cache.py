@@ -147,7 +147,7 @@ class PrefixCache:
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
         Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, did not
-        come from `attach`, or had other tokens inserted.
+        come from `attach`, or had other tokens inserted; Closed if it has ended.
         """
         with self.cache.pool.lock:
             self._insert(sequence, tokens)
@@ -176,20 +176,19 @@ class PrefixCache:
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
-            _check_sequence(sequence)
+            self.cache.check_running(sequence)
             if len(tokens):
                 self._insert(sequence, tokens)
-            if not sequence.closed:
-                self.cache.end_sequence(sequence)
+            self.cache.end_sequence(sequence)
 
     def _insert(self, sequence: Sequence, tokens: Tokens) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
-        _check_sequence(sequence)
+        self.cache.check_running(sequence)
         slot = sequence.slot
-        if slot not in self._index.running or self.cache.sequences.get(slot) is not sequence:
+        if slot not in self._index.running:
             raise ValueError(
-                f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
-                "is no prefix's, and ends by close()"
+                f"{sequence!r} did not come from attach() of this prefix cache; what came from open() or fork() is no "
+                "prefix's, and ends by close()"
             )
         tokens = _checked(tokens)
         num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
@@ -276,10 +275,6 @@ class PrefixCache:
         tree = self._index.tree
         tokens, held = counted(tree.num_tokens, "token"), format_bytes(self._index.held_bytes)
         return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(tree.num_nodes, 'node')}, {held} held>"
-
-
-def _check_sequence(sequence: Sequence) -> None:
-    instance("sequence", sequence, Sequence, "a Sequence, as PrefixCache.attach returns it")
 
 
 def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
