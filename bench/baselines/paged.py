@@ -393,7 +393,7 @@ class BlockRows(KVRows):
 
 
 class FA3Rows(BlockRows):
-    """Attention by FlashAttention-3. It knows no prefix groups: rows of some are our kernels', by `cascade`."""
+    """Attention by FlashAttention-3. It knows no prefix groups: in steps with some, rows that decode have our `cascade`."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__(cache)
