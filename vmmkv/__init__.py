@@ -22,6 +22,7 @@ from vmmkv.errors import (
     Reentered,
     RowsUnmapped,
     SequenceTooLong,
+    TierUnavailable,
     VmmkvError,
 )
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from vmmkv.driver.base import Driver
     from vmmkv.layout import Group, KVLayout, KVType, Plane
     from vmmkv.memory.pool import Pool, PoolStats
-    from vmmkv.prefix import Attached, AttachMethod, PrefixCache, PrefixStats
+    from vmmkv.prefix import Attached, AttachMethod, Fetch, PrefixCache, PrefixStats
+    from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
 
 __version__ = "0.1.0"
 
@@ -46,13 +48,16 @@ __all__ = [
     "BudgetError",
     "CacheStats",
     "Closed",
+    "DiskTier",
     "Driver",
     "DriverError",
     "DriverUnavailable",
     "Evicted",
+    "Fetch",
     "ForkedProcess",
     "GraphCapture",
     "Group",
+    "HostTier",
     "KVCache",
     "KVLayout",
     "KVType",
@@ -69,6 +74,9 @@ __all__ = [
     "RowsUnmapped",
     "Sequence",
     "SequenceTooLong",
+    "Tier",
+    "TierStats",
+    "TierUnavailable",
     "VmmkvError",
 ]
 
@@ -77,7 +85,8 @@ _LAZY = {  # by module: what needs torch
     "driver.base": ("Driver",),
     "layout": ("Group", "KVLayout", "KVType", "Plane"),
     "memory.pool": ("Pool", "PoolStats"),
-    "prefix": ("AttachMethod", "Attached", "PrefixCache", "PrefixStats"),
+    "prefix": ("AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"),
+    "tiers": ("DiskTier", "HostTier", "Tier", "TierStats"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -1036,6 +1036,10 @@ class KVCache(_Planes):
         """Recounted from scratch: how often this cache and its prefix tree hold each extent."""
         return self.memory.holders() + (Counter() if self.prefix is None else self.prefix.holders())
 
+    def users(self) -> Counter[Extent]:
+        """Recounted from scratch: how many of these are uses."""
+        return self.memory.users() + (Counter() if self.prefix is None else self.prefix.loading())
+
     # within
 
     def _open_at(self, slot: int, end: int, tenant: Hashable) -> Sequence:

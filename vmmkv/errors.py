@@ -114,3 +114,7 @@ class GraphCapture(VmmkvError):
 
 class Reentered(VmmkvError):
     """A finalizer or signal handler called a pool or its caches in the middle of one of their operations."""
+
+
+class TierUnavailable(VmmkvError):
+    """A tier cannot be opened: another process has it."""

@@ -532,7 +532,7 @@ def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_p
     target = torch.empty(8, dtype=torch.uint8)
     driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
     with pytest.raises(DriverError, match="told to fail"):
-        long_prefix._attacher._windows.copy(extent, 0, target.numel(), target.data_ptr())
+        long_prefix._attacher.windows.copy(extent, 0, target.numel(), target.data_ptr())
     driver.fail_at = set()
     long_prefix.cache.check()
     long_prefix.cache.drain()

@@ -22,6 +22,7 @@ import enum
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -190,10 +191,18 @@ class Driver(Protocol):
         ...
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """Copy bytes between two addresses of the device that do not overlap, in order on the caller's current stream.
+        """Copy bytes between two addresses that do not overlap, in order on the caller's current stream.
 
-        Either may be a torch tensor's. Not counted in `calls`.
+        Each is the device's, a torch tensor's, or of pinned host memory. Not counted in `calls`.
         """
+        ...
+
+    def new_stream(self) -> torch.Stream:
+        """A stream besides the caller's, for copies that run beside its work. It lasts as long as the process."""
+        ...
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """A stream is the caller's current one within."""
         ...
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:

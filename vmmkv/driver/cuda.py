@@ -12,6 +12,7 @@ Facts relied upon, seen on an H200 with driver 580:
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -205,7 +206,7 @@ class CudaDriver(DriverBase):
         self._check_granularity()
         # The primary context, which torch uses too, stays for as long as the process: every thread can make it current.
         self._context = checked(self._cu, "open", self._cu.cuDevicePrimaryCtxRetain(self._cu_device))
-        self._control = self._make_control_stream()
+        self._control = self.new_stream()
         self._events = EventPool(self.device)
         self._unordered = False
         """Was anything put on the control stream since it was last seen empty?"""
@@ -310,10 +311,28 @@ class CudaDriver(DriverBase):
         stream = torch.cuda.current_stream(self.device)
         checked(self._cu, "copy", self._cu.cuCtxPushCurrent(self._context))
         try:
-            answer = self._cu.cuMemcpyDtoDAsync(target, source, size_bytes, stream.cuda_stream)
+            answer = self._cu.cuMemcpyAsync(target, source, size_bytes, stream.cuda_stream)
         finally:
             self._cu.cuCtxPopCurrent()
         checked(self._cu, "copy", answer, f"{span_text(source, size_bytes)} to {target:#x}")
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """See Driver.new_stream. It waits for no other, not even for the default one.
+
+        torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
+        then what waits for this stream waits for the user's kernels.
+        """
+        checked(self._cu, "open", self._cu.cuCtxPushCurrent(self._context))
+        try:
+            answer = self._cu.cuStreamCreate(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        finally:
+            self._cu.cuCtxPopCurrent()
+        pointer = int(checked(self._cu, "open", answer))
+        return torch.cuda.ExternalStream(pointer, device=self.device)  # type: ignore[no-untyped-call]
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """See Driver.on."""
+        return torch.cuda.stream(_as_cuda_stream(stream))
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Cost: a stream memory operation for each element, which needs no kernel; does not block.
@@ -447,20 +466,6 @@ class CudaDriver(DriverBase):
             properties.requestedHandleTypes = self._fd_type
         # Not gpuDirectRDMACapable: it makes cuMemMap 3.6 us dearer and cuMemUnmap 3.5 (`bench driver_calls` on an H200).
         return properties
-
-    def _make_control_stream(self) -> torch.cuda.Stream:
-        """A stream of our own, for as long as the process. It waits for no other, not even for the default one.
-
-        torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
-        then `synchronize` waits for the user's kernels.
-        """
-        checked(self._cu, "open", self._cu.cuCtxPushCurrent(self._context))
-        try:
-            answer = self._cu.cuStreamCreate(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        finally:
-            self._cu.cuCtxPopCurrent()
-        pointer = int(checked(self._cu, "open", answer))
-        return torch.cuda.ExternalStream(pointer, device=self.device)  # type: ignore[no-untyped-call]
 
     def _check_granularity(self) -> None:
         minimum = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

@@ -19,7 +19,7 @@ import struct
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
@@ -513,6 +513,14 @@ class HostDriver(DriverBase):
         """See Driver.copy. Done when this returns."""
         self._enter("copy")
         ctypes.memmove(target, source, size_bytes)
+
+    def new_stream(self) -> torch.Stream:
+        """See Driver.new_stream. The host has one, on which everything is done when its call returns."""
+        return torch.Stream(stream_id=0, device_index=-1, device_type=0)
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """See Driver.on."""
+        return nullcontext()
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Done when this returns, as whatever was launched before is."""

@@ -3,8 +3,8 @@
     created = free + held <= budget        (law 1; in bytes, over all size classes)
     held = used + evictable                (evictable: pending reclaim, parked, or in a prefix tree alone)
 
-    extent.holders = mappings, live or pending reclaim, + prefix tree nodes    (0: free in its pool)
-    extent.users  <= holders: running sequences and acquisitions               (0: free or evictable)
+    extent.holders = mappings, live or pending reclaim, + tree nodes, + loads  (0: free in its pool)
+    extent.users  <= holders: running sequences, acquisitions, loads           (0: free or evictable)
 
 Only the pool creates and releases handles. When it runs short it takes pages from its caches in this order: reclaimed memory
 whose fence has passed; the least recently used parked slot or leaf of a prefix tree; and at last it waits for a fence. A
@@ -336,7 +336,7 @@ class Pool:
             assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
             assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
             assert len(set(free)) == len(free), "an extent is free twice"
-            used = sum((cache.memory.users() for cache in self.caches), Counter[Extent]())
+            used = sum((cache.users() for cache in self.caches), Counter[Extent]())
             assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
             assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
             assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"

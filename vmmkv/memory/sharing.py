@@ -192,10 +192,21 @@ class Windows:
         self._arena = Arena(memory.pool.driver, address, -1, group, slots=_NUM_WINDOWS, max_rows=rows)
         memory.windows = self._arena
 
-    def copy(self, extent: Extent, first_byte: int, size_bytes: int, target: int) -> None:
-        """Copy bytes from `first_byte` of an extent on to the address `target`, on the caller's current stream.
+    @property
+    def num_free(self) -> int:
+        """Windows under which nothing is mapped."""
+        return sum(not span.mappings for span in self._arena.spans)
 
-        Cost: a map, an access call, a copy and a fence; an unmap later. Waits for an earlier copy if all windows are in use.
+    def copy(self, extent: Extent, first_byte: int, size_bytes: int, target: int) -> None:
+        """Copy bytes from `first_byte` of an extent on to the address `target`, on the caller's current stream. See `run`."""
+        self.run(extent, lambda address: self._memory.pool.driver.copy(target, address + first_byte, size_bytes))
+
+    def run(self, extent: Extent, launch: Callable[[int], object]) -> Fence:
+        """Launch copies to or from an extent, which `launch` is told the address of, on the caller's current stream.
+
+        The window holds the extent until they have ended. Returns the fence behind them.
+        Cost: a map, an access call, the copies and a fence; an unmap later. Waits for an earlier copy if all windows are in
+        use.
         """
         memory, pool, span = self._memory, self._memory.pool, self._free_span()
         pool.hold(extent)
@@ -210,13 +221,14 @@ class Windows:
                 pool.drop(extent)
             raise
         try:
-            pool.driver.copy(target, mapping.address + first_byte, size_bytes)
+            launch(mapping.address)
         finally:
             try:
-                fence = memory.fence()
+                fence = pool.driver.fence()
             except DriverError:
-                fence = memory.fence()  # a second failure is a device that is lost
+                fence = pool.driver.fence()  # a second failure is a device that is lost
             memory.mapper.reclaim([mapping], fence)
+        return fence
 
     def _free_span(self) -> Span:
         while True:

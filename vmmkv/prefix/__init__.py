@@ -3,10 +3,12 @@
 cache        PrefixCache: match, attach, insert, park, pin, evict; read this first
 attach       how a new sequence gets the rows of a known prefix: by a parked slot, by alias or by copy
 index        which extents and slots hold the rows of which tokens, and what is evicted first
+transfers    copies to and from tiers
 radix_tree   the tree over token ids; it knows nothing of memory
 """
 
 from vmmkv.prefix.attach import Attached, AttachMethod
 from vmmkv.prefix.cache import PrefixCache, PrefixStats
+from vmmkv.prefix.transfers import Fetch
 
-__all__ = ["AttachMethod", "Attached", "PrefixCache", "PrefixStats"]
+__all__ = ["AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"]

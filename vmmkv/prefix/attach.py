@@ -139,7 +139,8 @@ class Attacher:
         self._cache = cache
         self._memory = cache.memory
         self._index = index
-        self._windows = Windows(self._memory)
+        self.windows = Windows(self._memory)
+        """Where extents are read that no slot has."""
         self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
 
     def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, end: int) -> Attached:
@@ -165,7 +166,7 @@ class Attacher:
         num_tokens = match.num_tokens
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
-            hit = Hit(self._memory, self._windows, match.path, num_tokens, starts)
+            hit = Hit(self._memory, self.windows, match.path, num_tokens, starts)
             if hit.resident is not None or hit.extents.num_tokens == num_tokens:
                 return hit
             fewer = hit.extents.num_tokens

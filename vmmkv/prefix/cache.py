@@ -14,6 +14,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,9 @@ from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
+from vmmkv.prefix.transfers import Fetch, Transfers
+from vmmkv.tiers.record import checked_namespace
+from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import counted, format_bytes
 
 
@@ -50,6 +54,9 @@ class PrefixStats:
     duplicate_pages: int
     """Pages that two sequences computed at once: one copy stays private, and goes with its sequence."""
     evicted_pages: int
+    fetched_tokens: int = 0
+    """Tokens that came back from tiers; when they are attached they are hit tokens too."""
+    tiers: tuple[TierStats, ...] = ()
 
 
 class PrefixCache:
@@ -57,17 +64,25 @@ class PrefixCache:
 
     Sequences come from `attach` and end by `park`, `release` or their own `close`; what was inserted stays. The cache may
     have other sequences besides, of which the tree knows nothing. A cache has one PrefixCache at most.
-    Cost: a reserve. Raises: ValueError if the cache has one.
+
+    `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache. They find
+    each other's records by `fingerprint`, which must differ between models whose rows differ: weights, rotary settings, static
+    scales.
+    Cost: a reserve, and opening the tiers. Raises: ValueError if the cache has one, or for tiers without a fingerprint.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
+        if tiers and not fingerprint:
+            raise ValueError("fingerprint: none; with tiers it names the model, so that no other model reads its rows")
         with cache.pool.lock:
             if cache.prefix is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
             self._index = PrefixIndex(cache)
             self._attacher = Attacher(cache, self._index)
+            if tiers:
+                self._index.transfers = Transfers(cache, self._index, self._attacher.windows, tiers, fingerprint)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
@@ -117,6 +132,8 @@ class PrefixCache:
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
+        if self._index.transfers is not None:
+            checked_namespace(namespace)
         attached: Attached | None = None
         try:
             with self.cache.pool.lock:
@@ -203,6 +220,54 @@ class PrefixCache:
             self._index.known_path(slot, tokens)
         return self._index.running[slot]
 
+    # tiers
+
+    def fetch(self, tokens: Tokens, *, namespace: Hashable = None, least_tokens: int = 1) -> Fetch | None:
+        """Start to load what tiers have of a prompt past what the device has, if that is `least_tokens` at least.
+
+        None if there is less, or no room for it on the device: attach then. Else go on with other work, call `poll`, and attach
+        when the fetch is done; a fetch that is late can be given up. Those that wait for the same records get the same fetch.
+        After one that loaded a part of what is known, another may go on.
+        Cost: 2 us a page of the prompt, and what evicting takes to make room. Does not block.
+        Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
+        """
+        tokens = _checked(tokens)
+        with self.cache.pool.lock:
+            self.cache.check_open()
+            self.cache.check_capture()
+            transfers = self._index.transfers
+            if transfers is None or len(tokens) < 2:
+                return None
+            hit = self._attacher.find(namespace, tokens)
+            return transfers.fetch(namespace, tokens, 0 if hit is None else hit.num_tokens, least_tokens)
+
+    def poll(self, budget_us: float = float("inf")) -> bool:
+        """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.
+
+        Cost: for each extent a map, an access call, a fence, and a copy for each page; an unmap later. Never blocks.
+        Raises: DriverError, and the work before it stays done; GraphCapture.
+        """
+        with self.cache.pool.lock:
+            transfers = self._index.transfers
+            if transfers is None or transfers.is_idle:
+                return False
+            self.cache.check_open()
+            self.cache.check_capture()
+            transfers.poll(budget_us)
+            return not transfers.is_idle
+
+    def flush(self) -> None:
+        """Wait until all that was inserted is stored and all that is fetched has come, so far as tiers take and give it."""
+        while self.poll():
+            with self.cache.pool.lock:
+                transfers = self._index.transfers
+                fence = None if transfers is None else transfers.oldest_fence()
+            if fence is None:
+                time.sleep(1e-3)  # a tier is at work
+            else:
+                fence.wait()
+            self.cache.map_ahead(lookahead_tokens=0)  # windows are free again
+
     # pins, and the rest
 
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
@@ -256,6 +321,8 @@ class PrefixCache:
                 inserted_pages=index.inserted_pages,
                 duplicate_pages=index.duplicate_pages,
                 evicted_pages=index.evicted_pages,
+                fetched_tokens=0 if index.transfers is None else index.transfers.fetched_tokens,
+                tiers=() if index.transfers is None else tuple(tier.stats() for tier in index.transfers.tiers),
             )
 
     def free_slots(self, count: int) -> None:

@@ -11,14 +11,19 @@ The caller holds the pool's lock.
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from vmmkv.cache import KVCache, ParkedSlot
 from vmmkv.layout import Group
 from vmmkv.memory.pool import Evictable, Extent
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, ceil_div
+
+if TYPE_CHECKING:
+    from vmmkv.prefix.transfers import Transfers
 
 
 class Placed(NamedTuple):
@@ -49,6 +54,8 @@ class PrefixIndex:
         """By slot: where the confirmed tokens of a running sequence end in the tree, locked; None for no tokens."""
         self.parked_at: dict[int, Node[Placed]] = {}
         """By slot: where the rows of a parked slot end in the tree."""
+        self.transfers: Transfers | None = None
+        """Copies to and from tiers; None without tiers."""
         self.source: int | None = None
         """The parked slot that rows are being copied from: it is not evicted."""
         self.held_bytes = 0
@@ -80,7 +87,16 @@ class PrefixIndex:
         """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
         match = self.known_path(slot, tokens)
         pieces = [] if is_known else _uncovered(self._pieces_of(slot, self.num_inserted(slot), len(tokens)), match)
-        inserted = self.tree.insert(self._memory.tenants[slot], tokens, pieces)
+        end = self.add(self._memory.tenants[slot], tokens, pieces)
+        for node in end.path():
+            node.add_resident(slot)
+        self._move_lock(slot, end)
+        if pieces and self.transfers is not None:
+            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens))
+
+    def add(self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]]) -> Node[Placed]:
+        """Hold extents for some tokens, but those whose place is taken; the node where the tokens end."""
+        inserted = self.tree.insert(namespace, tokens, pieces)
         returned = {piece.value.extent for piece in inserted.duplicates}
         for piece in pieces:
             extent = piece.value.extent
@@ -90,9 +106,7 @@ class PrefixIndex:
                 self.inserted_pages += extent.num_pages
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
-        for node in inserted.node.path():
-            node.add_resident(slot)
-        self._move_lock(slot, inserted.node)
+        return inserted.node
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
         """The extents of a slot that can be shared with `num_tokens` tokens and could not with `after`."""
@@ -133,8 +147,12 @@ class PrefixIndex:
         return node is not None and any(map(self.tree.is_pinned, node.path()))
 
     def holders(self) -> Counter[Extent]:
-        """Recounted: how often the tree holds each extent."""
-        return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces)
+        """Recounted: how often the tree holds each extent, or a load into it."""
+        return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces) + self.loading()
+
+    def loading(self) -> Counter[Extent]:
+        """The extents that tiers are being loaded into, which are used."""
+        return Counter() if self.transfers is None else self.transfers.held()
 
     def unevictable_bytes(self) -> int:
         """Bytes of unused extents that no pressure can evict: those on the way to locked and pinned nodes. Walks the tree."""
@@ -220,7 +238,9 @@ class PrefixIndex:
         return all(self._cache.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
 
     def clear(self) -> None:
-        """Evict everything, pinned or not; no sequence runs."""
+        """Evict everything, pinned or not, and give up stores and loads; no sequence runs."""
+        if self.transfers is not None:
+            self.transfers.close()
         for node in self.tree.nodes():
             if node.pinned_until is not None:
                 self.tree.pin(node, None)
@@ -254,10 +274,10 @@ class PrefixIndex:
             for piece in node.pieces:
                 group = self._layout.groups[piece.group]
                 assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
-        held_bytes = sum(extent.size_bytes * count for extent, count in self.holders().items())
+        held_bytes = sum(extent.size_bytes * count for extent, count in (self.holders() - self.loading()).items())
         assert held_bytes == self.held_bytes, "held bytes are miscounted"
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
-        locks = Counter(running.values())
+        locks = Counter(running.values()) + (Counter() if self.transfers is None else self.transfers.locks())
         assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
         assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():

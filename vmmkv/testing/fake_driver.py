@@ -7,6 +7,7 @@ is real: `FakeDriver(over=HostDriver())`, or over CUDA.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -249,6 +250,14 @@ class FakeDriver:
                 raise LawBroken(f"a copy touches {span_text(address, size_bytes)}, which is not all mapped")
         if self.over is not None:
             self.over.copy(target, source, size_bytes)
+
+    def new_stream(self) -> torch.Stream:
+        """See Driver.new_stream."""
+        return torch.Stream(stream_id=0, device_index=-1, device_type=0) if self.over is None else self.over.new_stream()
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """See Driver.on."""
+        return nullcontext() if self.over is None else self.over.on(stream)
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write."""

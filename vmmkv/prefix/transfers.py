@@ -1,0 +1,487 @@
+"""Copies between the extents of a prefix tree and tiers, on a stream of their own.
+
+    insert ──queued──> stored in slack ──> tiers                 what is evicted is in the tiers already, and is dropped
+    fetch ──> fresh extents ──loaded──> tree ──> attach aliases it        one load for all that wait for it
+
+What is inserted is stored at once, in slack, and not on eviction: then making room never waits for a copy. A store goes along
+the whole path of what was inserted, so a path that is used again is whole in each tier, and its end is evicted before its
+beginning.
+
+An extent is mapped in a window while it is copied. The window holds it: nothing is given back to the pool before its copy has
+ended. The caller holds the pool's lock.
+"""
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.cache import KVCache
+from vmmkv.driver.base import Fence
+from vmmkv.errors import DriverError, OutOfPages
+from vmmkv.memory.pool import LARGE_PAGES, Extent
+from vmmkv.memory.sharing import Windows
+from vmmkv.prefix.index import Placed, PrefixIndex, end_token
+from vmmkv.prefix.radix_tree import Node, Piece, piece_place
+from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
+from vmmkv.tiers.tier import Tier, Transfer, missed
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+T = TypeVar("T")
+
+_SPARE_WINDOWS: Final = 16
+"""Left for attaching, which copies through windows too and must not wait."""
+
+_MOST_AHEAD: Final = 64
+"""Extents whose records are asked for before they can be copied."""
+
+_MOST_QUEUED: Final = 4096
+"""Paths that wait to be stored; of more the oldest are not."""
+
+_DEVICE, _TIER = 1, 2
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    """A path that is being stored in one tier."""
+
+    chain: KeyChain
+    has: list[list[bool]] | None = None
+    """By group and page: has the tier the record, or is it on its way?"""
+    done: tuple[int, int] = (0, 0)
+    """The place of the last piece that was dealt with."""
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """An extent that is being loaded, of records side by side."""
+
+    fetch: "Fetch"
+    group: int
+    page: int
+    extent: Extent
+    sources: list[tuple[Tier, bytes]]
+    """Of each page."""
+    transfers: list[Transfer] = field(default_factory=list)
+    loaded: bool = False
+
+    @property
+    def pages(self) -> range:
+        """Of the slot."""
+        return range(self.page, self.page + self.extent.num_pages)
+
+
+class Fetch:
+    """A load of records into the tree, for all that wait for it. Made by `PrefixCache.fetch`, which counts who waits.
+
+    When `done`, `attach` finds what was loaded: all of it, less behind a record that was missed, or nothing.
+    """
+
+    def __init__(self, transfers: "Transfers", chain: KeyChain, have: list[bytearray], *, known: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        """How many tokens `attach` will find, or finds; no more than were known before if all was missed."""
+        self.done = False
+        self.size_bytes = 0
+        """Of all records."""
+        self.waiting = 1
+        """Calls of `PrefixCache.fetch` that got it and did not give it up."""
+        self._transfers = transfers
+        self._chain = chain
+        self._have = have
+        self._known = known
+        self._node: Node[Placed] | None = None
+        """What the device had already, locked."""
+        self._parts: list[_Part] = []
+        self._num_left = 0
+
+    def give_up(self) -> None:
+        """Wait no longer. When nothing waits for it, what is not loaded yet is dropped, and what is loaded too."""
+        with self._transfers.cache.pool.lock:
+            self.waiting -= 1
+            if not self.waiting and not self.done:
+                self._transfers.drop(self)
+
+    def __repr__(self) -> str:
+        return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Copies of one extent's records that were launched, and what is done when they have ended."""
+
+    fence: Fence
+    moves: list[tuple[Tier, Transfer]]
+    part: _Part | None
+    failed: bool
+
+
+class Transfers:
+    """The stores and loads of one prefix cache."""
+
+    def __init__(self, cache: KVCache, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> None:
+        self.cache: Final = cache
+        self.tiers: Final = tuple(tiers)
+        self.keys: Final = Keys(cache.layout, fingerprint)
+        self.fetched_tokens = 0
+        self.errors = 0
+        """Calls of a tier that raised."""
+        self._index = index
+        self._windows = windows
+        self._driver = cache.pool.driver
+        for tier in self.tiers:
+            tier.open(cache.device)
+        self._stream = self._driver.new_stream()
+        self._stores: list[deque[_Store]] = [deque(maxlen=_MOST_QUEUED) for _ in self.tiers]
+        self._parts: dict[_Part, None] = {}
+        """Those that are not being copied yet, in order."""
+        self._copies: deque[_Copy] = deque()
+        """In the order of the stream."""
+        self._fetches: dict[Fetch, None] = {}
+        self._loading: dict[bytes, Fetch] = {}
+
+    # what the prefix cache asks
+
+    def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
+        """These tokens were inserted. Cost: none yet."""
+        chain = self.keys.of(namespace, tokens)
+        for stores in self._stores:
+            stores.append(_Store(chain))
+
+    def fetch(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, least_tokens: int) -> Fetch | None:
+        """Load what is needed to attach `least_tokens` more than are `known`; None if tiers have less, or there is no room."""
+        most = len(tokens) - 1
+        chain = self.keys.of(namespace, tokens)
+        groups = self.cache.layout.groups
+        have = [bytearray(b"\1" * (len(tokens) * group.row_bytes // PAGE_BYTES)) for group in groups]
+        if self._reach(have, most) - known < least_tokens:
+            return None
+        match = self._index.tree.match(namespace, tokens)
+        have = [bytearray(len(pages)) for pages in have]
+        for node in match.path:
+            for piece in node.pieces:
+                if piece.end_token <= match.num_tokens and not piece.value.first_token:
+                    for page in range(piece.value.page, piece.value.end_page):
+                        have[piece.group][page] = _DEVICE
+        sources = self._find(chain, have)
+        num_tokens = self._reach(have, most)
+        if num_tokens - known < least_tokens:
+            return None
+        needed = [
+            [page for page in self._needed(index, num_tokens) if have[index][page] == _TIER] for index in range(len(groups))
+        ]
+        under_way = (self._loading.get(chain.by_group[index][page]) for index, pages in enumerate(needed) for page in pages)
+        if (fetch := next(filter(None, under_way), None)) is not None:
+            fetch.waiting += 1
+            return fetch
+        fetch = Fetch(self, chain, have, known=known, num_tokens=num_tokens)
+        return fetch if self._start(fetch, match.path[-1] if match.path else None, needed, sources) else None
+
+    def poll(self, budget_us: float) -> None:
+        """Go on with stores and loads for about `budget_us`, loads first."""
+        end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
+        self._finish()
+        self._load(end_ns)
+        self._store(end_ns)
+        self._finish()
+
+    def drop(self, fetch: Fetch) -> None:
+        """Give a fetch up. What is being copied goes on into extents that then are free."""
+        for part in fetch._parts:
+            if self._parts.pop(part, part) is None:  # it was not being copied yet
+                self._drop_all(part)
+            part.loaded = False
+        self._conclude(fetch)
+
+    def close(self) -> None:
+        """Give everything up, and wait for the copies under way."""
+        for stores in self._stores:
+            stores.clear()
+        for fetch in list(self._fetches):
+            self.drop(fetch)
+        for copy in self._copies:
+            copy.fence.wait()
+        self._finish()
+
+    @property
+    def is_idle(self) -> bool:
+        """Is there nothing to go on with?"""
+        return not (any(self._stores) or self._copies or self._fetches)
+
+    def oldest_fence(self) -> Fence | None:
+        """Of the copies that were launched first; None if there are none."""
+        return self._copies[0].fence if self._copies else None
+
+    def held(self) -> Counter[Extent]:
+        """The extents that are being loaded: each is held and used once."""
+        return Counter(part.extent for fetch in self._fetches for part in fetch._parts)
+
+    def locks(self) -> Counter[Node[Placed]]:
+        """The nodes that fetches go on from."""
+        return Counter(fetch._node for fetch in self._fetches if fetch._node is not None)
+
+    # loading
+
+    def _needed(self, index: int, num_tokens: int) -> range:
+        """The pages of a group with the rows that a sequence of so many tokens needs for its next one."""
+        group = self.cache.layout.groups[index]
+        start = group.page_of(self.cache.layout.start_for(group, num_tokens))
+        return range(start, ceil_div(num_tokens * group.row_bytes, PAGE_BYTES))
+
+    def _reach(self, have: list[bytearray], most: int) -> int:
+        """The most tokens, up to `most`, of which every needed page is there."""
+        num_tokens = most
+        while True:
+            fewer = num_tokens
+            for index, (group, pages) in enumerate(zip(self.cache.layout.groups, have, strict=True)):
+                needed = self._needed(index, num_tokens)
+                missing = pages.find(0, needed.start, needed.stop)
+                if missing < 0 and needed.stop > len(pages):
+                    missing = max(len(pages), needed.start)
+                if missing >= 0:
+                    fewer = min(fewer, missing * PAGE_BYTES // group.row_bytes)
+            if fewer == num_tokens:
+                return num_tokens
+            num_tokens = fewer
+
+    def _find(self, chain: KeyChain, have: list[bytearray]) -> dict[bytes, Tier]:
+        """Where records of pages that the device lacks are; they are marked in `have`."""
+        sources: dict[bytes, Tier] = {}
+        lacking = [
+            (chain.by_group[index][page], index, page)
+            for index, pages in enumerate(have)
+            for page in range(len(pages))
+            if not pages[page]
+        ]
+        for tier in self.tiers:
+            lacking = [each for each in lacking if each[0] not in sources]
+            found = self._ask([False] * len(lacking), tier.lookup, [key for key, _, _ in lacking])
+            for (key, index, page), has in zip(lacking, found, strict=False):
+                if has:
+                    sources[key] = tier
+                    have[index][page] = _TIER
+        return sources
+
+    def _start(self, fetch: Fetch, node: Node[Placed] | None, needed: list[list[int]], sources: dict[bytes, Tier]) -> bool:
+        """Take extents for the pages of a fetch: large ones where all their pages are needed. False if there is no room."""
+        places: list[tuple[int, int, int]] = []
+        for index, pages in enumerate(needed):
+            left = dict.fromkeys(pages)
+            large = self.cache.layout.groups[index].window is None
+            for page in pages:
+                run = range(page, page + LARGE_PAGES)
+                if large and page % LARGE_PAGES == 0 and all(each in left for each in run):
+                    places.append((index, page, LARGE_PAGES))
+                    for each in run:
+                        del left[each]
+                elif page in left:
+                    places.append((index, page, 1))
+        if node is not None:
+            self._index.tree.lock(node)  # making room must not evict what this goes on from
+        try:
+            extents = self.cache.pool.acquire_mixed(Counter(num_pages for _, _, num_pages in places), wait=False)
+        except BaseException as error:
+            if node is not None:
+                self._index.tree.unlock(node)
+            if isinstance(error, OutOfPages):
+                return False
+            raise
+        fetch._node = node
+        for index, page, num_pages in places:
+            extent = extents[num_pages].pop()
+            extent.tenant, extent.zeroed = None, False  # until it is loaded, and if it never is, its bytes are some other's
+            keys = fetch._chain.by_group[index][page : page + num_pages]
+            part = _Part(fetch, index, page, extent, [(sources[key], key) for key in keys])
+            fetch._parts.append(part)
+            fetch.size_bytes += extent.size_bytes
+            self._parts[part] = None
+            self._loading.update(dict.fromkeys(keys, fetch))
+        fetch._num_left = len(fetch._parts)
+        self._fetches[fetch] = None
+        return True
+
+    def _load(self, end_ns: float) -> None:
+        """Ask for records, in order, and copy the extents whose records have all come.
+
+        In order, because an extent waits for all of its records, and a tier has memory for few: else two could wait for ever.
+        """
+        full: set[Tier] = set()
+        for part in list(itertools.islice(self._parts, _MOST_AHEAD)):
+            while len(part.transfers) < len(part.sources):
+                tier, key = part.sources[len(part.transfers)]
+                transfer = None if tier in full else self._ask(missed(key), tier.load, key)
+                if transfer is None:
+                    full.add(tier)
+                    break
+                part.transfers.append(transfer)
+            if any(transfer.missed for transfer in part.transfers):
+                del self._parts[part]
+                self._drop_all(part)
+                self._part_ended(part, loaded=False)
+            elif len(part.transfers) == len(part.sources) and all(transfer.ended for transfer in part.transfers):
+                if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
+                    continue
+                del self._parts[part]
+                moves = [(tier, transfer) for (tier, _), transfer in zip(part.sources, part.transfers, strict=True)]
+                offsets = range(0, part.extent.size_bytes, RECORD_BYTES)
+                self._launch(part.extent, list(zip(offsets, moves, strict=True)), part=part)
+
+    def _drop_all(self, part: _Part) -> None:
+        for (tier, _), transfer in zip(part.sources, part.transfers, strict=False):
+            self._ask(None, tier.drop, transfer)
+
+    def _part_ended(self, part: _Part, *, loaded: bool) -> None:
+        fetch = part.fetch
+        if fetch.done:
+            return
+        part.loaded = loaded
+        fetch._num_left -= 1
+        if not fetch._num_left:
+            self._conclude(fetch)
+
+    def _conclude(self, fetch: Fetch) -> None:
+        """Put what was loaded into the tree, as far as it can be attached, and give the rest back."""
+        index, pool, groups = self._index, self.cache.pool, self.cache.layout.groups
+        have = [bytearray(page == _DEVICE for page in pages) for pages in fetch._have]
+        for part in fetch._parts:
+            if part.loaded:
+                have[part.group][part.page : part.page + part.extent.num_pages] = bytes([_TIER]) * part.extent.num_pages
+        num_tokens = self._reach(have, len(fetch._chain.tokens) - 1)
+        if num_tokens > fetch._known:
+            pieces = [
+                Piece(end_token(groups[part.group], part.pages.stop), Placed(part.page, part.extent), part.group)
+                for part in fetch._parts
+                if part.loaded and part.page in self._needed(part.group, num_tokens)
+            ]
+            if pieces:
+                pieces.sort(key=piece_place)
+                tokens = fetch._chain.tokens[: pieces[-1].end_token]
+                index.add(fetch._chain.namespace, tokens, pieces)
+                if len(self.tiers) > 1:
+                    self.queue(fetch._chain.namespace, tokens)  # the others get it too
+            self.fetched_tokens += num_tokens - fetch._known
+        for part in fetch._parts:
+            pool.unuse(part.extent)
+            pool.drop(part.extent)
+        if fetch._node is not None:
+            index.tree.unlock(fetch._node)
+        for keys in fetch._chain.by_group:
+            for key in keys:
+                if self._loading.get(key) is fetch:
+                    del self._loading[key]
+        fetch._parts, fetch._node = [], None
+        fetch.num_tokens, fetch.done = max(num_tokens, fetch._known), True
+        del self._fetches[fetch]
+
+    # storing
+
+    def _store(self, end_ns: float) -> None:
+        """Store the paths that are queued, each tier at its own pace."""
+        behind: Fence | None = None
+        for tier, stores in zip(self.tiers, self._stores, strict=True):
+            while stores and time.perf_counter_ns() <= end_ns and self._windows.num_free > _SPARE_WINDOWS:
+                behind = behind or self.cache.memory.fence()
+                if not self._store_path(tier, stores[0], behind, end_ns):
+                    break
+                stores.popleft()
+
+    def _store_path(self, tier: Tier, store: _Store, behind: Fence, end_ns: float) -> bool:
+        """Start storing what the tree has of a path and the tier lacks. False if there is more than can be done now."""
+        chain = store.chain
+        if store.has is None:
+            found = iter(self._ask([True] * len(chain.all), tier.lookup, chain.all))
+            store.has = [list(itertools.islice(found, len(keys))) for keys in chain.by_group]
+        match = self._index.tree.match(chain.namespace, chain.tokens)
+        pieces = (piece for node in match.path for piece in node.pieces)
+        for piece in pieces:
+            placed = piece.value
+            if piece_place(piece) <= store.done or piece.end_token > match.num_tokens or placed.first_token:
+                continue
+            if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
+                return False
+            has, moves, room = store.has[piece.group], [], True
+            for page in range(placed.page, placed.end_page):
+                if not has[page]:
+                    key = chain.by_group[piece.group][page]
+                    transfer = self._ask(None, tier.store, key)
+                    if transfer is None:
+                        room = False
+                        break
+                    has[page] = True
+                    moves.append(((page - placed.page) * RECORD_BYTES, (tier, transfer)))
+            if moves:
+                self._launch(placed.extent, moves, behind=behind)
+            if not room:
+                return False
+            store.done = piece_place(piece)
+        return True
+
+    # both
+
+    def _launch(
+        self,
+        extent: Extent,
+        moves: list[tuple[int, tuple[Tier, Transfer]]],
+        *,
+        part: _Part | None = None,
+        behind: Fence | None = None,
+    ) -> None:
+        """Copy records, each at its offset in an extent; into it for a `part`."""
+        driver = self._driver
+
+        def copy_all(address: int) -> None:
+            for offset, (_, transfer) in moves:
+                if transfer.is_store:
+                    driver.copy(transfer.address, address + offset, RECORD_BYTES)
+                else:
+                    driver.copy(address + offset, transfer.address, RECORD_BYTES)
+
+        copy = _Copy(_NEVER, [move for _, move in moves], part, failed=True)
+        with driver.on(self._stream):
+            try:
+                if behind is not None:
+                    behind.order()
+                copy.fence = self._windows.run(extent, copy_all)
+                copy.failed = False
+            except DriverError:
+                copy.fence = driver.fence()  # some may have been launched
+                raise
+            finally:
+                self._copies.append(copy)
+
+    def _finish(self) -> None:
+        """Give back the memory of tiers behind copies that have ended."""
+        while self._copies and self._copies[0].fence.done():
+            copy = self._copies.popleft()
+            for tier, transfer in copy.moves:
+                self._ask(None, tier.drop if copy.failed else tier.finished, transfer)
+            if copy.part is not None:
+                self._part_ended(copy.part, loaded=not copy.failed)
+
+    def _ask(self, otherwise: T, call: Callable[..., T], *arguments: object) -> T:
+        """What a tier answers; `otherwise` if it raises, whatever it is: a tier that fails has nothing, and takes nothing."""
+        try:
+            return call(*arguments)
+        except Exception:
+            self.errors += 1
+            return otherwise
+
+
+class _Never:
+    """The fence of copies that could not be launched: there is nothing to wait for."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def order(self, streams: object = ()) -> None:
+        pass
+
+
+_NEVER: Final = _Never()

@@ -1,0 +1,15 @@
+"""Tiers: where rows go that leave the device, and come back from.
+
+tier     the protocol and its records; read this first
+record   the keys of records: what must agree for bytes to be the same
+host     HostTier: pinned memory
+disk     DiskTier: one file of slots, found again after a restart
+
+`vmmkv.prefix.transfers` copies between the device and tiers.
+"""
+
+from vmmkv.tiers.disk import DiskTier
+from vmmkv.tiers.host import HostTier
+from vmmkv.tiers.tier import Tier, TierStats, Transfer
+
+__all__ = ["DiskTier", "HostTier", "Tier", "TierStats", "Transfer"]

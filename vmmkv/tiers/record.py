@@ -1,0 +1,98 @@
+"""The keys of records: hashes over everything that must agree for bytes to be the same.
+
+    tokens    |................|................|....|      of a prompt
+    rows      |. . . . . .|. . . . . .|. . . . .|. . |      of one group of layers; they straddle pages
+    pages     |     0     |     1     |     2   |
+    keys           key 0       key 1       key 2            each hashes all tokens up to the last row in its page
+
+A record is a page of 2 MiB of one group: opaque bytes, of all layers of the group, with their scales. Equal keys mean equal
+bytes, in whatever extents the rows were laid: a large extent is stored as 16 records, and records side by side come back in one.
+"""
+
+import hashlib
+import struct
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.layout import KVLayout
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+RECORD_BYTES: Final = PAGE_BYTES
+KEY_BYTES: Final = 32
+
+_VERSION: Final = b"vmmkv records 1"
+
+
+class Keys:
+    """The keys of one layout and one model: no record of another is ever found.
+
+    `fingerprint` tells models apart whose layouts are alike: weights, rotary settings, static scales.
+    """
+
+    def __init__(self, layout: KVLayout, fingerprint: str) -> None:
+        self.layout: Final = layout
+        groups = [
+            (
+                group.layers,
+                group.window,
+                group.row_bytes,
+                [(plane.name, plane.heads, plane.dim, str(plane.dtype), plane.trailing) for plane in group.planes],
+            )
+            for group in layout.groups
+        ]
+        self._identity = hashlib.blake2b(repr((groups, fingerprint)).encode(), digest_size=KEY_BYTES).digest()
+
+    def of(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> "KeyChain":
+        """The pages of some tokens. Raises ValueError for a namespace that is not the same in another process."""
+        name = hashlib.blake2b(repr(checked_namespace(namespace)).encode(), digest_size=KEY_BYTES).digest()
+        return KeyChain(self.layout, _VERSION + self._identity + name, namespace, tokens)
+
+
+class KeyChain:
+    """Some tokens of a namespace, and the keys of the pages that their rows fill."""
+
+    def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
+        self.namespace: Final = namespace
+        self.tokens: Final = tokens
+        self._layout = layout
+        self._identity = identity
+
+    @cached_property
+    def by_group(self) -> list[list[bytes]]:
+        """The key of each page that only rows of these tokens lie in, by group. Cost: some 1.5 us a page."""
+        ends = sorted(
+            (ceil_div((page + 1) * PAGE_BYTES, group.row_bytes), index, page)
+            for index, group in enumerate(self._layout.groups)
+            for page in range(len(self.tokens) * group.row_bytes // PAGE_BYTES)
+        )
+        keys: list[list[bytes]] = [[] for _ in self._layout.groups]
+        hashed, num_tokens = hashlib.blake2b(self._identity, digest_size=KEY_BYTES), 0
+        for end, index, page in ends:
+            hashed.update(self.tokens[num_tokens:end].data)
+            num_tokens = end
+            here = hashed.copy()
+            here.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
+            keys[index].append(here.digest())
+        return keys
+
+    @cached_property
+    def all(self) -> list[bytes]:
+        """All of them: those of the first tokens come first in each group."""
+        return [key for keys in self.by_group for key in keys]
+
+
+def checked_namespace(namespace: Hashable) -> Hashable:
+    """The same. Raises ValueError for anything that has no one spelling in every process."""
+    if isinstance(namespace, tuple):
+        for part in namespace:
+            checked_namespace(part)
+    elif namespace is not None and type(namespace) not in (str, bytes, int):
+        raise ValueError(
+            f"namespace={namespace!r} is a {type(namespace).__name__}: with tiers it is a str, bytes, an int, None, or a "
+            "tuple of these, for it must be the same in another process"
+        )
+    return namespace

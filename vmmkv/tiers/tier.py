@@ -1,0 +1,282 @@
+"""The protocol of tiers: keep records outside the device, by key, and give them back.
+
+    store(key) ──> host memory ──the caller fills it──> finished ──> known
+    load(key)  ──> host memory ──the tier fills it───> ended ──the caller copies it──> finished
+
+A tier lends host memory for each record on its way, so that nothing is copied twice. No call blocks on a device, a disk or a
+network: what takes time ends a future, which the caller looks at. An error is a miss.
+"""
+
+import mmap
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from vmmkv.tiers.record import RECORD_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A record on its way in or out of a tier. Its host memory is the caller's until `Tier.finished` or `Tier.drop`."""
+
+    key: bytes
+    is_store: bool
+    address: int = 0
+    """Of RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss."""
+    future: Future[None] | None = None
+    """Of a load: done when the bytes are there; it has an error if they never will be. None: they are."""
+
+    @property
+    def ended(self) -> bool:
+        """Are the bytes there, or is it known that they will not be?"""
+        return self.future is None or self.future.done()
+
+    @property
+    def missed(self) -> bool:
+        """Has it ended without the bytes?"""
+        return not self.address or (self.future is not None and self.future.done() and self.future.exception() is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """What a tier holds, and what it has done since it was made."""
+
+    name: str
+    budget_bytes: int
+    held_bytes: int
+    stored_bytes: int
+    loaded_bytes: int
+    evicted_records: int
+    missed_records: int
+    """Loads of what it had not, or not any more."""
+    refused_records: int
+    """Stores for which it had no room."""
+    errors: int
+    """Stores and loads that failed: counted, and misses otherwise."""
+
+
+class Tier(Protocol):
+    """A store of records. Its methods may be called from any thread; none blocks for longer than a lock.
+
+    Records of many layouts, models and namespaces may be in one tier: their keys differ.
+    """
+
+    name: str
+
+    def open(self, device: torch.device) -> None:
+        """Get ready for copies from and to a device; called for each cache that uses it, before anything else.
+
+        Raises: BudgetError, if the memory or the disk that it may take is not there.
+        """
+        ...
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these it probably has; a load can miss all the same.
+
+        It is a use of them: the last of them is evicted first.
+        """
+        ...
+
+    def store(self, key: bytes) -> Transfer | None:
+        """Memory to put a record's bytes into. None if it has the record, or no room now."""
+        ...
+
+    def load(self, key: bytes) -> Transfer | None:
+        """A record's bytes are on their way. None if there is no room for it now: ask again."""
+        ...
+
+    def finished(self, transfer: Transfer) -> None:
+        """A store's bytes are in the memory, and the tier keeps them; a load's have been copied out of it."""
+        ...
+
+    def drop(self, transfer: Transfer) -> None:
+        """Give a transfer up, whether or not it has ended. A store leaves nothing behind."""
+        ...
+
+    def stats(self) -> TierStats:
+        """The tier at this moment."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and files back. No transfer is under way. Idempotent."""
+        ...
+
+
+def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory that begins on a page, which `device` copies from and to; untouched until it is used if that is the host.
+
+    Cost: pinning takes 0.3 s for each GiB. A pinned size is a power of two, or torch rounds it up.
+    """
+    if device.type == "cuda":
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+class MissedError(Exception):
+    """A tier has not, or no longer, what is loaded."""
+
+
+def missed(key: bytes) -> Transfer:
+    """A load of what is not there."""
+    future: Future[None] = Future()
+    future.set_exception(MissedError(key.hex()))
+    return Transfer(key, False, 0, future)
+
+
+class ThreadedTier(ABC):
+    """A tier whose reads and writes block: they run in a few threads, between its store and buffers of host memory.
+
+    A subclass reads and writes one record, and knows what there is. It counts what it evicts in `counts`.
+    """
+
+    name = "threaded"
+
+    def __init__(self, budget_bytes: int, *, num_buffers: int = 32, num_threads: int = 4) -> None:
+        self.budget_bytes: Final = budget_bytes
+        self.counts: Counter[str] = Counter()
+        self.lock: Final = threading.Lock()
+        """Of the buffers, and of what a subclass knows."""
+        self._num_buffers = num_buffers
+        self._num_threads = num_threads
+        self._memory: torch.Tensor | None = None
+        self._buffers: list[int] = []
+        """Addresses of those that are free."""
+        self._storing: set[bytes] = set()
+        self._num_writes = 0
+        self._written = threading.Condition(self.lock)
+        self._threads: ThreadPoolExecutor | None = None
+
+    # what a subclass does
+
+    @abstractmethod
+    def write(self, key: bytes, data: memoryview) -> None:
+        """Keep a record; called from a thread. Any error leaves nothing behind that is read as a record."""
+
+    @abstractmethod
+    def read(self, key: bytes, data: memoryview) -> None:
+        """Fill `data`, rightly; called from a thread. Any error is a miss; MissedError if the record is not there."""
+
+    @abstractmethod
+    def known(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Tier.lookup. It does not block."""
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes of its records."""
+
+    # the protocol
+
+    def open(self, device: torch.device) -> None:
+        """See Tier.open."""
+        with self.lock:
+            if self._memory is None:
+                self._memory = host_memory(self._num_buffers * RECORD_BYTES, device)
+                first = self._memory.data_ptr()
+                self._buffers = [first + index * RECORD_BYTES for index in range(self._num_buffers)]
+                self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"vmmkv-{self.name}")
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Tier.lookup."""
+        return self.known(keys)
+
+    def store(self, key: bytes) -> Transfer | None:
+        """See Tier.store. At most half of the buffers are for stores, for a load is waited for."""
+        with self.lock:
+            if key in self._storing or len(self._storing) >= self._num_buffers // 2 or not self._buffers:
+                return None
+            self._storing.add(key)
+            return Transfer(key, True, self._buffers.pop())
+
+    def load(self, key: bytes) -> Transfer | None:
+        """See Tier.load."""
+        with self.lock:
+            if not self._buffers or self._threads is None:
+                return None
+            address = self._buffers.pop()
+        return Transfer(key, False, address, self._threads.submit(self._read, key, address))
+
+    def finished(self, transfer: Transfer) -> None:
+        """See Tier.finished."""
+        if transfer.is_store:
+            assert self._threads is not None, "a store ends in an open tier"
+            with self.lock:
+                self._num_writes += 1
+            self._threads.submit(self._write, transfer)
+        else:
+            self.drop(transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        """See Tier.drop."""
+        if transfer.future is not None:
+            transfer.future.cancel()
+            transfer.future.add_done_callback(lambda _: self._give_back(transfer))  # a thread may still write to it
+        else:
+            self._give_back(transfer)
+
+    def stats(self) -> TierStats:
+        """See Tier.stats."""
+        held_bytes = self.held_bytes()
+        with self.lock:
+            return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self.counts))
+
+    def close(self) -> None:
+        """See Tier.close. Waits for what is being written."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        with self.lock:
+            self._threads, self._memory, self._buffers = None, None, []
+
+    def _read(self, key: bytes, address: int) -> None:
+        try:
+            self.read(key, self._view(address))
+        except MissedError:
+            self._count("missed_records", 1)
+            raise
+        except BaseException:
+            self._count("errors", 1)
+            raise
+        self._count("loaded_bytes", RECORD_BYTES)
+
+    def _write(self, transfer: Transfer) -> None:
+        try:
+            self.write(transfer.key, self._view(transfer.address))
+            self._count("stored_bytes", RECORD_BYTES)
+        except Exception:  # whatever it is: the record is not there, and will be computed
+            self._count("errors", 1)
+        finally:
+            self._give_back(transfer)
+            with self.lock:
+                self._num_writes -= 1
+                self._written.notify_all()
+
+    def flush(self) -> None:
+        """Block until what was stored so far is written."""
+        with self.lock:
+            self._written.wait_for(lambda: not self._num_writes)
+
+    def _view(self, address: int) -> memoryview:
+        assert self._memory is not None, "a transfer is of an open tier"
+        at = address - self._memory.data_ptr()
+        return self._memory[at : at + RECORD_BYTES].numpy().data
+
+    def _give_back(self, transfer: Transfer) -> None:
+        with self.lock:
+            self._buffers.append(transfer.address)
+            if transfer.is_store:
+                self._storing.discard(transfer.key)
+
+    def _count(self, name: str, number: int) -> None:
+        with self.lock:
+            self.counts[name] += number
+
+
+def read_counts(counts: Counter[str]) -> dict[str, int]:
+    """What every tier counts, as TierStats has it."""
+    names = "stored_bytes", "loaded_bytes", "evicted_records", "missed_records", "refused_records", "errors"
+    return {name: counts[name] for name in names}
