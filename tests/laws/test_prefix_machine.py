@@ -51,7 +51,7 @@ class PrefixMachine(LawMachine):
         self.closing.enter_context(large_extents(large))
         self.open_device(seed, pages)
         self.cache = self.new_cache(PREFIX_LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
-        self.prefix = PrefixCache(self.cache)
+        self.prefix = self.new_prefix(seed)
         self.rival = self.new_cache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
         self.rivals: list[Sequence] = []
         self.caches = [self.cache, self.rival]
@@ -59,6 +59,13 @@ class PrefixMachine(LawMachine):
         self.said: list[tuple[str, list[int]]] = [("red", [5, 5, 5])]
         """What was inserted, in which namespace; the newest last."""
         self.pinned = False
+
+    def new_prefix(self, seed: int) -> PrefixCache:
+        return PrefixCache(self.cache)
+
+    def loading_bytes(self) -> int:
+        """Of extents that are in the tree only when they are loaded."""
+        return 0
 
     def state(self):
         attached = self.prefix.stats()
@@ -342,7 +349,7 @@ class PrefixMachine(LawMachine):
     def what_is_kept_for_a_prompt_can_still_be_read(self):
         assert all(len(live.tokens) == live.sequence.length for live in self.live)
         mapped = [stats.mapped_bytes + stats.pending_reclaim_bytes for stats in (self.cache.stats(), self.rival.stats())]
-        assert self.pool.held_bytes <= sum(mapped) + self.prefix.stats().held_bytes
+        assert self.pool.held_bytes <= sum(mapped) + self.prefix.stats().held_bytes + self.loading_bytes()
         for kept in self.kept:
             for group, base, start in zip(self.cache.layout.groups, kept.bases, kept.starts, strict=True):
                 kept_bytes = (kept.parked.length - start) * group.row_bytes

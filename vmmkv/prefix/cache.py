@@ -256,9 +256,12 @@ class PrefixCache:
             transfers.poll(budget_us)
             return not transfers.is_idle
 
-    def flush(self) -> None:
-        """Wait until all that was inserted is stored and all that is fetched has come, so far as tiers take and give it."""
+    def flush(self, timeout_s: float = float("inf")) -> bool:
+        """Wait until tiers have taken all that was inserted and given all that is fetched; False if the time is over first."""
+        end = time.monotonic() + timeout_s
         while self.poll():
+            if time.monotonic() > end:
+                return False
             with self.cache.pool.lock:
                 transfers = self._index.transfers
                 fence = None if transfers is None else transfers.oldest_fence()
@@ -267,6 +270,7 @@ class PrefixCache:
             else:
                 fence.wait()
             self.cache.map_ahead(lookahead_tokens=0)  # windows are free again
+        return True
 
     # pins, and the rest
 

@@ -313,7 +313,8 @@ class Transfers:
         for part in list(itertools.islice(self._parts, _MOST_AHEAD)):
             while len(part.transfers) < len(part.sources):
                 tier, key = part.sources[len(part.transfers)]
-                transfer = None if tier in full else self._ask(missed(key), tier.load, key)
+                failed: Transfer | None = missed(key)
+                transfer = None if tier in full else self._ask(failed, tier.load, key)
                 if transfer is None:
                     full.add(tier)
                     break
@@ -409,6 +410,8 @@ class Transfers:
                     key = chain.by_group[piece.group][page]
                     transfer = self._ask(None, tier.store, key)
                     if transfer is None:
+                        if self._ask([True], tier.lookup, [key])[0]:  # another path has brought it
+                            continue
                         room = False
                         break
                     has[page] = True

@@ -4,8 +4,8 @@
     index     | header | entry | entry | ...         an entry names slot, key, generation and checksum of a record
 
 A record is written to its slot first and entered in the index after. Of the entries of one slot, or of one key, that of the
-highest generation counts. So whenever the process is killed, each entry describes what its slot holds, or what it held before it
-was overwritten; the checksum tells which when the record is read.
+highest generation counts. So whenever the process is killed, each entry describes what its slot holds, or what it held before;
+the checksum tells which when the record is read.
 """
 
 import contextlib

@@ -58,8 +58,8 @@ class HostTier:
             most_bytes = max(0, free_bytes - HEADROOM_BYTES) // RECORD_BYTES * RECORD_BYTES
             if self.budget_bytes > most_bytes:
                 raise BudgetError(
-                    f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, with its control group, "
-                    f"may take {format_bytes(free_bytes)} more; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
+                    f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
+                    f"take {format_bytes(free_bytes)}; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
                 )
             left_bytes = self.budget_bytes
             while left_bytes:

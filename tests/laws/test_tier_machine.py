@@ -1,0 +1,154 @@
+"""Prefixes with tiers under random use: as without, and stores and loads that fail, are slow, or are given up.
+
+Whatever comes back from a tier, a sequence reads the bytes that were written for its tokens in its namespace; nothing is lost
+of the pool or of a tier's memory; and no step waits for a tier.
+"""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from tests.laws.faulty_tier import FAULTS, FaultyTier
+from tests.laws.machine import MAX_TOKENS, picks, walks
+from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
+from vmmkv import HostTier
+from vmmkv.prefix import PrefixCache
+from vmmkv.prefix.transfers import Fetch
+from vmmkv.units import PAGE_BYTES
+
+
+class TierMachine(PrefixMachine):
+    """A prefix cache with two tiers of host memory, some with faults."""
+
+    def new_prefix(self, seed):
+        self.fetches: list[Fetch] = []
+        self.tiers = [
+            FaultyTier(HostTier((4 + seed % 30) * PAGE_BYTES), seed, FAULTS if seed % 3 else ()),
+            FaultyTier(HostTier(60 * PAGE_BYTES), seed + 1, FAULTS if seed % 2 else ()),
+        ]
+        return PrefixCache(self.cache, self.tiers[: 1 + seed % 2], fingerprint="model")
+
+    def loading_bytes(self):
+        return sum(fetch.size_bytes for fetch in self.fetches if not fetch.done)
+
+    @rule(pick=picks, common=counts, own=words, other=st.none() | namespaces, least=st.integers(1, 4))
+    def fetch(self, pick, common, own, other, least):
+        """What tiers have of a prompt is loaded, at most once at a time."""
+        namespace, said = self.said[-1 - pick % len(self.said)]
+        prompt, namespace = (said[:common] + own)[:MAX_TOKENS], other or namespace
+        known = self.prefix.match(prompt, namespace=namespace)
+        waits = getattr(self.driver, "num_waits", 0)
+        fetch = self.attempt(lambda: self.prefix.fetch(prompt, namespace=namespace, least_tokens=least), partial=True)
+        assert getattr(self.driver, "num_waits", 0) == waits, "fetch waited for a fence"
+        self.forget_evicted()
+        if fetch is None:
+            return
+        if fetch.waiting == 1:
+            assert fetch.num_tokens >= known + least
+            honest = not any("lies" in tier.faults for tier in self.tiers)
+            most = self.texts.num_confirmed(namespace, prompt[:-1]) if honest else len(prompt) - 1
+            assert fetch.num_tokens <= most, "what was never confirmed is fetched"
+        if fetch not in self.fetches:
+            self.fetches.append(fetch)
+
+    @rule(budget_us=st.sampled_from([0.0, float("inf"), float("inf")]))
+    def poll(self, budget_us):
+        waits = getattr(self.driver, "num_waits", 0)
+        self.attempt(lambda: self.prefix.poll(budget_us), partial=True)
+        assert getattr(self.driver, "num_waits", 0) == waits, "poll waited for a fence"
+        self.fetches = [fetch for fetch in self.fetches if not fetch.done]
+
+    @rule()
+    def time_passes(self):
+        for tier in self.tiers:
+            tier.advance()
+
+    @precondition(lambda self: self.fetches)
+    @rule(pick=picks)
+    def give_up(self, pick):
+        fetch = self.fetches[pick % len(self.fetches)]
+        fetch.give_up()
+        assert fetch.done == (not fetch.waiting)
+        if fetch.done:
+            self.fetches.remove(fetch)
+
+    @rule(
+        pick=picks,
+        own=st.lists(st.sampled_from([5, 5, 6]), min_size=4, max_size=12),
+        waits=st.sampled_from([True, True, False]),
+    )
+    def come_back(self, pick, own, waits):
+        """A conversation goes on after all that can be evicted was; perhaps without waiting for what is fetched."""
+        namespace, said = self.said[-1 - pick % min(4, len(self.said))]
+        live = self.begin((said + own)[: MAX_TOKENS - 1], namespace, None)
+        if live is None:
+            return
+        tokens = live.tokens
+        self.release_known(live, MAX_TOKENS)
+        self.driver.fail_at = set()
+        if waits:
+            self.hurry()
+        self.prefix.evict()
+        self.forget_evicted()
+        fetch = self.prefix.fetch([*tokens, 7], namespace=namespace)
+        if fetch is not None:
+            if waits:
+                self.hurry()
+                assert fetch.done
+                known = self.prefix.match([*tokens, 7], namespace=namespace)
+                assert known >= fetch.num_tokens, "what was fetched cannot be attached"
+            else:
+                self.fetches += [fetch] if fetch not in self.fetches else []
+        live = self.begin([*tokens, 7], namespace, None)
+        if live is not None:
+            self.insert_first(live, live.inserted)
+
+    def hurry(self):
+        """Everything that is under way ends."""
+        for tier in self.tiers:
+            tier.hurry()
+            chance, tier.chance = tier.chance, 0
+            tier.was = chance
+        assert self.prefix.flush(5), "a store or a load never ends"
+        for tier in self.tiers:
+            tier.chance = tier.was
+        self.fetches = [fetch for fetch in self.fetches if not fetch.done]
+        self.forget_evicted()
+
+    @invariant()
+    def what_is_lent_is_under_way(self):
+        transfers = self.prefix._index.transfers
+        under_way = {id(transfer) for copy in transfers._copies for _, transfer in copy.moves}
+        under_way |= {id(transfer) for part in transfers._parts for transfer in part.transfers}
+        for tier in self.tiers:
+            assert {id(transfer) for transfer in tier.lent} <= under_way, "a tier's memory was not given back"
+
+    def teardown(self):
+        super().teardown()
+        for tier in getattr(self, "tiers", ()):
+            assert not tier.lent, "a tier's memory was not given back"
+            tier.close()
+
+
+class RealMemoryMachine(TierMachine):
+    """Over the host driver: the bytes of every plane, through the views."""
+
+    real_memory = True
+
+
+class TestOnASimulatedDevice(TierMachine.TestCase):
+    settings = walks(60, 2000)
+
+
+class TestOnHostMemory(RealMemoryMachine.TestCase):
+    settings = walks(10, 1000)
+
+
+@pytest.mark.nightly
+class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
+    """New walks each night."""
+
+
+@pytest.mark.nightly
+class TestOnHostMemoryAtLength(TestOnHostMemory):
+    """New walks each night."""
