@@ -1,0 +1,383 @@
+"""What every tier keeps, with and without faults under it; and that a disk tier survives SIGKILL.
+
+A tier of a third party is tested by the same suite: add how it is made to `TIERS`.
+"""
+
+import ctypes
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.laws.faulty_tier import FaultyTier
+from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
+from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv.tiers.tier import ThreadedTier
+
+CPU = torch.device("cpu")
+NUM_RECORDS = 8
+ROOT = Path(__file__).parents[2]
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def payload(number: int) -> bytes:
+    """A record's bytes, all of which tell its number."""
+    return number.to_bytes(8, "big") * (RECORD_BYTES // 8)
+
+
+class FaultyDisk(DiskTier):
+    """A disk that fails: `fault` is what happens to the next writes and reads of records."""
+
+    fault: str | None = None
+
+    def write_at(self, fd, data, offset):
+        if fd == self._fd and self.fault in ("full", "error"):
+            raise OSError(errno.ENOSPC if self.fault == "full" else errno.EIO, "injected")
+        if fd == self._fd and self.fault == "torn":
+            super().write_at(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.EIO, "injected")
+        if fd == self._fd and self.fault == "silently torn":
+            data = data[: len(data) // 2]
+        if fd == self._index_fd and self.fault == "index torn":
+            super().write_at(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, "injected")
+        super().write_at(fd, data, offset)
+
+    def read_at(self, fd, data, offset):
+        if self.fault in ("gone", "short"):
+            raise OSError(errno.EIO, "injected")
+        super().read_at(fd, data, offset)
+        if self.fault == "corrupted":
+            data[len(data) // 3] ^= 1
+
+
+class Slow(ThreadedTier):
+    """The least that a tier behind a network has to say: records in a dictionary that answers late."""
+
+    name = "slow"
+
+    def __init__(self):
+        super().__init__(NUM_RECORDS * RECORD_BYTES)
+        self.records: dict[bytes, bytes] = {}
+
+    def write(self, key, data):
+        time.sleep(0.002)
+        while len(self.records) >= NUM_RECORDS:
+            self.records.pop(next(iter(self.records)))
+            self.counts["evicted_records"] += 1
+        self.records[key] = bytes(data)
+
+    def read(self, key, data):
+        time.sleep(0.002)
+        data[:] = self.records[key]
+
+    def known(self, keys):
+        return [key in self.records for key in keys]
+
+    def held_bytes(self):
+        return len(self.records) * RECORD_BYTES
+
+
+TIERS = {
+    "host": lambda path: HostTier(NUM_RECORDS * RECORD_BYTES),
+    "disk": lambda path: DiskTier(path, NUM_RECORDS * RECORD_BYTES),
+    "faulty disk": lambda path: FaultyDisk(path, NUM_RECORDS * RECORD_BYTES),
+    "slow": lambda path: Slow(),
+    "faulty host": lambda path: FaultyTier(HostTier(NUM_RECORDS * RECORD_BYTES), 0, ()),
+}
+
+
+@pytest.fixture(params=TIERS)
+def tier(request, tmp_path):
+    tier = TIERS[request.param](tmp_path / "tier")
+    tier.open(CPU)
+    yield tier
+    tier.close()
+    tier.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = FaultyDisk(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    tier.open(CPU)
+    yield tier
+    tier.close()
+
+
+def store(tier, number: int) -> bool:
+    """Store a record and wait until it is there, or is known not to be; had the tier room?"""
+    transfer = tier.store(key_of(number))
+    if transfer is None:
+        return False
+    ctypes.memmove(transfer.address, payload(number), RECORD_BYTES)
+    tier.finished(transfer)
+    if isinstance(tier, ThreadedTier):
+        tier.flush()
+    return True
+
+
+def load(tier, number: int) -> bool:
+    """Load a record: True if its bytes came, and then they are right; False for a miss."""
+    transfer = tier.load(key_of(number))
+    assert transfer is not None, "there is memory for one load"
+    end = time.monotonic() + 10
+    while not transfer.ended:
+        assert time.monotonic() < end, "a load never ends"
+        time.sleep(1e-4)
+    if transfer.missed:
+        tier.drop(transfer)
+        return False
+    right = ctypes.string_at(transfer.address, RECORD_BYTES) == payload(number)
+    tier.finished(transfer)
+    assert right, "a tier gave wrong bytes"
+    return True
+
+
+# what every tier keeps
+
+
+def test_a_record_comes_back_as_it_was(tier):
+    assert not load(tier, 1)
+    assert tier.lookup([key_of(1)]) == [False]
+    assert store(tier, 1) and store(tier, 2)
+    assert tier.lookup([key_of(1), key_of(3), key_of(2)]) == [True, False, True]
+    assert load(tier, 1) and load(tier, 2) and load(tier, 1)
+    assert not load(tier, 3)
+    stats = tier.stats()
+    assert (stats.held_bytes, stats.stored_bytes, stats.loaded_bytes) == tuple(RECORD_BYTES * n for n in (2, 2, 3))
+    assert stats.errors == 0 or isinstance(tier, Slow)
+
+
+def test_a_tier_stays_within_its_budget_and_keeps_the_newest(tier):
+    for number in range(3 * NUM_RECORDS):
+        assert store(tier, number)
+    stats = tier.stats()
+    assert stats.held_bytes <= stats.budget_bytes
+    assert stats.evicted_records >= 2 * NUM_RECORDS
+    found = tier.lookup([key_of(number) for number in range(3 * NUM_RECORDS)])
+    assert found[-1] and not any(found[: 2 * NUM_RECORDS])
+    assert [load(tier, number) for number in range(3 * NUM_RECORDS)] == found
+
+
+def test_a_record_is_stored_once(tier):
+    first = tier.store(key_of(1))
+    assert tier.store(key_of(1)) is None
+    tier.drop(first)
+    assert not load(tier, 1), "a store that was dropped leaves nothing"
+    assert store(tier, 1) and load(tier, 1)
+
+
+def test_memory_that_is_lent_comes_back_however_a_transfer_ends(tier):
+    for number in range(200):
+        transfer = tier.store(key_of(number % 11))
+        if transfer is not None:
+            ctypes.memmove(transfer.address, payload(number % 11), RECORD_BYTES)
+            (tier.drop if number % 3 else tier.finished)(transfer)
+        transfer = tier.load(key_of(number % 7))
+        if transfer is not None:
+            tier.drop(transfer)  # whether or not it has ended
+    if isinstance(tier, ThreadedTier):
+        tier.flush()
+    assert all(store(tier, number) and load(tier, number) for number in range(100, 140))
+
+
+def test_what_is_being_loaded_is_not_overwritten(tier):
+    for number in range(NUM_RECORDS):
+        store(tier, number)
+    lent = tier.load(key_of(0))
+    for number in range(100, 100 + 2 * NUM_RECORDS):
+        store(tier, number)
+    while not lent.ended:
+        time.sleep(1e-4)
+    if not lent.missed:
+        assert ctypes.string_at(lent.address, RECORD_BYTES) == payload(0)
+    tier.finished(lent)
+
+
+def test_random_use_gives_right_bytes_or_misses(tier):
+    chance = random.Random(5)
+    for _ in range(150):
+        number = chance.randrange(2 * NUM_RECORDS)
+        chance.choice([store, load, load])(tier, number)
+    assert tier.stats().held_bytes <= tier.stats().budget_bytes
+
+
+# the disk
+
+
+@pytest.mark.parametrize("fault", ["full", "error", "torn", "silently torn", "index torn"])
+def test_a_write_that_fails_is_a_miss_and_the_disk_goes_on(disk, tmp_path, fault):
+    assert store(disk, 1)
+    disk.fault = fault
+    for number in range(2, 2 + NUM_RECORDS):
+        store(disk, number)
+    disk.fault = None
+    assert not any(load(disk, number) for number in range(2, 2 + NUM_RECORDS))
+    assert disk.stats().errors >= NUM_RECORDS
+    assert all(store(disk, number) and load(disk, number) for number in range(20, 20 + NUM_RECORDS))
+    assert sorted(disk._free) == []
+    disk.close()
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    assert all(load(again, number) for number in range(20, 20 + NUM_RECORDS))
+    again.close()
+
+
+@pytest.mark.parametrize("fault", ["gone", "corrupted"])
+def test_a_read_that_fails_is_a_miss_and_is_counted(disk, fault):
+    assert store(disk, 1)
+    disk.fault = fault
+    assert not load(disk, 1)
+    assert disk.stats().errors == 1
+    disk.fault = None
+    assert not load(disk, 1)
+    assert store(disk, 1) and load(disk, 1)
+
+
+@pytest.mark.parametrize("at", [0, 1, RECORD_BYTES // 2, RECORD_BYTES - 1])
+def test_a_changed_byte_on_the_disk_is_never_returned(tmp_path, at):
+    with_one(tmp_path)
+    with open(tmp_path / "tier" / "records", "r+b") as file:
+        for slot in range(NUM_RECORDS):
+            file.seek(slot * RECORD_BYTES + at)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    assert not load(again, 1)
+    again.close()
+
+
+@pytest.mark.parametrize("cut", range(0, 140, 9))
+def test_an_index_cut_anywhere_gives_right_bytes_or_misses(tmp_path, cut):
+    with_one(tmp_path)
+    index = tmp_path / "tier" / "index"
+    index.write_bytes(index.read_bytes()[:cut])
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    load(again, 1)
+    assert (store(again, 1) or load(again, 1)) and load(again, 1)
+    again.close()
+
+
+def with_one(tmp_path):
+    tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    tier.open(CPU)
+    assert store(tier, 1)
+    tier.close()
+
+
+def test_records_are_found_again_and_a_smaller_budget_keeps_what_fits(tmp_path):
+    for num_records, first in ((NUM_RECORDS, 0), (2 * NUM_RECORDS, 100), (3, 200)):
+        tier = DiskTier(tmp_path / "tier", num_records * RECORD_BYTES)
+        tier.open(CPU)
+        if first == 100:
+            assert all(load(tier, number) for number in range(NUM_RECORDS))
+        assert tier.stats().held_bytes <= tier.stats().budget_bytes
+        for number in range(first, first + NUM_RECORDS):
+            store(tier, number)
+        assert os.stat(tmp_path / "tier" / "records").st_size == num_records * RECORD_BYTES
+        tier.close()
+
+
+def test_the_index_is_compacted_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("vmmkv.tiers.disk._SLACK_ENTRIES", 4)
+    tier = DiskTier(tmp_path / "tier", 2 * RECORD_BYTES)
+    tier.open(CPU)
+    for number in range(30):
+        assert store(tier, number)
+    assert os.stat(tmp_path / "tier" / "index").st_size <= 64 + 10 * 56
+    tier.close()
+    again = DiskTier(tmp_path / "tier", 2 * RECORD_BYTES)
+    again.open(CPU)
+    assert load(again, 28) and load(again, 29) and not load(again, 27)
+    again.close()
+
+
+def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):
+    tier = DiskTier(tmp_path / "tier", RECORD_BYTES)
+    with pytest.raises(TierUnavailable, match=str(tmp_path / "tier")):
+        DiskTier(tmp_path / "tier", RECORD_BYTES)
+    tier.close()
+    DiskTier(tmp_path / "tier", RECORD_BYTES).close()
+    assert (tmp_path / "tier" / "records").stat().st_mode & 0o077 == 0
+
+
+def test_budgets_that_do_not_fit_name_what_does(tmp_path):
+    for make in (HostTier, lambda budget: DiskTier(tmp_path / "tier", budget)):
+        with pytest.raises(BudgetError, match="below one record"):
+            make(RECORD_BYTES - 1)
+    with pytest.raises(BudgetError, match=r"at most budget_bytes=\d+ .* works"):
+        HostTier(1 << 50).open(CPU)
+    with pytest.raises(BudgetError, match=r"at most budget_bytes=\d+ .* works"):
+        DiskTier(tmp_path / "tier", 1 << 50)
+
+
+WRITER = """
+import ctypes, itertools, os, sys, torch
+from tests.laws.test_tiers import NUM_RECORDS, key_of, payload
+from vmmkv import DiskTier
+from vmmkv.tiers.record import RECORD_BYTES
+
+def write(first):
+    tier = DiskTier(sys.argv[1], NUM_RECORDS * RECORD_BYTES)
+    tier.open(torch.device("cpu"))
+    for number in itertools.count(first):
+        while (transfer := tier.store(key_of(number))) is None:
+            pass
+        ctypes.memmove(transfer.address, payload(number), RECORD_BYTES)
+        tier.finished(transfer)
+        if number % 4 == 0:
+            tier.flush()
+            print(number, flush=True)
+
+for line in sys.stdin:  # torch is imported once for all that are killed
+    if (process := os.fork()) == 0:
+        write(int(line))
+    print(process, flush=True)
+    os.waitpid(process, 0)
+    print("killed", flush=True)
+"""
+
+
+def test_killed_twenty_times_while_it_writes_it_never_gives_a_wrong_byte(tmp_path):
+    """What was written before the last flush is there, but for what was evicted; all else is right or a miss."""
+    path, first, chance = tmp_path / "tier", 0, random.Random(11)
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writers:
+        assert writers.stdin is not None and writers.stdout is not None
+        for _ in range(20):
+            print(first, file=writers.stdin, flush=True)
+            writer = int(writers.stdout.readline())
+            reported = [int(writers.stdout.readline()) for _ in range(chance.randint(1, 6))][-1]
+            time.sleep(chance.random() * 0.02)
+            os.kill(writer, signal.SIGKILL)
+            while (line := writers.stdout.readline()) != "killed\n":
+                reported = int(line)
+            tier = DiskTier(path, NUM_RECORDS * RECORD_BYTES)
+            tier.open(CPU)
+            known = [number for number in range(reported + 100) if tier.lookup([key_of(number)])[0]]
+            right = [number for number in known if load(tier, number)]
+            assert len(known) - len(right) <= 4, "more is lost than the four threads were writing"
+            assert max(right) >= reported, "what had been written is lost"
+            assert len(known) >= min(NUM_RECORDS - 4, reported - first)
+            tier.close()
+            first = max(known) + 1
+        writers.stdin.close()
