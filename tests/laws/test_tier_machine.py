@@ -10,8 +10,10 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.laws.machine import MAX_TOKENS, picks, walks
+from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
+from tests.laws.simulated_driver import SimulatedDriver
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
-from vmmkv import HostTier
+from vmmkv import HostTier, KVCache, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.transfers import Fetch
 from vmmkv.units import PAGE_BYTES
@@ -134,6 +136,49 @@ class RealMemoryMachine(TierMachine):
     """Over the host driver: the bytes of every plane, through the views."""
 
     real_memory = True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
+    """Rows that attaching copies are shared at once, while the copy is still on its way."""
+    with large_extents(4):
+        driver = SimulatedDriver(seed=seed, haste=0)
+        pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
+        cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
+        host = HostTier(40 * PAGE_BYTES)
+        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 12))
+
+        def attach(tokens):
+            attached = prefix.attach(tokens, namespace="red")
+            stamps = texts.stamps("red", tokens[: attached.num_tokens])
+            return attached, opened(cache, attached.sequence, owner=0, stamps=stamps)
+
+        attached, first = attach(prompt)
+        attached.sequence.grow(len(prompt))
+        first.stamps = texts.stamps("red", prompt)
+        append(driver, first, range(len(prompt)))
+        attached.sequence.advance(len(prompt))
+        driver.finish_all()
+        prefix.insert(attached.sequence, prompt)
+        parting = [*prompt[:10], 50, 51]  # within a large extent: what it shares is copied into pages of its own
+        copied, _ = attach(parting)
+        assert copied.num_tokens == 10 and copied.num_aliased < 3
+        prefix.release(attached.sequence)
+        prefix.evict()  # of these rows the copies alone are left
+        prefix.poll()
+        driver.finish_all()
+        prefix.flush()
+        prefix.release(copied.sequence)
+        prefix.evict()
+        assert prefix.match(parting, namespace="red") == 0
+        fetch = prefix.fetch(parting, namespace="red")
+        prefix.flush()
+        assert fetch.done and fetch.num_tokens == 8
+        attend(driver, attach(parting)[1])
+        driver.finish_all()
+        assert driver.broken is None
+        cache.close()
+        pool.close()
 
 
 class TestOnASimulatedDevice(TierMachine.TestCase):
