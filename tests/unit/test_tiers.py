@@ -6,12 +6,16 @@ That bytes are right under any order of calls and failures is proved in tests/la
 import pytest
 import torch
 
-from tests.unit.support import LAYOUT
-from vmmkv import HostTier, KVCache, Pool
+from tests.unit.support import LAYOUT, WINDOWED, Calls
+from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.units import PAGE_BYTES
 
 PROMPT = [7 * token % 251 for token in range(100)]
+LONG = [token % 251 for token in range(300)]
+INT8 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=2048, dtype=KVType("int8"))
+FLOAT16 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=1024, dtype=torch.float16)
+"""Rows of the same size as LAYOUT's."""
 
 
 @pytest.fixture
@@ -35,16 +39,18 @@ def write(sequence, tokens):
     start = sequence.length
     rows = torch.tensor(tokens[start:], dtype=torch.float32).view(-1, 1, 1) + 1
     for layer in sequence.cache.layout.group_of:
-        sequence.k(layer)[start : len(tokens)] = rows
-        sequence.v(layer)[start : len(tokens)] = -rows
+        first = start - sequence.start(sequence.cache.layout.group_of[layer])
+        sequence.k(layer)[first : first + len(rows)] = rows
+        sequence.v(layer)[first : first + len(rows)] = -rows
     sequence.advance(len(tokens) - start)
 
 
 def assert_reads(sequence, tokens):
     assert sequence.length == len(tokens)
-    rows = torch.tensor(tokens, dtype=torch.float32).view(-1, 1, 1) + 1
-    for layer in sequence.cache.layout.group_of:
-        k, v = sequence.k(layer)[: len(tokens)], sequence.v(layer)[: len(tokens)]
+    for layer, group in sequence.cache.layout.group_of.items():
+        start = sequence.start(group)
+        k, v = (view[: len(tokens) - start] for view in (sequence.k(layer), sequence.v(layer)))
+        rows = torch.tensor(tokens[start:], dtype=k.dtype).view(-1, 1, 1) + 1
         assert torch.equal(k, rows.expand_as(k))
         assert torch.equal(v, -rows.expand_as(v))
 
@@ -77,3 +83,197 @@ def test_what_is_evicted_comes_back_from_the_host(cache, host):
     attached = prefix.attach(PROMPT)
     assert attached.num_tokens == 96
     assert_reads(attached.sequence, PROMPT[:96])
+
+
+def stored(prefix, tokens, **options):
+    """A prompt is computed, stored in the tiers, and evicted."""
+    compute(prefix, tokens, **options)
+    prefix.flush()
+    for tier in prefix._index.transfers.tiers:
+        if isinstance(tier, DiskTier):
+            tier.flush()
+    prefix.evict()
+
+
+def fetched(prefix, tokens, **options):
+    """A prompt is attached after what tiers have of it has come."""
+    fetch = prefix.fetch(tokens, **options)
+    assert prefix.flush(10) and (fetch is None or fetch.done)
+    prefix.cache.check()
+    return prefix.attach(tokens, **options)
+
+
+@pytest.mark.parametrize("layout", [INT8, WINDOWED, FLOAT16], ids=["int8", "windowed", "float16"])
+def test_every_type_and_group_of_layers_comes_back(pool, host, layout):
+    small = [token % 50 for token in range(100)]
+    with KVCache(layout, pool, slots=4, max_tokens=512) as cache:
+        prefix = PrefixCache(cache, [host], fingerprint="model")
+        stored(prefix, small)
+        attached = fetched(prefix, small)
+        assert attached.num_tokens >= 64
+        assert_reads(attached.sequence, small[: attached.num_tokens])
+        assert prefix.stats().fetched_tokens == attached.num_tokens
+
+
+def test_scales_of_quantised_rows_come_back(pool, host):
+    with KVCache(INT8, pool, slots=4, max_tokens=512) as cache:
+        prefix = PrefixCache(cache, [host], fingerprint="model")
+        sequence = prefix.attach(PROMPT).sequence
+        sequence.grow(100)
+        scales = torch.arange(100, dtype=torch.float16).view(-1, 1).expand(100, 8)
+        sequence.k_scale(2)[:100] = scales
+        sequence.v_scale(3)[:100] = -scales
+        sequence.advance(100)
+        prefix.release(sequence, PROMPT)
+        prefix.flush()
+        prefix.evict()
+        sequence = fetched(prefix, PROMPT).sequence
+        assert torch.equal(sequence.k_scale(2)[: sequence.length], scales[: sequence.length])
+        assert torch.equal(sequence.v_scale(3)[: sequence.length], -scales[: sequence.length])
+
+
+def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    compute(prefix, PROMPT[:40])
+    fetch = prefix.fetch(PROMPT)
+    assert fetch.size_bytes == 4 * PAGE_BYTES  # two of six are there
+    assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
+
+
+def test_one_load_serves_all_that_wait_for_it(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    first, second = prefix.fetch(PROMPT), prefix.fetch([*PROMPT[:60], 0, 0])
+    assert first is second and first.waiting == 2
+    second.give_up()
+    assert not first.done
+    prefix.flush()
+    assert host.stats().loaded_bytes == 6 * PAGE_BYTES
+    both = [prefix.attach(PROMPT), prefix.attach([*PROMPT[:60], 0, 0])]
+    assert [each.num_tokens for each in both] == [96, 60]
+    assert_reads(both[1].sequence, PROMPT[:60])
+
+
+def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool, driver):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    before = pool.stats().held_bytes
+    fetch = prefix.fetch(PROMPT)
+    assert pool.stats().used_bytes == 6 * PAGE_BYTES
+    fetch.give_up()
+    cache.check()
+    assert fetch.done and pool.stats().held_bytes == before and not prefix.match(PROMPT)
+    fetch = prefix.fetch(PROMPT)
+    driver.fail_at = {driver.num_calls + 3}
+    with pytest.raises(Exception, match="told to fail"):
+        prefix.poll()
+    assert prefix.flush(5) and fetch.done
+    cache.check()
+    assert fetch.num_tokens < 96
+    assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
+
+
+def test_sixteen_records_come_back_in_one_extent(pool, cache, host, driver):
+    pool.resize(64 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    sequence = prefix.attach(LONG).sequence
+    for token in range(len(LONG)):  # laid in pages
+        write(sequence, LONG[: token + 1])
+    prefix.release(sequence, LONG)
+    prefix.flush()
+    prefix.evict()
+    cache.drain()
+    assert prefix.fetch(LONG).size_bytes == 18 * PAGE_BYTES
+    prefix.flush()
+    calls = Calls(driver)
+    attached = prefix.attach(LONG)
+    assert calls.made()["map"] == attached.num_aliased == 3
+    assert_reads(attached.sequence, LONG[:288])
+
+
+def test_no_other_tenant_model_or_layout_finds_a_record(pool, cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT, namespace="red")
+    for namespace in ("blue", None, ("red",), b"red"):
+        assert prefix.fetch(PROMPT, namespace=namespace) is None
+    with KVCache(FLOAT16, pool, slots=4, max_tokens=512) as other:
+        assert PrefixCache(other, [host], fingerprint="model").fetch(PROMPT, namespace="red") is None
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as other:
+        assert PrefixCache(other, [host], fingerprint="other model").fetch(PROMPT, namespace="red") is None
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as other:
+        twin = PrefixCache(other, [host], fingerprint="model")
+        assert_reads(fetched(twin, PROMPT, namespace="red").sequence, PROMPT[:96])
+
+
+def test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant(cache, host, driver):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT, namespace="red")
+    fetch = prefix.fetch(PROMPT, namespace="red")
+    driver.fail_at = {driver.num_calls + 4}
+    with pytest.raises(Exception, match="told to fail"):
+        prefix.poll()
+    fetch.give_up()
+    cache.drain()
+    blue = cache.open(tenant="blue")
+    blue.grow(400)
+    assert not any(view[:400].any() for layer in range(4) for view in (blue.k(layer), blue.v(layer)))
+
+
+def test_a_disk_tier_answers_after_a_restart_as_before_and_brings_the_host_up_to_date(pool, tmp_path):
+    for start in range(2):
+        with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
+            host, disk = HostTier(20 * PAGE_BYTES), DiskTier(tmp_path / "kv", 20 * PAGE_BYTES)
+            prefix = PrefixCache(cache, [host, disk], fingerprint="model")
+            if not start:
+                stored(prefix, PROMPT)
+            attached = fetched(prefix, PROMPT)
+            assert attached.num_tokens == 96
+            assert_reads(attached.sequence, PROMPT[:96])
+            assert disk.stats().loaded_bytes == start * 6 * PAGE_BYTES
+            assert host.stats().held_bytes == 6 * PAGE_BYTES
+        host.close()
+        disk.close()
+
+
+def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    cache.drain()
+    running = cache.open()
+    running.grow(16 * 30)
+    assert prefix.fetch(PROMPT) is None
+    assert prefix.attach(PROMPT).num_tokens == 0
+    cache.check()
+
+
+def test_a_path_that_is_used_again_is_whole_in_the_tier_and_loses_its_end_first(cache):
+    tier = HostTier(8 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    compute(prefix, PROMPT)
+    prefix.flush()
+    compute(prefix, [9] * 80)  # five pages: three of the first six go
+    prefix.flush()
+    prefix.evict()
+    assert prefix.fetch([9] * 81).num_tokens == 80
+    prefix.flush()
+    fetch = prefix.fetch(PROMPT)
+    assert fetch.num_tokens == 48
+    tier.close()
+
+
+def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):
+    prefix = PrefixCache(cache)
+    compute(prefix, PROMPT)
+    calls = Calls(driver)
+    assert prefix.fetch(PROMPT) is None and not prefix.poll() and prefix.flush()
+    assert calls.made() == {} and prefix.stats().tiers == ()
+
+
+def test_bad_input_is_refused(cache, host):
+    with pytest.raises(ValueError, match="fingerprint: none"):
+        PrefixCache(cache, [host])
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    for use in (prefix.attach, prefix.fetch):
+        with pytest.raises(ValueError, match=r"namespace=1.5 is a float"):
+            use(PROMPT, namespace=1.5)

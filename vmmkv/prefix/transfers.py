@@ -12,6 +12,7 @@ ended. The caller holds the pool's lock.
 """
 
 import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -51,10 +52,10 @@ class _Store:
     """A path that is being stored in one tier."""
 
     chain: KeyChain
-    has: list[list[bool]] | None = None
-    """By group and page: has the tier the record, or is it on its way?"""
-    done: tuple[int, int] = (0, 0)
-    """The place of the last piece that was dealt with."""
+    has: set[bytes] | None = None
+    """What the tier has, or what is on its way."""
+    done: tuple[float, int] = (math.inf, 0)
+    """The place of the last piece that was dealt with: from the end to the beginning, which so is evicted last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -394,33 +395,31 @@ class Transfers:
         """Start storing what the tree has of a path and the tier lacks. False if there is more than can be done now."""
         chain = store.chain
         if store.has is None:
-            found = iter(self._ask([True] * len(chain.all), tier.lookup, chain.all))
-            store.has = [list(itertools.islice(found, len(keys))) for keys in chain.by_group]
+            found = self._ask([True] * len(chain.all), tier.lookup, chain.all)
+            store.has = set(itertools.compress(chain.all, found))
         match = self._index.tree.match(chain.namespace, chain.tokens)
-        pieces = (piece for node in match.path for piece in node.pieces)
-        for piece in pieces:
-            placed = piece.value
-            if piece_place(piece) <= store.done or piece.end_token > match.num_tokens or placed.first_token:
+        for piece in [piece for node in match.path for piece in node.pieces][::-1]:
+            placed, place = piece.value, piece_place(piece)
+            if place >= store.done or piece.end_token > match.num_tokens or placed.first_token:
                 continue
             if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
                 return False
-            has, moves, room = store.has[piece.group], [], True
-            for page in range(placed.page, placed.end_page):
-                if not has[page]:
-                    key = chain.by_group[piece.group][page]
+            keys = chain.by_group[piece.group][placed.page : placed.end_page]
+            moves: list[tuple[int, tuple[Tier, Transfer]]] = []
+            has_room = True
+            for offset, key in reversed([*enumerate(keys)]):
+                if key not in store.has and has_room:
                     transfer = self._ask(None, tier.store, key)
-                    if transfer is None:
-                        if self._ask([True], tier.lookup, [key])[0]:  # another path has brought it
-                            continue
-                        room = False
-                        break
-                    has[page] = True
-                    moves.append(((page - placed.page) * RECORD_BYTES, (tier, transfer)))
+                    if transfer is not None:
+                        moves.append((offset * RECORD_BYTES, (tier, transfer)))
+                    else:  # unless another path has brought it
+                        has_room = self._ask([True], tier.lookup, [key])[0]
             if moves:
                 self._launch(placed.extent, moves, behind=behind)
-            if not room:
+                store.has.update(transfer.key for _, (_, transfer) in moves)
+            if not has_room:
                 return False
-            store.done = piece_place(piece)
+            store.done = place
         return True
 
     # both

@@ -63,26 +63,33 @@ class KeyChain:
 
     @cached_property
     def by_group(self) -> list[list[bytes]]:
-        """The key of each page that only rows of these tokens lie in, by group. Cost: some 1.5 us a page."""
-        ends = sorted(
-            (ceil_div((page + 1) * PAGE_BYTES, group.row_bytes), index, page)
-            for index, group in enumerate(self._layout.groups)
-            for page in range(len(self.tokens) * group.row_bytes // PAGE_BYTES)
-        )
+        """The key of each page that only rows of these tokens lie in, by group."""
         keys: list[list[bytes]] = [[] for _ in self._layout.groups]
-        hashed, num_tokens = hashlib.blake2b(self._identity, digest_size=KEY_BYTES), 0
-        for end, index, page in ends:
-            hashed.update(self.tokens[num_tokens:end].data)
-            num_tokens = end
-            here = hashed.copy()
-            here.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
-            keys[index].append(here.digest())
+        for (_, index, _), key in zip(self._ends, self.all, strict=True):
+            keys[index].append(key)
         return keys
 
     @cached_property
     def all(self) -> list[bytes]:
-        """All of them: those of the first tokens come first in each group."""
-        return [key for keys in self.by_group for key in keys]
+        """The same in the order of their last tokens. Cost: some 1.5 us a page."""
+        keys = []
+        hashed, num_tokens = hashlib.blake2b(self._identity, digest_size=KEY_BYTES), 0
+        for end, index, page in self._ends:
+            hashed.update(self.tokens[num_tokens:end].data)
+            num_tokens = end
+            here = hashed.copy()
+            here.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
+            keys.append(here.digest())
+        return keys
+
+    @cached_property
+    def _ends(self) -> list[tuple[int, int, int]]:
+        """Of each page: the tokens that must be known, its group, and its number."""
+        return sorted(
+            (ceil_div((page + 1) * PAGE_BYTES, group.row_bytes), index, page)
+            for index, group in enumerate(self._layout.groups)
+            for page in range(len(self.tokens) * group.row_bytes // PAGE_BYTES)
+        )
 
 
 def checked_namespace(namespace: Hashable) -> Hashable:
