@@ -27,7 +27,7 @@ from tests.laws.model import (
     opened,
 )
 from tests.laws.simulated_driver import SimulatedDriver
-from vmmkv import DriverError, KVCache, Pool, Sequence
+from vmmkv import DriverError, HostTier, KVCache, Pool, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
@@ -244,6 +244,41 @@ class PrefixWorld(World):
             self.know(each, parent.tokens)
 
 
+class TierWorld(PrefixWorld):
+    """A host tier, which has the prompt."""
+
+    def begin_sequences(self) -> None:
+        self.host = HostTier(40 * PAGE_BYTES)
+        self.prefix = PrefixCache(self.cache, [self.host], fingerprint="model")
+        self.texts = Texts()
+
+    def insert(self) -> None:
+        """The prompt waits to be stored."""
+        self.release()
+        self.driver.finish_all()
+
+    def store(self) -> None:
+        """It is stored, and no longer on the device."""
+        self.insert()
+        assert self.prefix.flush(5)
+        self.prefix.evict()
+
+    def fetch(self) -> None:
+        """It is on its way back."""
+        self.store()
+        self.fetched = self.prefix.fetch([*PROMPT, 7], namespace="red")
+        assert self.fetched is not None
+
+    def come_back(self) -> None:
+        """All that comes back is attached."""
+        assert self.prefix.flush(5) and self.fetched is not None and self.fetched.done
+        self.attach([*PROMPT, 7])
+
+    def end(self) -> None:
+        super().end()
+        self.host.close()
+
+
 @dataclass(frozen=True)
 class Operation:
     """`act` is what may fail, after `prepare`.
@@ -264,15 +299,15 @@ class Operation:
     @contextlib.contextmanager
     def prepared(self, layout: str) -> Iterator[World]:
         """A world in which it can be done next."""
-        with large_extents(4) if self.world is PrefixWorld else contextlib.nullcontext():
+        with large_extents(4) if issubclass(self.world, PrefixWorld) else contextlib.nullcontext():
             world = self.world(layout, self.pages)
             self.prepare(world)
             yield world
 
 
 def of_prefixes(act: Callable[[PrefixWorld], object], prepare: Callable[[PrefixWorld], object], **options) -> Operation:
-    options = {"layouts": tuple(sorted(PREFIX_LAYOUTS)), **options}
-    return Operation(act, prepare, world=PrefixWorld, pages=80, **options)
+    options = {"layouts": tuple(sorted(PREFIX_LAYOUTS)), "world": PrefixWorld, "pages": 80, **options}
+    return Operation(act, prepare, **options)
 
 
 def attaches(method: AttachMethod, common: int = len(PROMPT)) -> Callable[[PrefixWorld], object]:
@@ -351,6 +386,11 @@ OPERATIONS = {
         PrefixWorld.park_and_fork,
         evicts=True,
     ),
+    "store": of_prefixes(lambda world: world.prefix.poll(), TierWorld.insert, world=TierWorld, partial=True, absorbs=True),
+    "fetch": of_prefixes(
+        lambda world: world.prefix.fetch([*PROMPT, 7], namespace="red"), TierWorld.store, world=TierWorld, evicts=True
+    ),
+    "load": of_prefixes(TierWorld.come_back, TierWorld.fetch, world=TierWorld, partial=True, absorbs=True),
 }
 
 
