@@ -120,8 +120,8 @@ class TierMachine(PrefixMachine):
     @invariant()
     def what_is_lent_is_under_way(self):
         transfers = self.prefix._index.transfers
-        under_way = {id(transfer) for copy in transfers._copies for _, transfer in copy.moves}
-        under_way |= {id(transfer) for part in transfers._parts for transfer in part.transfers}
+        under_way = {id(move.transfer) for copy in transfers._copies for move in copy.moves}
+        under_way |= {id(move.transfer) for part in transfers._parts for move in part.coming}
         for tier in self.tiers:
             assert {id(transfer) for transfer in tier.lent} <= under_way, "a tier's memory was not given back"
 

@@ -269,7 +269,6 @@ class PrefixCache:
                 time.sleep(1e-3)  # a tier is at work
             else:
                 fence.wait()
-            self.cache.map_ahead(lookahead_tokens=0)  # windows are free again
         return True
 
     # pins, and the rest

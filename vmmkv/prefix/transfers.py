@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,13 @@ class _Part:
     extent: Extent
     sources: list[tuple[Tier, bytes]]
     """Of each page."""
-    transfers: list[Transfer] = field(default_factory=list)
+    num_asked: int = 0
+    """Of them the first have been asked for."""
+    coming: list["_Move"] = field(default_factory=list)
+    """Asked for, and not being copied yet."""
+    num_copies: int = 0
+    """Launched, and not ended."""
+    failed: bool = False
     loaded: bool = False
 
     @property
@@ -87,8 +93,8 @@ class Fetch:
         self.num_tokens = num_tokens
         """How many tokens `attach` will find, or finds; no more than were known before if all was missed."""
         self.done = False
-        self.size_bytes = 0
-        """Of all records."""
+        self.bytes_by_tier: Counter[str] = Counter()
+        """Of the records, by the name of the tier that has them."""
         self.waiting = 1
         """Calls of `PrefixCache.fetch` that got it and did not give it up."""
         self._transfers = transfers
@@ -99,6 +105,11 @@ class Fetch:
         """What the device had already, locked."""
         self._parts: list[_Part] = []
         self._num_left = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all records."""
+        return self.bytes_by_tier.total()
 
     def give_up(self) -> None:
         """Wait no longer. When nothing waits for it, what is not loaded yet is dropped, and what is loaded too."""
@@ -111,13 +122,22 @@ class Fetch:
         return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
 
 
+class _Move(NamedTuple):
+    """A record that is copied, and where in an extent."""
+
+    offset_bytes: int
+    tier: Tier
+    transfer: Transfer
+
+
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """Copies of one extent's records that were launched, and what is done when they have ended."""
+    """Copies between an extent and the memory of tiers that were launched together."""
 
     fence: Fence
-    moves: list[tuple[Tier, Transfer]]
+    moves: list[_Move]
     part: _Part | None
+    """It is loaded by them; None for a store."""
     failed: bool
 
 
@@ -186,6 +206,8 @@ class Transfers:
         """Go on with stores and loads for about `budget_us`, loads first."""
         end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
         self._finish()
+        if self._windows.num_free <= _SPARE_WINDOWS:
+            self.cache.collect(budget_us)
         self._load(end_ns)
         self._store(end_ns)
         self._finish()
@@ -193,10 +215,11 @@ class Transfers:
     def drop(self, fetch: Fetch) -> None:
         """Give a fetch up. What is being copied goes on into extents that then are free."""
         for part in fetch._parts:
-            if self._parts.pop(part, part) is None:  # it was not being copied yet
-                self._drop_all(part)
-            part.loaded = False
-        self._conclude(fetch)
+            part.failed, part.loaded = True, False
+        for part in [part for part in fetch._parts if part in self._parts]:
+            self._leave(part)
+        if not fetch.done:
+            self._conclude(fetch)
 
     def close(self) -> None:
         """Give everything up, and wait for the copies under way."""
@@ -298,7 +321,8 @@ class Transfers:
             keys = fetch._chain.by_group[index][page : page + num_pages]
             part = _Part(fetch, index, page, extent, [(sources[key], key) for key in keys])
             fetch._parts.append(part)
-            fetch.size_bytes += extent.size_bytes
+            for tier, _ in part.sources:
+                fetch.bytes_by_tier[tier.name] += RECORD_BYTES
             self._parts[part] = None
             self._loading.update(dict.fromkeys(keys, fetch))
         fetch._num_left = len(fetch._parts)
@@ -306,41 +330,47 @@ class Transfers:
         return True
 
     def _load(self, end_ns: float) -> None:
-        """Ask for records, in order, and copy the extents whose records have all come.
-
-        In order, because an extent waits for all of its records, and a tier has memory for few: else two could wait for ever.
-        """
+        """Ask for records, in order, and copy those that have come: all of an extent together, unless a tier lends no more."""
         full: set[Tier] = set()
         for part in list(itertools.islice(self._parts, _MOST_AHEAD)):
-            while len(part.transfers) < len(part.sources):
-                tier, key = part.sources[len(part.transfers)]
-                failed: Transfer | None = missed(key)
-                transfer = None if tier in full else self._ask(failed, tier.load, key)
+            lends = True
+            while lends and not part.failed and part.num_asked < len(part.sources):
+                tier, key = part.sources[part.num_asked]
+                otherwise: Transfer | None = missed(key)
+                transfer = None if tier in full else self._ask(otherwise, tier.load, key)
                 if transfer is None:
                     full.add(tier)
-                    break
-                part.transfers.append(transfer)
-            if any(transfer.missed for transfer in part.transfers):
+                    lends = False
+                else:
+                    part.coming.append(_Move(part.num_asked * RECORD_BYTES, tier, transfer))
+                    part.num_asked += 1
+            part.failed = part.failed or any(move.transfer.missed for move in part.coming)
+            if part.failed:
+                self._leave(part)
+                continue
+            come = [move for move in part.coming if move.transfer.ended]
+            if not come or (lends and len(come) < len(part.coming)):
+                continue
+            if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
+                continue
+            part.coming = [move for move in part.coming if move not in come]
+            if lends and not part.coming:
                 del self._parts[part]
-                self._drop_all(part)
-                self._part_ended(part, loaded=False)
-            elif len(part.transfers) == len(part.sources) and all(transfer.ended for transfer in part.transfers):
-                if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
-                    continue
-                del self._parts[part]
-                moves = [(tier, transfer) for (tier, _), transfer in zip(part.sources, part.transfers, strict=True)]
-                offsets = range(0, part.extent.size_bytes, RECORD_BYTES)
-                self._launch(part.extent, list(zip(offsets, moves, strict=True)), part=part)
+            self._launch(part.extent, come, part=part)
 
-    def _drop_all(self, part: _Part) -> None:
-        for (tier, _), transfer in zip(part.sources, part.transfers, strict=False):
-            self._ask(None, tier.drop, transfer)
+    def _leave(self, part: _Part) -> None:
+        """Load no more of an extent."""
+        del self._parts[part]
+        for move in part.coming:
+            self._ask(None, move.tier.drop, move.transfer)
+        part.coming = []
+        self._end_if_over(part)
 
-    def _part_ended(self, part: _Part, *, loaded: bool) -> None:
+    def _end_if_over(self, part: _Part) -> None:
         fetch = part.fetch
-        if fetch.done:
+        if fetch.done or part in self._parts or part.num_copies:
             return
-        part.loaded = loaded
+        part.loaded = not part.failed
         fetch._num_left -= 1
         if not fetch._num_left:
             self._conclude(fetch)
@@ -405,18 +435,18 @@ class Transfers:
             if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
                 return False
             keys = chain.by_group[piece.group][placed.page : placed.end_page]
-            moves: list[tuple[int, tuple[Tier, Transfer]]] = []
+            moves: list[_Move] = []
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
                 if key not in store.has and has_room:
                     transfer = self._ask(None, tier.store, key)
                     if transfer is not None:
-                        moves.append((offset * RECORD_BYTES, (tier, transfer)))
+                        moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = self._ask([True], tier.lookup, [key])[0]
             if moves:
                 self._launch(placed.extent, moves, behind=behind)
-                store.has.update(transfer.key for _, (_, transfer) in moves)
+                store.has.update(move.transfer.key for move in moves)
             if not has_room:
                 return False
             store.done = place
@@ -424,25 +454,20 @@ class Transfers:
 
     # both
 
-    def _launch(
-        self,
-        extent: Extent,
-        moves: list[tuple[int, tuple[Tier, Transfer]]],
-        *,
-        part: _Part | None = None,
-        behind: Fence | None = None,
-    ) -> None:
-        """Copy records, each at its offset in an extent; into it for a `part`."""
+    def _launch(self, extent: Extent, moves: list[_Move], *, part: _Part | None = None, behind: Fence | None = None) -> None:
+        """Copy records between an extent and tiers, behind a fence; into the extent for a `part`."""
         driver = self._driver
 
         def copy_all(address: int) -> None:
-            for offset, (_, transfer) in moves:
+            for offset, _, transfer in moves:
                 if transfer.is_store:
                     driver.copy(transfer.address, address + offset, RECORD_BYTES)
                 else:
                     driver.copy(address + offset, transfer.address, RECORD_BYTES)
 
-        copy = _Copy(_NEVER, [move for _, move in moves], part, failed=True)
+        copy = _Copy(_NEVER, moves, part, failed=True)
+        if part is not None:
+            part.num_copies += 1
         with driver.on(self._stream):
             try:
                 if behind is not None:
@@ -459,10 +484,12 @@ class Transfers:
         """Give back the memory of tiers behind copies that have ended."""
         while self._copies and self._copies[0].fence.done():
             copy = self._copies.popleft()
-            for tier, transfer in copy.moves:
+            for _, tier, transfer in copy.moves:
                 self._ask(None, tier.drop if copy.failed else tier.finished, transfer)
             if copy.part is not None:
-                self._part_ended(copy.part, loaded=not copy.failed)
+                copy.part.num_copies -= 1
+                copy.part.failed = copy.part.failed or copy.failed
+                self._end_if_over(copy.part)
 
     def _ask(self, otherwise: T, call: Callable[..., T], *arguments: object) -> T:
         """What a tier answers; `otherwise` if it raises, whatever it is: a tier that fails has nothing, and takes nothing."""
