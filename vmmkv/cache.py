@@ -22,6 +22,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import os
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 import numpy as np
@@ -264,6 +266,19 @@ class Sequence(_Planes):
                 cache.check_windows(self.slot, num_tokens)
             cache.check_capture()
             return cache.park_sequence(self, num_tokens)
+
+    def save(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> None:
+        """Write the sequence's rows to a file, for `KVCache.restore`. The file is there whole or, after a failure, as before.
+
+        `fingerprint` tells models apart whose layouts are alike. The tokens are the caller's to keep. Only the file's owner may
+        read it.
+        Cost: blocks while the rows are copied and written.
+        Raises: OSError; ValueError for no tokens; DriverError, GraphCapture.
+        """
+        from vmmkv.tiers import saved
+
+        self._check_live()
+        saved.save(self, Path(path), fingerprint)
 
     def close(self) -> None:
         """End the sequence. Its pages are free once all work launched so far is done. Idempotent.
@@ -548,6 +563,23 @@ class KVCache(_Planes):
                 for source, target in pairs:
                     self.forget_rows(target.slot, first)
                     sharing.copy_rows(self.memory, source.slot, target.slot, first, end)
+
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: str = "",
+        max_tokens: int | None = None,
+        tenant: Hashable = None,
+    ) -> Sequence:
+        """A new sequence with the rows that `Sequence.save` wrote; the file stays.
+
+        Cost: as `open` and `grow`; blocks while the rows are read and copied, and holds the lock.
+        Raises: as these; OSError; ValueError if the file is damaged, or of another layout or fingerprint. All or nothing.
+        """
+        from vmmkv.tiers import saved
+
+        return saved.restore(self, Path(path), fingerprint, max_tokens=max_tokens, tenant=tenant)
 
     def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.support import LAYOUT, WINDOWED, Calls
-from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool
+from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.units import PAGE_BYTES
 
@@ -277,3 +277,50 @@ def test_bad_input_is_refused(cache, host):
     for use in (prefix.attach, prefix.fetch):
         with pytest.raises(ValueError, match=r"namespace=1.5 is a float"):
             use(PROMPT, namespace=1.5)
+
+
+# one sequence in a file
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, INT8], ids=["one group", "windowed", "int8"])
+def test_a_saved_sequence_is_restored_and_goes_on(pool, tmp_path, layout):
+    tokens = [token % 50 for token in range(90)]
+    with KVCache(layout, pool, slots=2, max_tokens=256) as cache:
+        sequence = cache.open()
+        write(sequence, tokens)
+        for index, group in enumerate(layout.groups):
+            if group.window is not None:
+                sequence.advance_start(index)
+        sequence.save(tmp_path / "one", fingerprint="model")
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    with KVCache(layout, pool, slots=2, max_tokens=128) as cache:
+        again = cache.restore(tmp_path / "one", fingerprint="model", tenant="red")
+        assert_reads(again, tokens)
+        assert (again.tenant, again.max_tokens) == ("red", 128)
+        write(again, [*tokens, 1, 2, 3])
+        assert_reads(again, [*tokens, 1, 2, 3])
+        cache.check()
+
+
+def test_what_cannot_be_restored_is_refused_and_leaves_nothing(cache, pool, tmp_path):
+    sequence = cache.open()
+    with pytest.raises(ValueError, match="nothing to save"):
+        sequence.save(tmp_path / "none")
+    write(sequence, PROMPT)
+    sequence.save(tmp_path / "one")
+    sequence.close()
+    cache.drain()
+    whole = (tmp_path / "one").read_bytes()
+    changed = bytearray(whole)
+    changed[len(changed) // 2] ^= 1
+    for name, content in (("short", whole[:-100]), ("changed", changed), ("other", b"something else"), ("cut", whole[:30])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} (is damaged|holds no sequence)"):
+            cache.restore(tmp_path / name)
+    with pytest.raises(ValueError, match="another fingerprint than 'model'"):
+        cache.restore(tmp_path / "one", fingerprint="model")
+    with pytest.raises(SequenceTooLong, match="100 tokens, for a sequence of max_tokens=50"):
+        cache.restore(tmp_path / "one", max_tokens=50)
+    assert cache.stats().num_sequences == 0
+    cache.drain()
+    assert pool.stats().held_bytes == 0

@@ -4,6 +4,7 @@ tier     the protocol and its records; read this first
 record   the keys of records: what must agree for bytes to be the same
 host     HostTier: pinned memory
 disk     DiskTier: one file of slots, found again after a restart
+saved    one sequence in a file: Sequence.save, KVCache.restore
 
 `vmmkv.prefix.transfers` copies between the device and tiers.
 """

@@ -44,12 +44,13 @@ class Keys:
             )
             for group in layout.groups
         ]
-        self._identity = hashlib.blake2b(repr((groups, fingerprint)).encode(), digest_size=KEY_BYTES).digest()
+        self.identity: Final = hashlib.blake2b(repr((groups, fingerprint)).encode(), digest_size=KEY_BYTES).digest()
+        """Of layout and model."""
 
     def of(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> "KeyChain":
         """The pages of some tokens. Raises ValueError for a namespace that is not the same in another process."""
         name = hashlib.blake2b(repr(checked_namespace(namespace)).encode(), digest_size=KEY_BYTES).digest()
-        return KeyChain(self.layout, _VERSION + self._identity + name, namespace, tokens)
+        return KeyChain(self.layout, _VERSION + self.identity + name, namespace, tokens)
 
 
 class KeyChain:
