@@ -41,7 +41,7 @@ _SPARE_WINDOWS: Final = 16
 _MOST_AHEAD: Final = 64
 """Extents whose records are asked for before they can be copied."""
 
-_MOST_QUEUED: Final = 4096
+_MOST_QUEUED: Final = 1024
 """Paths that wait to be stored; of more the oldest are not."""
 
 _DEVICE, _TIER = 1, 2
@@ -188,6 +188,8 @@ class Transfers:
                 if piece.end_token <= match.num_tokens and not piece.value.first_token:
                     for page in range(piece.value.page, piece.value.end_page):
                         have[piece.group][page] = _DEVICE
+        if not self._goes_on(chain, have):
+            return None
         sources = self._find(chain, have)
         num_tokens = self._reach(have, most)
         if num_tokens - known < least_tokens:
@@ -271,6 +273,16 @@ class Transfers:
             if fewer == num_tokens:
                 return num_tokens
             num_tokens = fewer
+
+    def _goes_on(self, chain: KeyChain, have: list[bytearray]) -> bool:
+        """Has a tier the first page that the device lacks of each group without a window? Nearly no new prompt gets further."""
+        nexts = [
+            chain.key(index, page)
+            for index, (group, pages) in enumerate(zip(self.cache.layout.groups, have, strict=True))
+            if group.window is None and (page := pages.find(0)) >= 0
+        ]
+        found = [self._ask([False] * len(nexts), tier.lookup, nexts) for tier in self.tiers]
+        return all(map(any, zip(*found, strict=True))) or not nexts
 
     def _find(self, chain: KeyChain, have: list[bytearray]) -> dict[bytes, Tier]:
         """Where records of pages that the device lacks are; they are marked in `have`."""

@@ -78,10 +78,15 @@ class KeyChain:
         for end, index, page in self._ends:
             hashed.update(self.tokens[num_tokens:end].data)
             num_tokens = end
-            here = hashed.copy()
-            here.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
-            keys.append(here.digest())
+            keys.append(_digest(hashed.copy(), index, page))
         return keys
+
+    def key(self, index: int, page: int) -> bytes:
+        """One of them alone, of a group's page. Cost: 1 us for each 1,000 tokens."""
+        end = ceil_div((page + 1) * PAGE_BYTES, self._layout.groups[index].row_bytes)
+        hashed = hashlib.blake2b(self._identity, digest_size=KEY_BYTES)
+        hashed.update(self.tokens[:end].data)
+        return _digest(hashed, index, page)
 
     @cached_property
     def _ends(self) -> list[tuple[int, int, int]]:
@@ -91,6 +96,11 @@ class KeyChain:
             for index, group in enumerate(self._layout.groups)
             for page in range(len(self.tokens) * group.row_bytes // PAGE_BYTES)
         )
+
+
+def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:
+    tokens.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
+    return tokens.digest()
 
 
 def checked_namespace(namespace: Hashable) -> Hashable:
