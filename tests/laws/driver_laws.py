@@ -19,6 +19,7 @@ from vmmkv.driver import Access, Driver, Handle
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.memory.address_space import wrap
+from vmmkv.tiers.tier import host_memory
 from vmmkv.units import PAGE_BYTES, round_up
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,25 @@ class DriverLaws:
         driver.fence().wait()
         driver.unmap(address, 2 * PAGE_BYTES)
         driver.release(handle)
+
+    def test_a_copy_on_another_stream_goes_to_host_memory_and_back(self, driver: Driver) -> None:
+        handle, address = driver.create(PAGE_BYTES), driver.reserve(PAGE_BYTES)
+        memory = put(driver, address, handle)
+        memory.copy_(torch.arange(len(memory), device=driver.device).remainder(251))
+        wanted, written, stream = memory.cpu(), driver.fence(), driver.new_stream()
+        kept = host_memory(PAGE_BYTES, driver.device)
+        with driver.on(stream):
+            written.order()
+            driver.copy(kept.data_ptr(), address, PAGE_BYTES)
+            driver.fence().wait()
+        assert torch.equal(kept, wanted)
+        memory.zero_()
+        zeroed = driver.fence()
+        with driver.on(stream):
+            zeroed.order()
+            driver.copy(address, kept.data_ptr(), PAGE_BYTES)
+            driver.fence().wait()
+        assert torch.equal(memory.cpu(), wanted)
 
     def test_one_handle_at_two_addresses_is_one_memory(self, driver: Driver) -> None:
         address, handle = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)

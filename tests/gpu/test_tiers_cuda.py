@@ -1,0 +1,101 @@
+"""Tiers on a GPU: copies beside kernels that run, in both directions, and the laws under random use."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.gpu.test_cache_machine_cuda import PromptCuda
+from tests.gpu.test_prefix_cuda import LAYOUT, LONG, PROMPT, assert_reads, computed
+from tests.laws.test_tier_machine import TierMachine
+from vmmkv import GIB, MIB, DiskTier, HostTier, KVCache, Pool, PrefixCache, Tier
+from vmmkv.driver import Driver
+from vmmkv.driver.cuda import CudaDriver
+from vmmkv.testing.fake_driver import FakeDriver
+
+
+@pytest.fixture
+def cache(gpu: torch.device) -> Iterator[KVCache]:
+    pool = Pool(gpu, 2 * GIB, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50))
+    made = KVCache(LAYOUT, pool, slots=8, max_tokens=4096)
+    yield made
+    made.close()
+    assert pool.held_bytes == 0
+    pool.close()
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    made = HostTier(256 * MIB) if request.param == "host" else DiskTier(tmp_path / "kv", 256 * MIB)
+    yield made
+    made.close()
+
+
+def test_what_is_evicted_comes_back(cache: KVCache, tier: Tier) -> None:
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    prefix.release(computed(cache, prefix), PROMPT)
+    assert prefix.flush(30)
+    if isinstance(tier, DiskTier):
+        tier.flush()
+    prefix.evict()
+    cache.drain()
+    junk = cache.open(tenant="other")  # what was given back is written by another
+    junk.grow(4000)
+    junk.k(5)[:4000] = 7.0
+    junk.close()
+    cache.drain()
+    fetch = prefix.fetch(PROMPT)
+    assert fetch is not None and fetch.num_tokens == 992
+    assert prefix.flush(30) and fetch.done
+    attached = prefix.attach(PROMPT)
+    assert attached.num_tokens == 992
+    assert_reads(attached.sequence, 992)
+    cache.check()
+
+
+def test_stores_and_loads_wait_for_no_kernel_and_hold_up_none(cache: KVCache) -> None:
+    tier = HostTier(256 * MIB)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    prefix.release(computed(cache, prefix), PROMPT)
+    assert prefix.flush(30)
+    prefix.evict()
+    cache.drain()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    fetch = prefix.fetch(PROMPT)
+    assert fetch is not None
+    while not fetch.done:
+        prefix.poll()
+    assert not torch.cuda.current_stream().query(), "a load waited for the kernel"
+    attached = prefix.attach(PROMPT)
+    assert_reads(attached.sequence, 992)
+    cache.close()
+    tier.close()
+
+
+def test_a_saved_sequence_is_restored(cache: KVCache, tmp_path: Path) -> None:
+    prefix = PrefixCache(cache)
+    computed(cache, prefix).save(tmp_path / "one")
+    assert_reads(cache.restore(tmp_path / "one"), 1000)
+    cache.check()
+
+
+class CudaTierMachine(TierMachine):
+    """Over CUDA: the bytes too."""
+
+    real_memory = True
+
+    def open_below(self) -> Driver:
+        return PromptCuda(torch.device("cuda", 0))
+
+
+TestTiersOnCuda: Callable[..., object] = CudaTierMachine.TestCase
+TestTiersOnCuda.settings = settings(  # type: ignore[attr-defined]
+    deadline=None,
+    derandomize=True,
+    max_examples=10,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
