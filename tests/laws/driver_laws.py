@@ -152,6 +152,8 @@ class DriverLaws:
             driver.copy(address, kept.data_ptr(), PAGE_BYTES)
             driver.fence().wait()
         assert torch.equal(memory.cpu(), wanted)
+        driver.unmap(address, PAGE_BYTES)
+        driver.release(handle)
 
     def test_one_handle_at_two_addresses_is_one_memory(self, driver: Driver) -> None:
         address, handle = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)

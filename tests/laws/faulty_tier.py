@@ -1,4 +1,4 @@
-"""A tier that fails, by turns: it is slow, forgets, refuses, lies about what it has, raises, or is gone."""
+"""A tier that fails, by turns: it is slow, forgets, refuses, lies about what it has, or raises; with chance 1 it is gone."""
 
 import random
 from collections.abc import Sequence

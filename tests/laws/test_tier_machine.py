@@ -4,6 +4,8 @@ Whatever comes back from a tier, a sequence reads the bytes that were written fo
 of the pool or of a tier's memory; and no step waits for a tier.
 """
 
+import tempfile
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -13,7 +15,7 @@ from tests.laws.machine import MAX_TOKENS, picks, walks
 from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
 from tests.laws.simulated_driver import SimulatedDriver
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
-from vmmkv import HostTier, KVCache, Pool
+from vmmkv import DiskTier, HostTier, KVCache, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.transfers import Fetch
 from vmmkv.units import PAGE_BYTES
@@ -132,6 +134,26 @@ class TierMachine(PrefixMachine):
             tier.close()
 
 
+class DiskMachine(TierMachine):
+    """Over the host driver, with a disk behind a small host tier."""
+
+    real_memory = True
+
+    def new_prefix(self, seed):
+        self.fetches = []
+        self.folder = self.closing.enter_context(tempfile.TemporaryDirectory())
+        disk = DiskTier(self.folder, (10 + seed % 30) * PAGE_BYTES)
+        self.tiers = [
+            FaultyTier(HostTier((1 + seed % 5) * PAGE_BYTES), seed, FAULTS if seed % 3 else ()),
+            FaultyTier(disk, seed + 1, FAULTS if seed % 2 else ()),
+        ]
+        return PrefixCache(self.cache, self.tiers, fingerprint="model")
+
+    def hurry(self):
+        super().hurry()
+        self.tiers[1].tier.flush()
+
+
 class RealMemoryMachine(TierMachine):
     """Over the host driver: the bytes of every plane, through the views."""
 
@@ -192,6 +214,11 @@ class TestOnHostMemory(RealMemoryMachine.TestCase):
 @pytest.mark.nightly
 class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
     """New walks each night."""
+
+
+@pytest.mark.nightly
+class TestWithADisk(DiskMachine.TestCase):
+    settings = walks(20, 500)
 
 
 @pytest.mark.nightly

@@ -54,7 +54,7 @@ class FaultyDisk(DiskTier):
         super().write_at(fd, data, offset)
 
     def read_at(self, fd, data, offset):
-        if self.fault in ("gone", "short"):
+        if self.fault == "gone":
             raise OSError(errno.EIO, "injected")
         super().read_at(fd, data, offset)
         if self.fault == "corrupted":
@@ -175,6 +175,7 @@ def test_a_record_is_stored_once(tier):
     tier.drop(first)
     assert not load(tier, 1), "a store that was dropped leaves nothing"
     assert store(tier, 1) and load(tier, 1)
+    assert tier.store(key_of(1)) is None
 
 
 def test_memory_that_is_lent_comes_back_however_a_transfer_ends(tier):
@@ -242,6 +243,25 @@ def test_a_read_that_fails_is_a_miss_and_is_counted(disk, fault):
     disk.fault = None
     assert not load(disk, 1)
     assert store(disk, 1) and load(disk, 1)
+
+
+@pytest.mark.parametrize(("most", "comes"), [(3 * 4096, True), (RECORD_BYTES - 4096, True), (100, False), (0, False)])
+def test_short_reads_go_on_and_a_file_that_ends_is_a_miss(disk, monkeypatch, most, comes):
+    assert store(disk, 1)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:most]], at) if most >= 4096 else most)
+    assert load(disk, 1) == comes
+
+
+@pytest.mark.parametrize(("most", "comes"), [(5 * 4096, True), (100, False), (0, False)])
+def test_short_writes_go_on_and_a_disk_that_takes_no_more_is_a_miss(disk, monkeypatch, most, comes):
+    pwrite = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most] if fd == disk._fd else data, at) if most >= 4096 else most
+    )
+    assert store(disk, 1)
+    monkeypatch.undo()
+    assert load(disk, 1) == comes
 
 
 @pytest.mark.parametrize("at", [0, 1, RECORD_BYTES // 2, RECORD_BYTES - 1])

@@ -6,6 +6,7 @@ That bytes are right under any order of calls and failures is proved in tests/la
 import pytest
 import torch
 
+from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls
 from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
@@ -234,6 +235,40 @@ def test_a_disk_tier_answers_after_a_restart_as_before_and_brings_the_host_up_to
             assert host.stats().held_bytes == 6 * PAGE_BYTES
         host.close()
         disk.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tier_that_is_gone_is_a_miss_and_raises_nothing(cache, host, pool, fault):
+    tier = FaultyTier(host, 0, [fault], chance=0)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    stored(prefix, PROMPT)
+    tier.chance = 1
+    fetch = prefix.fetch(PROMPT)
+    prefix.flush(0.05)
+    assert fetch is None or fault in ("forgets", "refuses", "slow")
+    assert prefix.match(PROMPT) == 0
+    if fetch is not None and not fetch.done:  # it never ends
+        fetch.give_up()
+    cache.check()
+    compute(prefix, [3, *PROMPT])
+    prefix.flush(0.05)
+    assert prefix.match([3, *PROMPT]) == 96
+    assert (prefix.stats().tier_errors > 0) == (fault == "raises")
+    prefix.evict()
+    cache.drain()
+    assert pool.stats().held_bytes == 0
+
+
+def test_a_cache_closes_while_a_tier_hangs(pool, host):
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
+        tier = FaultyTier(host, 0, ["slow"], chance=0)
+        prefix = PrefixCache(cache, [tier], fingerprint="model")
+        stored(prefix, PROMPT)
+        compute(prefix, [3, *PROMPT])
+        tier.chance = 1
+        fetch = prefix.fetch(PROMPT)
+        prefix.poll()
+    assert fetch.done and not tier.lent and pool.stats().held_bytes == 0
 
 
 def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):

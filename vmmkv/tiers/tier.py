@@ -187,6 +187,8 @@ class ThreadedTier(ABC):
 
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store. At most half of the buffers are for stores, for a load is waited for."""
+        if self.known([key])[0]:
+            return None
         with self.lock:
             if key in self._storing or len(self._storing) >= self._num_buffers // 2 or not self._buffers:
                 return None
