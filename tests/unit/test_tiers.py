@@ -3,6 +3,11 @@
 That bytes are right under any order of calls and failures is proved in tests/laws.
 """
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +17,7 @@ from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceT
 from vmmkv.prefix import PrefixCache
 from vmmkv.units import PAGE_BYTES
 
+ROOT = Path(__file__).parents[2]
 PROMPT = [7 * token % 251 for token in range(100)]
 LONG = [token % 251 for token in range(300)]
 INT8 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=2048, dtype=KVType("int8"))
@@ -142,6 +148,17 @@ def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(cache, host):
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
+def test_a_fetch_that_is_not_worth_it_does_not_start(cache, host, pool):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    cache.drain()
+    asked = []
+    assert prefix.fetch(PROMPT, least_tokens=97) is None
+    assert prefix.fetch(PROMPT, worth=lambda fetch: asked.append(fetch)) is None
+    assert [(each.num_tokens - each.known_tokens, each.bytes_by_tier) for each in asked] == [(96, {"host": 6 * PAGE_BYTES})]
+    assert pool.stats().held_bytes == 0
+
+
 def test_one_load_serves_all_that_wait_for_it(cache, host):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
@@ -235,6 +252,27 @@ def test_a_disk_tier_answers_after_a_restart_as_before_and_brings_the_host_up_to
             assert host.stats().held_bytes == 6 * PAGE_BYTES
         host.close()
         disk.close()
+
+
+KILLED = """
+import os, signal, sys
+from tests.unit.test_tiers import LAYOUT, PAGE_BYTES, PROMPT, DiskTier, KVCache, Pool, PrefixCache, stored
+
+with Pool("cpu", 32 * PAGE_BYTES) as pool, KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
+    prefix = PrefixCache(cache, [DiskTier(sys.argv[1], 20 * PAGE_BYTES)], fingerprint="model")
+    stored(prefix, PROMPT, namespace=("red", 7))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_another_process_finds_what_a_killed_one_stored(cache, tmp_path):
+    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "kv")], cwd=ROOT, check=False, timeout=100)
+    assert child.returncode == -signal.SIGKILL
+    disk = DiskTier(tmp_path / "kv", 20 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [disk], fingerprint="model")
+    assert prefix.fetch(PROMPT, namespace=("red", 8)) is None
+    assert_reads(fetched(prefix, PROMPT, namespace=("red", 7)).sequence, PROMPT[:96])
+    disk.close()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -224,12 +224,21 @@ class PrefixCache:
 
     # tiers
 
-    def fetch(self, tokens: Tokens, *, namespace: Hashable = None, least_tokens: int = 1) -> Fetch | None:
+    def fetch(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Hashable = None,
+        least_tokens: int = 1,
+        worth: Callable[[Fetch], bool] | None = None,
+    ) -> Fetch | None:
         """Start to load what tiers have of a prompt past what the device has, if that is `least_tokens` at least.
 
-        None if there is less, or no room for it on the device: attach then. Else go on with other work, call `poll`, and attach
-        when the fetch is done; a fetch that is late can be given up. Those that wait for the same records get the same fetch.
-        After one that loaded a part of what is known, another may go on.
+        None if there is less, if `worth` says no, or if there is no room on the device: attach then. Else go on with other work,
+        call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records get the
+        same fetch. After one that loaded a part of what is known, another may go on.
+
+        `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
         Cost: 3 us a page of the prompt where tiers have more of it, else 1 us for each 1,000 tokens; and what evicting takes to
         make room. Does not block.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
@@ -242,7 +251,7 @@ class PrefixCache:
             if transfers is None or len(tokens) < 2:
                 return None
             hit = self._attacher.find(namespace, tokens)
-            return transfers.fetch(namespace, tokens, 0 if hit is None else hit.num_tokens, least_tokens)
+            return transfers.fetch(namespace, tokens, 0 if hit is None else hit.num_tokens, least_tokens, worth)
 
     def poll(self, budget_us: float = float("inf")) -> bool:
         """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.

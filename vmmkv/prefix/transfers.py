@@ -100,7 +100,8 @@ class Fetch:
         self._transfers = transfers
         self._chain = chain
         self._have = have
-        self._known = known
+        self.known_tokens = known
+        """How many were on the device when it began."""
         self._node: Node[Placed] | None = None
         """What the device had already, locked."""
         self._parts: list[_Part] = []
@@ -173,8 +174,15 @@ class Transfers:
         for stores in self._stores:
             stores.append(_Store(chain))
 
-    def fetch(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, least_tokens: int) -> Fetch | None:
-        """Load what is needed to attach `least_tokens` more than are `known`; None if tiers have less, or there is no room."""
+    def fetch(
+        self,
+        namespace: Hashable,
+        tokens: npt.NDArray[np.int32],
+        known: int,
+        least_tokens: int,
+        worth: Callable[[Fetch], bool] | None,
+    ) -> Fetch | None:
+        """Load what is needed to attach `least_tokens` more than are `known`. See PrefixCache.fetch."""
         most = len(tokens) - 1
         chain = self.keys.of(namespace, tokens)
         groups = self.cache.layout.groups
@@ -202,6 +210,11 @@ class Transfers:
             fetch.waiting += 1
             return fetch
         fetch = Fetch(self, chain, have, known=known, num_tokens=num_tokens)
+        for index, pages in enumerate(needed):
+            for page in pages:
+                fetch.bytes_by_tier[sources[chain.by_group[index][page]].name] += RECORD_BYTES
+        if worth is not None and not worth(fetch):
+            return None
         return fetch if self._start(fetch, match.path[-1] if match.path else None, needed, sources) else None
 
     def poll(self, budget_us: float) -> None:
@@ -333,8 +346,6 @@ class Transfers:
             keys = fetch._chain.by_group[index][page : page + num_pages]
             part = _Part(fetch, index, page, extent, [(sources[key], key) for key in keys])
             fetch._parts.append(part)
-            for tier, _ in part.sources:
-                fetch.bytes_by_tier[tier.name] += RECORD_BYTES
             self._parts[part] = None
             self._loading.update(dict.fromkeys(keys, fetch))
         fetch._num_left = len(fetch._parts)
@@ -395,7 +406,7 @@ class Transfers:
             if part.loaded:
                 have[part.group][part.page : part.page + part.extent.num_pages] = bytes([_TIER]) * part.extent.num_pages
         num_tokens = self._reach(have, len(fetch._chain.tokens) - 1)
-        if num_tokens > fetch._known:
+        if num_tokens > fetch.known_tokens:
             pieces = [
                 Piece(end_token(groups[part.group], part.pages.stop), Placed(part.page, part.extent), part.group)
                 for part in fetch._parts
@@ -407,7 +418,7 @@ class Transfers:
                 index.add(fetch._chain.namespace, tokens, pieces)
                 if len(self.tiers) > 1:
                     self.queue(fetch._chain.namespace, tokens)  # the others get it too
-            self.fetched_tokens += num_tokens - fetch._known
+            self.fetched_tokens += num_tokens - fetch.known_tokens
         for part in fetch._parts:
             pool.unuse(part.extent)
             pool.drop(part.extent)
@@ -418,7 +429,7 @@ class Transfers:
                 if self._loading.get(key) is fetch:
                     del self._loading[key]
         fetch._parts, fetch._node = [], None
-        fetch.num_tokens, fetch.done = max(num_tokens, fetch._known), True
+        fetch.num_tokens, fetch.done = max(num_tokens, fetch.known_tokens), True
         del self._fetches[fetch]
 
     # storing
