@@ -22,6 +22,9 @@ CACHE = "tests/laws/test_cache_machine.py::TestOnASimulatedDevice"
 PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
 FAILURES = "tests/laws/test_failures.py"
 PREFIX_UNIT = "tests/unit/test_prefix.py"
+TIERS = "tests/laws/test_tiers.py"
+TIERS_UNIT = "tests/unit/test_tiers.py"
+TIER_MACHINE = "tests/laws/test_tier_machine.py"
 
 
 class Mutant(NamedTuple):
@@ -39,6 +42,9 @@ class Mutant(NamedTuple):
 
 
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
+
+TRANSFERS, RECORD = "prefix/transfers.py", "tiers/record.py"
+OTHERS = (f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record",)
 
 RAISED_BEHIND = "                for fence in behind.values():\n                    fence.order(self.streams)\n"
 
@@ -262,6 +268,80 @@ MUTANTS = (
         "                madvise(address, size_bytes, MADV_DONTFORK)\n",
         "",
         ("tests/unit/test_driver_host.py",),
+    ),
+    # tiers
+    Mutant(
+        "rows stored before the copies that make them",
+        TRANSFERS,
+        "                    behind.order()\n",
+        "                    pass\n",
+        (f"{TIER_MACHINE}::test_a_store_comes_behind_the_copies_that_made_the_rows",),
+    ),
+    Mutant(
+        "loads that are over before their copies",
+        TRANSFERS,
+        "while self._copies and self._copies[0].fence.done():",
+        "while self._copies:",
+        (f"{TIER_MACHINE}::TestOnASimulatedDevice",),
+    ),
+    Mutant(
+        "a load for each that waits",
+        TRANSFERS,
+        "(fetch := next(filter(None, under_way), None)) is not None:",
+        "(fetch := next(filter(None, under_way), None)) is not None and False:",
+        (f"{TIERS_UNIT}::test_one_load_serves_all_that_wait_for_it",),
+    ),
+    Mutant(
+        "extents of a fetch that was given up stay held",
+        TRANSFERS,
+        "            pool.drop(part.extent)\n",
+        "",
+        (f"{TIERS_UNIT}::test_a_fetch_that_nothing_waits_for_gives_everything_back",),
+    ),
+    Mutant(
+        "extents that a load has written pass for zero",
+        TRANSFERS,
+        "            extent.tenant, extent.zeroed = None, False",
+        "            pass",
+        (f"{TIERS_UNIT}::test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant",),
+    ),
+    Mutant("keys without the namespace", RECORD, "_VERSION + self.identity + name", "_VERSION + self.identity", OTHERS),
+    Mutant("keys without the layout", RECORD, "repr((groups, fingerprint))", "repr(fingerprint)", OTHERS),
+    Mutant("keys without the fingerprint", RECORD, "repr((groups, fingerprint))", "repr(groups)", OTHERS),
+    Mutant(
+        "host memory overwritten while it is copied to the device",
+        "tiers/host.py",
+        "if not held.num_loads), None)",
+        "if held.num_loads >= 0), None)",
+        (f"{TIERS}::test_what_is_being_loaded_is_not_overwritten",),
+    ),
+    Mutant(
+        "records of the disk that are not verified",
+        "tiers/disk.py",
+        "is_right = _checksum(key, data) == slot.checksum",
+        "is_right = True",
+        (f"{TIERS}::test_a_changed_byte_on_the_disk_is_never_returned",),
+    ),
+    Mutant(
+        "entries of an index that are not verified",
+        "tiers/disk.py",
+        "if zlib.crc32(content[at : at + _ENTRY.size - 4]) == own:",
+        "if True:",
+        (f"{TIERS}::test_a_changed_entry_is_no_entry",),
+    ),
+    Mutant(
+        "a path that two tiers use",
+        "tiers/disk.py",
+        "fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        (f"{TIERS}::test_a_second_tier_of_a_path_is_refused_and_the_path_is_named",),
+    ),
+    Mutant(
+        "a slot that a failed write does not give back",
+        "tiers/disk.py",
+        "                self._free.append(number)\n            raise",
+        "                pass\n            raise",
+        (f"{TIERS}::test_a_write_that_fails_is_a_miss_and_the_disk_goes_on",),
     ),
 )
 

@@ -291,6 +291,18 @@ def test_an_index_cut_anywhere_gives_right_bytes_or_misses(tmp_path, cut):
     again.close()
 
 
+@pytest.mark.parametrize("at", [64, 68, 76, 90, 108])
+def test_a_changed_entry_is_no_entry(tmp_path, at):
+    with_one(tmp_path)
+    index = tmp_path / "tier" / "index"
+    content = bytearray(index.read_bytes())
+    content[at] ^= 1
+    index.write_bytes(content)
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    assert again.stats().held_bytes == 0
+    again.close()
+
+
 def with_one(tmp_path):
     tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
     tier.open(CPU)

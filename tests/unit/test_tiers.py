@@ -110,6 +110,15 @@ def fetched(prefix, tokens, **options):
     return prefix.attach(tokens, **options)
 
 
+def test_a_poll_without_time_copies_one_extent(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    compute(prefix, PROMPT)
+    for held in range(1, 7):
+        prefix.poll(0)
+        assert host.stats().held_bytes == held * PAGE_BYTES
+    assert not prefix.poll(0)
+
+
 @pytest.mark.parametrize("layout", [INT8, WINDOWED, FLOAT16], ids=["int8", "windowed", "float16"])
 def test_every_type_and_group_of_layers_comes_back(pool, host, layout):
     small = [token % 50 for token in range(100)]
@@ -224,9 +233,12 @@ def test_no_other_tenant_model_or_layout_finds_a_record(pool, cache, host):
         assert_reads(fetched(twin, PROMPT, namespace="red").sequence, PROMPT[:96])
 
 
-def test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant(cache, host, driver):
+def test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant(pool, cache, host, driver):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT, namespace="red")
+    cache.drain()
+    pool.resize(PAGE_BYTES)
+    pool.resize(32 * PAGE_BYTES)  # so that what is loaded into is new, and zero
     fetch = prefix.fetch(PROMPT, namespace="red")
     driver.fail_at = {driver.num_calls + 4}
     with pytest.raises(Exception, match="told to fail"):

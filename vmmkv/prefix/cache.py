@@ -234,9 +234,9 @@ class PrefixCache:
     ) -> Fetch | None:
         """Start to load what tiers have of a prompt past what the device has, if that is `least_tokens` at least.
 
-        None if there is less, if `worth` says no, or if there is no room on the device: attach then. Else go on with other work,
-        call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records get the
-        same fetch. After one that loaded a part of what is known, another may go on.
+        None if there is less, if `worth` says no, or if there is no room on the device: attach then. Else go on with other
+        work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records
+        get the same fetch. After one that loaded a part of what is known, another may go on.
 
         `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
         Cost: 3 us a page of the prompt where tiers have more of it, else 1 us for each 1,000 tokens; and what evicting takes to

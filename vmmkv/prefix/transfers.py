@@ -165,6 +165,11 @@ class Transfers:
         """In the order of the stream."""
         self._fetches: dict[Fetch, None] = {}
         self._loading: dict[bytes, Fetch] = {}
+        """What each record that is on its way is part of."""
+        self._end_ns = 0.0
+        """Of the budget of a poll."""
+        self._has_launched = False
+        """In this poll."""
 
     # what the prefix cache asks
 
@@ -218,13 +223,13 @@ class Transfers:
         return fetch if self._start(fetch, match.path[-1] if match.path else None, needed, sources) else None
 
     def poll(self, budget_us: float) -> None:
-        """Go on with stores and loads for about `budget_us`, loads first."""
-        end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
+        """Go on with stores and loads for about `budget_us`, loads first; with at least one, if there is any."""
+        self._end_ns, self._has_launched = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, False
         self._finish()
         if self._windows.num_free <= _SPARE_WINDOWS:
             self.cache.collect(budget_us)
-        self._load(end_ns)
-        self._store(end_ns)
+        self._load()
+        self._store()
         self._finish()
 
     def drop(self, fetch: Fetch) -> None:
@@ -352,10 +357,17 @@ class Transfers:
         self._fetches[fetch] = None
         return True
 
-    def _load(self, end_ns: float) -> None:
+    def _may_launch(self) -> bool:
+        """Is there time left, and a window?"""
+        has_time = not self._has_launched or time.perf_counter_ns() <= self._end_ns
+        return has_time and self._windows.num_free > _SPARE_WINDOWS
+
+    def _load(self) -> None:
         """Ask for records, in order, and copy those that have come: all of an extent together, unless a tier lends no more."""
         full: set[Tier] = set()
         for part in list(itertools.islice(self._parts, _MOST_AHEAD)):
+            if not self._may_launch():
+                break
             lends = True
             while lends and not part.failed and part.num_asked < len(part.sources):
                 tier, key = part.sources[part.num_asked]
@@ -373,8 +385,6 @@ class Transfers:
                 continue
             come = [move for move in part.coming if move.transfer.ended]
             if not come or (lends and len(come) < len(part.coming)):
-                continue
-            if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
                 continue
             part.coming = [move for move in part.coming if move not in come]
             if lends and not part.coming:
@@ -434,17 +444,17 @@ class Transfers:
 
     # storing
 
-    def _store(self, end_ns: float) -> None:
+    def _store(self) -> None:
         """Store the paths that are queued, each tier at its own pace."""
         behind: Fence | None = None
         for tier, stores in zip(self.tiers, self._stores, strict=True):
-            while stores and time.perf_counter_ns() <= end_ns and self._windows.num_free > _SPARE_WINDOWS:
+            while stores and self._may_launch():
                 behind = behind or self.cache.memory.fence()
-                if not self._store_path(tier, stores[0], behind, end_ns):
+                if not self._store_path(tier, stores[0], behind):
                     break
                 stores.popleft()
 
-    def _store_path(self, tier: Tier, store: _Store, behind: Fence, end_ns: float) -> bool:
+    def _store_path(self, tier: Tier, store: _Store, behind: Fence) -> bool:
         """Start storing what the tree has of a path and the tier lacks. False if there is more than can be done now."""
         chain = store.chain
         if store.has is None:
@@ -455,7 +465,7 @@ class Transfers:
             placed, place = piece.value, piece_place(piece)
             if place >= store.done or piece.end_token > match.num_tokens or placed.first_token:
                 continue
-            if time.perf_counter_ns() > end_ns or self._windows.num_free <= _SPARE_WINDOWS:
+            if not self._may_launch():
                 return False
             keys = chain.by_group[piece.group][placed.page : placed.end_page]
             moves: list[_Move] = []
@@ -488,6 +498,7 @@ class Transfers:
                 else:
                     driver.copy(address + offset, transfer.address, RECORD_BYTES)
 
+        self._has_launched = True
         copy = _Copy(_NEVER, moves, part, failed=True)
         if part is not None:
             part.num_copies += 1
