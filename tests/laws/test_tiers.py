@@ -5,6 +5,7 @@ A tier of a third party is tested by the same suite: add how it is made to `TIER
 
 import ctypes
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -344,6 +345,18 @@ def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):
     tier.close()
     DiskTier(tmp_path / "tier", RECORD_BYTES).close()
     assert (tmp_path / "tier" / "records").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_page_cache_is_passed_by_where_the_file_system_takes_that(tmp_path, monkeypatch, refuses):
+    if refuses:
+        monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "injected")))
+    tier = DiskTier(tmp_path / "tier", RECORD_BYTES)
+    monkeypatch.undo()
+    assert refuses <= (not fcntl.fcntl(tier._fd, fcntl.F_GETFL) & os.O_DIRECT)
+    tier.open(CPU)
+    assert store(tier, 1) and load(tier, 1)
+    tier.close()
 
 
 def test_budgets_that_do_not_fit_name_what_does(tmp_path):

@@ -8,9 +8,9 @@ highest generation counts. So whenever the process is killed, each entry describ
 the checksum tells which when the record is read.
 """
 
-import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import threading
@@ -204,8 +204,11 @@ class DiskTier(ThreadedTier):
     def _use_direct_io(self) -> None:
         """Read and write past the page cache, if the file system takes that: the host's memory is the host tier's."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        with contextlib.suppress(OSError):
+        try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._fd, [mmap.mmap(-1, _ALIGNMENT_BYTES)], 0)  # some refuse only this, or ask for more alignment
+        except OSError:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
 
     def _close_files(self) -> None:
         for fd in (self._index_fd, self._fd):
