@@ -208,7 +208,7 @@ class TestOnASimulatedDevice(TierMachine.TestCase):
 
 
 class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(10, 1000)
+    settings = walks(6, 1000)
 
 
 @pytest.mark.nightly

@@ -268,7 +268,7 @@ class PrefixCache:
             transfers.poll(budget_us)
             return not transfers.is_idle
 
-    def flush(self, timeout_s: float = float("inf")) -> bool:
+    def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers have taken all that was inserted and given all that is fetched; False if the time is over first."""
         end = time.monotonic() + timeout_s
         while self.poll():
