@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls
 from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
+from vmmkv.tiers.record import Keys
 from vmmkv.units import PAGE_BYTES
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,21 @@ def compute(prefix, tokens, **options):
     sequence = prefix.attach(tokens, **options).sequence
     write(sequence, tokens)
     prefix.release(sequence, tokens)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
+def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(layout):
+    tokens = np.arange(200, dtype=np.int32)
+    keys = Keys(layout, "model")
+    chain = keys.of("red", tokens[:5])
+    for end, looks in ((40, True), (41, False), (90, False), (200, True)):
+        chain = chain.grown(tokens[:end])
+        if looks:
+            whole = keys.of("red", tokens[:end])
+            assert (chain.all, chain.by_group) == (whole.all, whole.by_group)
+            assert all(whole.key(group, page) == key for group, of in enumerate(whole.by_group) for page, key in enumerate(of))
+    assert len(set(chain.all)) == len(chain.all)
+    assert chain.grown(tokens[1:]) is None and chain.grown(tokens[:100]) is None
 
 
 @pytest.fixture

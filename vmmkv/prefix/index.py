@@ -92,7 +92,7 @@ class PrefixIndex:
             node.add_resident(slot)
         self._move_lock(slot, end)
         if pieces and self.transfers is not None:
-            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens))
+            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens), slot)
 
     def add(self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]]) -> Node[Placed]:
         """Hold extents for some tokens, but those whose place is taken; the node where the tokens end."""
@@ -262,6 +262,8 @@ class PrefixIndex:
         self.forget(slot, 0)
         self.parked_at.pop(slot, None)
         self.running.pop(slot, None)
+        if self.transfers is not None:
+            self.transfers.leave(slot)
 
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""

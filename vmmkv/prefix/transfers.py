@@ -159,6 +159,8 @@ class Transfers:
             tier.open(cache.device)
         self._stream = self._driver.new_stream()
         self._stores: list[deque[_Store]] = [deque(maxlen=_MOST_QUEUED) for _ in self.tiers]
+        self._newest: dict[int, KeyChain] = {}
+        """Of running sequences, by slot: what was inserted last, so that it is not hashed again."""
         self._parts: dict[_Part, None] = {}
         """Those that are not being copied yet, in order."""
         self._copies: deque[_Copy] = deque()
@@ -173,11 +175,20 @@ class Transfers:
 
     # what the prefix cache asks
 
-    def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
-        """These tokens were inserted. Cost: none yet."""
-        chain = self.keys.of(namespace, tokens)
+    def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None) -> None:
+        """These tokens were inserted, perhaps of a running sequence. Cost: they are compared with those of the last time."""
+        before = None if slot is None else self._newest.get(slot)
+        chain = before.grown(tokens) if before is not None and before.namespace == namespace else None
+        if chain is None:
+            chain = self.keys.of(namespace, tokens)
+        if slot is not None:
+            self._newest[slot] = chain
         for stores in self._stores:
             stores.append(_Store(chain))
+
+    def leave(self, slot: int) -> None:
+        """A slot's sequence has ended."""
+        self._newest.pop(slot, None)
 
     def fetch(
         self,

@@ -12,7 +12,6 @@ bytes, in whatever extents the rows were laid: a large extent is stored as 16 re
 import hashlib
 import struct
 from collections.abc import Hashable
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -54,48 +53,74 @@ class Keys:
 
 
 class KeyChain:
-    """Some tokens of a namespace, and the keys of the pages that their rows fill."""
+    """Some tokens of a namespace, and the keys of the pages that their rows fill, which are hashed when they are asked for."""
 
-    def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        identity: bytes,
+        namespace: Hashable,
+        tokens: npt.NDArray[np.int32],
+        after: "KeyChain | None" = None,
+    ) -> None:
         self.namespace: Final = namespace
         self.tokens: Final = tokens
         self._layout = layout
         self._identity = identity
+        self._after = after
+        """Of the first of these tokens, and hashed."""
+        self._keys: tuple[list[bytes], list[list[bytes]]] | None = None
+        self._state = hashlib.blake2b(identity, digest_size=KEY_BYTES)
+        """Behind `_num_hashed` tokens."""
+        self._num_hashed = 0
 
-    @cached_property
+    def grown(self, tokens: npt.NDArray[np.int32]) -> "KeyChain | None":
+        """The chain of more tokens, which hashes only those that are new; None if they do not begin with these."""
+        if not np.array_equal(self.tokens, tokens[: len(self.tokens)]):
+            return None
+        after = self._after if self._keys is None else self
+        return KeyChain(self._layout, self._identity, self.namespace, tokens, after)
+
+    @property
     def by_group(self) -> list[list[bytes]]:
         """The key of each page that only rows of these tokens lie in, by group."""
-        keys: list[list[bytes]] = [[] for _ in self._layout.groups]
-        for (_, index, _), key in zip(self._ends, self.all, strict=True):
-            keys[index].append(key)
-        return keys
+        return self._hashed()[1]
 
-    @cached_property
+    @property
     def all(self) -> list[bytes]:
-        """The same in the order of their last tokens. Cost: some 1.5 us a page."""
-        keys = []
-        hashed, num_tokens = hashlib.blake2b(self._identity, digest_size=KEY_BYTES), 0
-        for end, index, page in self._ends:
-            hashed.update(self.tokens[num_tokens:end].data)
-            num_tokens = end
-            keys.append(_digest(hashed.copy(), index, page))
-        return keys
+        """The same in the order of their last tokens."""
+        return self._hashed()[0]
 
     def key(self, index: int, page: int) -> bytes:
         """One of them alone, of a group's page. Cost: 1 us for each 1,000 tokens."""
-        end = ceil_div((page + 1) * PAGE_BYTES, self._layout.groups[index].row_bytes)
-        hashed = hashlib.blake2b(self._identity, digest_size=KEY_BYTES)
-        hashed.update(self.tokens[:end].data)
-        return _digest(hashed, index, page)
+        state = hashlib.blake2b(self._identity, digest_size=KEY_BYTES)
+        state.update(self.tokens[: self._end(index, page)].data)
+        return _digest(state, index, page)
 
-    @cached_property
-    def _ends(self) -> list[tuple[int, int, int]]:
-        """Of each page: the tokens that must be known, its group, and its number."""
-        return sorted(
-            (ceil_div((page + 1) * PAGE_BYTES, group.row_bytes), index, page)
-            for index, group in enumerate(self._layout.groups)
-            for page in range(len(self.tokens) * group.row_bytes // PAGE_BYTES)
-        )
+    def _hashed(self) -> tuple[list[bytes], list[list[bytes]]]:
+        """Cost: some 1.5 us for each page that is new, the first time."""
+        if self._keys is None:
+            in_order: list[bytes] = []
+            by_group: list[list[bytes]] = [[] for _ in self._layout.groups]
+            if (after := self._after) is not None:
+                in_order, by_group = after.all.copy(), [keys.copy() for keys in after.by_group]
+                self._state, self._num_hashed = after._state.copy(), after._num_hashed
+            ends = sorted(
+                (self._end(index, page), index, page)
+                for index, group in enumerate(self._layout.groups)
+                for page in range(len(by_group[index]), len(self.tokens) * group.row_bytes // PAGE_BYTES)
+            )
+            for end, index, page in ends:
+                self._state.update(self.tokens[self._num_hashed : end].data)
+                self._num_hashed = end
+                in_order.append(_digest(self._state.copy(), index, page))
+                by_group[index].append(in_order[-1])
+            self._keys, self._after = (in_order, by_group), None
+        return self._keys
+
+    def _end(self, index: int, page: int) -> int:
+        """How many tokens must be known for a page to be."""
+        return ceil_div((page + 1) * PAGE_BYTES, self._layout.groups[index].row_bytes)
 
 
 def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:
