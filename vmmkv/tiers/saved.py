@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import struct
+import tempfile
 import zlib
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -29,16 +30,18 @@ _CHUNK_BYTES: Final = 32 * MIB
 def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
     """See Sequence.save."""
     cache, memory = sequence.cache, sequence.cache.memory
-    num_tokens = sequence.length
-    if not num_tokens:
-        raise ValueError(f"{sequence!r} has nothing to save")
-    spans = memory.spans(sequence.slot)
-    starts = [memory.start(span) for span in spans]
+    with cache.pool.lock:
+        cache.check_capture()  # nor is memory pinned under one
+        num_tokens = sequence.length
+        if not num_tokens:
+            raise ValueError(f"{sequence!r} has nothing to save")
+        spans = memory.spans(sequence.slot)
+        starts = [memory.start(span) for span in spans]
     header = {"identity": Keys(cache.layout, fingerprint).identity.hex(), "num_tokens": num_tokens, "starts": starts}
     buffer = host_memory(_CHUNK_BYTES, cache.device)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
     try:
-        with open(new, "xb", opener=_owners_alone) as file:
+        with open(fd, "wb") as file:
             text = json.dumps(header).encode()
             file.write(_MAGIC + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
             for span, start in zip(spans, starts, strict=True):
@@ -46,6 +49,8 @@ def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
                 for first_byte, size_bytes in _chunks(start * row_bytes, num_tokens * row_bytes):
                     with cache.pool.lock, memory.copying():
                         cache.check_capture()
+                        if sequence.length < num_tokens or [memory.start(span) for span in spans] != starts:
+                            raise ValueError(f"{sequence!r} lost rows while it was saved")
                         cache.pool.driver.copy(buffer.data_ptr(), span.address + first_byte, size_bytes)
                         fence = cache.pool.driver.fence()
                     fence.wait()
@@ -57,7 +62,7 @@ def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
         os.replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            new.unlink()
+            os.unlink(new)
         raise
 
 
@@ -104,7 +109,3 @@ def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
     """Where each begins, and its size."""
     for at in range(first_byte, end_byte, _CHUNK_BYTES):
         yield at, min(_CHUNK_BYTES, end_byte - at)
-
-
-def _owners_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
