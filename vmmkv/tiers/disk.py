@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,9 +74,10 @@ class DiskTier(ThreadedTier):
         self._generation = 0
         self._index_lock = threading.Lock()
         """Taken before `lock`: an entry may wait for the disk, and what is known does not."""
-        self._index_fd = -1
+        self._fd = self._index_fd = -1
         self._index_end = 0
         self._compacting = False
+        _tiers.add(self)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(self.path / "records", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -183,19 +185,20 @@ class DiskTier(ThreadedTier):
             ) from None
 
     def _allocate(self) -> None:
-        """Take the disk space of all slots, or give back what is beyond them."""
-        os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, self.budget_bytes))
+        """Take the disk space of all slots, or give back what is beyond them. On failure the records stay as they were."""
+        before = os.fstat(self._fd)
         try:
             fallocate(self._fd, 0, 0, self.budget_bytes)
+            os.ftruncate(self._fd, self.budget_bytes)
         except OSError as error:
+            os.ftruncate(self._fd, before.st_size)
             if error.errno == errno.EOPNOTSUPP:  # then a write finds out that the disk is full
                 os.ftruncate(self._fd, self.budget_bytes)
                 return
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            os.ftruncate(self._fd, 0)
             disk = os.statvfs(self.path)
-            most_bytes = disk.f_bavail * disk.f_frsize * 95 // 100 // RECORD_BYTES * RECORD_BYTES
+            most_bytes = (disk.f_bavail * disk.f_frsize + before.st_blocks * 512) * 95 // 100 // RECORD_BYTES * RECORD_BYTES
             raise BudgetError(
                 f"a disk tier of {format_bytes(self.budget_bytes)} does not fit in {self.path}: {error.strerror}; at most "
                 f"budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
@@ -279,6 +282,18 @@ class DiskTier(ThreadedTier):
 
     def __repr__(self) -> str:
         return f"<DiskTier at {self.path}: {format_bytes(self.held_bytes())} of {format_bytes(self.budget_bytes)}>"
+
+
+_tiers: Final[weakref.WeakSet[DiskTier]] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """After fork(): a child that kept the file open would keep its lock, also when its parent is gone."""
+    for tier in list(_tiers):
+        tier._close_files()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _checksum(key: bytes, data: Iterable[int]) -> int:
