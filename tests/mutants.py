@@ -280,8 +280,8 @@ MUTANTS = (
     Mutant(
         "loads that are over before their copies",
         TRANSFERS,
-        "while self._copies and self._copies[0].fence.done():",
-        "while self._copies:",
+        "for copy in [copy for copy in self._copies if copy.fence.done()]:",
+        "for copy in [*self._copies]:",
         (f"{TIER_MACHINE}::TestOnASimulatedDevice",),
     ),
     Mutant(

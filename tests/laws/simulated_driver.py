@@ -123,8 +123,9 @@ class SimulatedDriver(FakeDriver):
         self._haste = self._random.choice([0.0, 0.1, 0.5]) if self.haste is None else self.haste
         self._weights: dict[torch.Stream, int] = {}
         self._contents: dict[Handle, Contents] = {}
-        self._staged: dict[tuple[torch.Stream, int], list[Run]] = {}
-        """What tensors of torch hold, by the stream that uses them, and address."""
+        self._staged: dict[tuple[torch.Stream | None, int], list[Run]] = {}
+        """What tensors of torch hold, by the stream that uses them, and address; under None what was written there last, for
+        streams that only read it: host memory of tiers."""
         self._last: dict[torch.Stream, list[Work]] = {}
         """Behind what the next work on a stream comes."""
         self._unseen: list[Work] = []
@@ -241,11 +242,12 @@ class SimulatedDriver(FakeDriver):
 
         def act() -> None:
             reserved = self._is_reserved(source, size_bytes)
-            runs = self.read(source, size_bytes) if reserved else self._staged[stream, source]
+            staged = stream if (stream, source) in self._staged else None
+            runs = self.read(source, size_bytes) if reserved else self._staged[staged, source]
             if self._is_reserved(target, size_bytes):
                 self.write_bytes(target, size_bytes, runs)
             else:
-                self._staged[stream, target] = runs
+                self._staged[stream, target] = self._staged[None, target] = runs
 
         self._enqueue(act, [stream], spans)
 

@@ -1,4 +1,4 @@
-"""Copies between the extents of a prefix tree and tiers, on a stream of their own.
+"""Copies between the extents of a prefix tree and tiers, on two streams of their own, one in each direction.
 
     insert ──queued──> stored in slack ──> tiers                 what is evicted is in the tiers already, and is dropped
     fetch ──> fresh extents ──loaded──> tree ──> attach aliases it        one load for all that wait for it
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from vmmkv.cache import KVCache
 from vmmkv.driver.base import Fence
-from vmmkv.errors import DriverError, OutOfPages
+from vmmkv.errors import OutOfPages
 from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
@@ -157,14 +157,16 @@ class Transfers:
         self._driver = cache.pool.driver
         for tier in self.tiers:
             tier.open(cache.device)
-        self._stream = self._driver.new_stream()
+        self._load_stream = self._driver.new_stream()
+        self._store_stream = self._driver.new_stream()
+        """Of its own: stores wait for running work, and loads must not wait behind them."""
         self._stores: list[deque[_Store]] = [deque(maxlen=_MOST_QUEUED) for _ in self.tiers]
         self._newest: dict[int, KeyChain] = {}
         """Of running sequences, by slot: what was inserted last, so that it is not hashed again."""
         self._parts: dict[_Part, None] = {}
         """Those that are not being copied yet, in order."""
         self._copies: deque[_Copy] = deque()
-        """In the order of the stream."""
+        """The oldest first."""
         self._fetches: dict[Fetch, None] = {}
         self._loading: dict[bytes, Fetch] = {}
         """What each record that is on its way is part of."""
@@ -511,15 +513,15 @@ class Transfers:
 
         self._has_launched = True
         copy = _Copy(_NEVER, moves, part, failed=True)
-        if part is not None:
-            part.num_copies += 1
-        with driver.on(self._stream):
+        with driver.on(self._store_stream if part is None else self._load_stream):
+            if part is not None:
+                part.num_copies += 1
             try:
                 if behind is not None:
                     behind.order()
                 copy.fence = self._windows.run(extent, copy_all)
                 copy.failed = False
-            except DriverError:
+            except BaseException:
                 copy.fence = driver.fence()  # some may have been launched
                 raise
             finally:
@@ -527,8 +529,8 @@ class Transfers:
 
     def _finish(self) -> None:
         """Give back the memory of tiers behind copies that have ended."""
-        while self._copies and self._copies[0].fence.done():
-            copy = self._copies.popleft()
+        for copy in [copy for copy in self._copies if copy.fence.done()]:
+            self._copies.remove(copy)
             for _, tier, transfer in copy.moves:
                 self._ask(None, tier.drop if copy.failed else tier.finished, transfer)
             if copy.part is not None:
