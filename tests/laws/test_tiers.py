@@ -206,6 +206,22 @@ def test_what_is_being_loaded_is_not_overwritten(tier):
     tier.finished(lent)
 
 
+def test_memory_that_is_lent_is_not_given_back_under_a_copy(tier):
+    store(tier, 1)
+    lent = [tier.store(key_of(2)), tier.load(key_of(1))]
+    while not lent[1].ended:
+        time.sleep(1e-4)
+    with pytest.raises(ValueError, match=r"2 transfers of the .* are under way; close the caches"):
+        tier.close()
+    ctypes.memset(lent[0].address, 1, RECORD_BYTES)
+    assert ctypes.string_at(lent[1].address, RECORD_BYTES) == payload(1)
+    for transfer in lent:
+        tier.finished(transfer)
+    tier.close()
+    again = tier.load(key_of(1))
+    assert again.ended and again.missed, "a closed tier would be asked for ever"
+
+
 def test_random_use_gives_right_bytes_or_misses(tier):
     chance = random.Random(5)
     for _ in range(150):
@@ -336,6 +352,61 @@ def test_the_index_is_compacted_and_says_the_same(tmp_path, monkeypatch):
     again.open(CPU)
     assert load(again, 28) and load(again, 29) and not load(again, 27)
     again.close()
+
+
+def test_a_budget_that_does_not_fit_leaves_the_records_there(tmp_path):
+    with_one(tmp_path)
+    with pytest.raises(BudgetError, match=r"at most budget_bytes=\d+ .* works"):
+        DiskTier(tmp_path / "tier", 1 << 50)
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    assert load(again, 1)
+    again.close()
+
+
+def test_a_child_made_by_fork_does_not_keep_the_path(tmp_path):
+    read, write = os.pipe()
+    tier = DiskTier(tmp_path / "tier", RECORD_BYTES)
+    if (child := os.fork()) == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(TierUnavailable):  # nor does it let go of it
+            DiskTier(tmp_path / "tier", RECORD_BYTES)
+        tier.close()
+        end = time.monotonic() + 10
+        while True:
+            try:
+                DiskTier(tmp_path / "tier", RECORD_BYTES).close()
+                break
+            except TierUnavailable:
+                assert time.monotonic() < end, "the child keeps the path"
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def test_a_host_tier_that_gets_a_part_of_its_memory_takes_none(monkeypatch):
+    taken = []
+
+    def host_memory(size_bytes, device):
+        if len(taken) == 1:
+            raise BudgetError("injected")
+        taken.append(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    tier = HostTier(3 * RECORD_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr("vmmkv.tiers.host.host_memory", host_memory)
+        with pytest.raises(BudgetError, match="injected"):
+            tier.open(CPU)
+    tier.open(CPU)
+    for number in range(3):
+        assert store(tier, number)
+    assert all(load(tier, number) for number in range(3))
+    tier.close()
 
 
 def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):

@@ -3,9 +3,11 @@
 That bytes are right under any order of calls and failures is proved in tests/laws.
 """
 
+import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls
-from vmmkv import DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
+from vmmkv import Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.tiers.record import Keys
 from vmmkv.units import PAGE_BYTES
@@ -36,7 +38,15 @@ def pool(driver):
 
 
 @pytest.fixture
-def cache(pool):
+def host():
+    tier = HostTier(64 * PAGE_BYTES)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def cache(pool, host):
+    """Closed before the tier."""
     with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
         yield cache
         cache.check()
@@ -84,13 +94,6 @@ def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(lay
             assert all(whole.key(group, page) == key for group, of in enumerate(whole.by_group) for page, key in enumerate(of))
     assert len(set(chain.all)) == len(chain.all)
     assert chain.grown(tokens[1:]) is None and chain.grown(tokens[:100]) is None
-
-
-@pytest.fixture
-def host():
-    tier = HostTier(64 * PAGE_BYTES)
-    yield tier
-    tier.close()
 
 
 def test_what_is_evicted_comes_back_from_the_host(cache, host):
@@ -402,6 +405,33 @@ def test_a_saved_sequence_is_restored_and_goes_on(pool, tmp_path, layout):
         write(again, [*tokens, 1, 2, 3])
         assert_reads(again, [*tokens, 1, 2, 3])
         cache.check()
+
+
+def test_what_another_save_left_behind_hinders_none(cache, tmp_path):
+    """A container's processes all have the same number; and a save that fails takes only its own file with it."""
+    (tmp_path / f"one.{os.getpid()}.new").touch()
+    sequence = cache.open()
+    write(sequence, PROMPT)
+    sequence.save(tmp_path / "one")
+    assert_reads(cache.restore(tmp_path / "one"), PROMPT)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("vmmkv.tiers.saved._CHUNK_BYTES", PAGE_BYTES)
+    sequence, crc32, ends = cache.open(), zlib.crc32, []
+    write(sequence, PROMPT)
+
+    def crc32_while_it_ends(data):
+        ends.pop()()
+        return crc32(data)
+
+    monkeypatch.setattr(zlib, "crc32", crc32_while_it_ends)
+    for end, error in ((lambda: sequence.truncate(50), ValueError), (sequence.close, Closed)):
+        ends[:] = [end, list, list]  # after the header and the first chunk
+        with pytest.raises(error):
+            sequence.save(tmp_path / "one")
+        assert not ends and not [*tmp_path.iterdir()]
 
 
 def test_what_cannot_be_restored_is_refused_and_leaves_nothing(cache, pool, tmp_path):

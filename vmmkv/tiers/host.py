@@ -1,5 +1,6 @@
 """HostTier: records in pinned host memory, copied by the device's own engines."""
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import TierStats, Transfer, host_memory, missed, read_counts
+from vmmkv.tiers.tier import TierStats, Transfer, check_returned, host_memory, missed, read_counts
 from vmmkv.units import GIB, format_bytes
 
 _SLAB_BYTES: Final = GIB
@@ -61,14 +62,13 @@ class HostTier:
                     f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
                     f"take {format_bytes(free_bytes)}; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
                 )
-            left_bytes = self.budget_bytes
+            left_bytes, slabs = self.budget_bytes, []
             while left_bytes:
-                size_bytes = min(_SLAB_BYTES, 1 << (left_bytes.bit_length() - 1))
-                self._slabs.append(host_memory(size_bytes, device))
-                first = self._slabs[-1].data_ptr()
-                self._free += range(first, first + size_bytes, RECORD_BYTES)
-                left_bytes -= size_bytes
-            self._free.reverse()
+                slabs.append(host_memory(min(_SLAB_BYTES, 1 << (left_bytes.bit_length() - 1)), device))
+                left_bytes -= slabs[-1].numel()
+            starts = (range(slab.data_ptr(), slab.data_ptr() + slab.numel(), RECORD_BYTES) for slab in slabs)
+            self._free = [*itertools.chain(*starts)][::-1]
+            self._slabs = slabs
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
@@ -130,6 +130,7 @@ class HostTier:
     def close(self) -> None:
         """See Tier.close. Its records are gone."""
         with self._lock:
+            check_returned(self.name, len(self._storing) + sum(held.num_loads for held in self._records.values()))
             self._records.clear()
             self._free.clear()
             self._slabs.clear()

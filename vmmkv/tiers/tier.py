@@ -18,7 +18,9 @@ from typing import Final, Protocol
 
 import torch
 
+from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv.units import counted, format_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -104,18 +106,34 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Give memory and files back. No transfer is under way. Idempotent."""
+        """Give memory and files back. Idempotent.
+
+        Raises: ValueError while transfers are under way: a device may copy from and to the memory.
+        """
         ...
 
 
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that begins on a page, which `device` copies from and to; untouched until it is used if that is the host.
 
-    Cost: pinning takes 0.3 s for each GiB. A pinned size is a power of two, or torch rounds it up.
+    Cost: pinning takes 0.3 s for each GiB. A pinned size is a power of two, or torch rounds it up. What is pinned and given
+    back torch keeps for its own later use.
+    Raises: BudgetError, if the machine does not give it.
     """
-    if device.type == "cuda":
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    try:
+        if device.type == "cuda":
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise BudgetError(f"{format_bytes(size_bytes)} of host memory for {device} cannot be had: {error}") from error
+
+
+def check_returned(name: str, num_transfers: int) -> None:
+    """Raises ValueError if a tier's memory is lent: see Tier.close."""
+    if num_transfers:
+        raise ValueError(
+            f"{counted(num_transfers, 'transfer')} of the {name} tier are under way; close the caches that use it first"
+        )
 
 
 class MissedError(Exception):
@@ -198,20 +216,22 @@ class ThreadedTier(ABC):
     def load(self, key: bytes) -> Transfer | None:
         """See Tier.load."""
         with self.lock:
-            if not self._buffers or self._threads is None:
+            if self._threads is None:
+                return missed(key)
+            if not self._buffers:
                 return None
             address = self._buffers.pop()
-        return Transfer(key, False, address, self._threads.submit(self._read, key, address))
+            return Transfer(key, False, address, self._threads.submit(self._read, key, address))
 
     def finished(self, transfer: Transfer) -> None:
         """See Tier.finished."""
         if transfer.is_store:
-            assert self._threads is not None, "a store ends in an open tier"
             with self.lock:
-                self._num_writes += 1
-            self._threads.submit(self._write, transfer)
-        else:
-            self.drop(transfer)
+                if self._threads is not None:
+                    self._threads.submit(self._write, transfer)
+                    self._num_writes += 1
+                    return
+        self.drop(transfer)
 
     def drop(self, transfer: Transfer) -> None:
         """See Tier.drop."""
@@ -229,10 +249,14 @@ class ThreadedTier(ABC):
 
     def close(self) -> None:
         """See Tier.close. Waits for what is being written."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
         with self.lock:
-            self._threads, self._memory, self._buffers = None, None, []
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
+        with self.lock:
+            if self._memory is not None:
+                check_returned(self.name, self._num_buffers - len(self._buffers))
+            self._memory, self._buffers = None, []
 
     def _read(self, key: bytes, address: int) -> None:
         try:
