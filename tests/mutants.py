@@ -285,6 +285,20 @@ MUTANTS = (
         (f"{TIER_MACHINE}::TestOnASimulatedDevice",),
     ),
     Mutant(
+        "loads on the stream of stores",
+        TRANSFERS,
+        "self._store_stream if part is None else self._load_stream",
+        "self._store_stream",
+        (f"{TIER_MACHINE}::test_a_load_waits_for_no_store_that_waits_for_running_work",),
+    ),
+    Mutant(
+        "stores that take every window",
+        TRANSFERS,
+        "left=_SPARE_WINDOWS + _LOAD_WINDOWS)",
+        "left=_SPARE_WINDOWS)",
+        (f"{TIER_MACHINE}::test_a_load_waits_for_no_store_that_waits_for_running_work",),
+    ),
+    Mutant(
         "a load for each that waits",
         TRANSFERS,
         "(fetch := next(filter(None, under_way), None)) is not None:",

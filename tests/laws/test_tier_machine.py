@@ -203,6 +203,44 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         pool.close()
 
 
+def test_a_load_waits_for_no_store_that_waits_for_running_work():
+    """Not on a stream, and not for a window."""
+    driver = SimulatedDriver(seed=1, haste=0)
+    pool = Pool("cpu", 200 * PAGE_BYTES, driver=driver)
+    cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=200)
+    host = HostTier(200 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+
+    def compute(tokens):
+        sequence = prefix.attach(tokens).sequence
+        for num_tokens in range(2, len(tokens) + 1, 2):  # page by page: more extents than windows
+            sequence.grow(num_tokens)
+        sequence.advance(len(tokens))
+        prefix.insert(sequence, tokens)
+        return sequence
+
+    prompt = list(range(20))
+    prefix.release(compute(prompt))
+    driver.finish_all()
+    prefix.flush()
+    prefix.evict()
+    kernel = driver.launch_kernel(lambda: None, [])
+    compute(list(range(100, 298)))
+    for _ in range(3):
+        prefix.poll()
+    assert prefix._index.transfers._copies, "stores wait for the kernel"
+    fetch = prefix.fetch(prompt)
+    assert prefix.poll()
+    while ready := [work for work in driver._ready() if work is not kernel]:
+        driver._run(ready[0])
+    prefix.poll()
+    assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and not kernel.done
+    driver.finish_all()
+    cache.close()
+    pool.close()
+    host.close()
+
+
 class TestOnASimulatedDevice(TierMachine.TestCase):
     settings = walks(60, 2000)
 

@@ -38,6 +38,9 @@ T = TypeVar("T")
 _SPARE_WINDOWS: Final = 16
 """Left for attaching, which copies through windows too and must not wait."""
 
+_LOAD_WINDOWS: Final = 16
+"""Left for loads, which stores that wait for running work must not hold up."""
+
 _MOST_AHEAD: Final = 64
 """Extents whose records are asked for before they can be copied."""
 
@@ -155,8 +158,6 @@ class Transfers:
         self._index = index
         self._windows = windows
         self._driver = cache.pool.driver
-        for tier in self.tiers:
-            tier.open(cache.device)
         self._load_stream = self._driver.new_stream()
         self._store_stream = self._driver.new_stream()
         """Of its own: stores wait for running work, and loads must not wait behind them."""
@@ -239,7 +240,7 @@ class Transfers:
         """Go on with stores and loads for about `budget_us`, loads first; with at least one, if there is any."""
         self._end_ns, self._has_launched = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, False
         self._finish()
-        if self._windows.num_free <= _SPARE_WINDOWS:
+        if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
         self._load()
         self._store()
@@ -370,10 +371,13 @@ class Transfers:
         self._fetches[fetch] = None
         return True
 
-    def _may_launch(self) -> bool:
-        """Is there time left, and a window?"""
+    def _may_launch(self, *, left: int = _SPARE_WINDOWS) -> bool:
+        """Is there time left, and a window besides those that are left for others?"""
         has_time = not self._has_launched or time.perf_counter_ns() <= self._end_ns
-        return has_time and self._windows.num_free > _SPARE_WINDOWS
+        return has_time and self._windows.num_free > left
+
+    def _may_store(self) -> bool:
+        return self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS)
 
     def _load(self) -> None:
         """Ask for records, in order, and copy those that have come: all of an extent together, unless a tier lends no more."""
@@ -461,7 +465,7 @@ class Transfers:
         """Store the paths that are queued, each tier at its own pace."""
         behind: Fence | None = None
         for tier, stores in zip(self.tiers, self._stores, strict=True):
-            while stores and self._may_launch():
+            while stores and self._may_store():
                 behind = behind or self.cache.memory.fence()
                 if not self._store_path(tier, stores[0], behind):
                     break
@@ -478,7 +482,7 @@ class Transfers:
             placed, place = piece.value, piece_place(piece)
             if place >= store.done or piece.end_token > match.num_tokens or placed.first_token:
                 continue
-            if not self._may_launch():
+            if not self._may_store():
                 return False
             keys = chain.by_group[piece.group][placed.page : placed.end_page]
             moves: list[_Move] = []
