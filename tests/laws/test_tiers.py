@@ -82,7 +82,7 @@ class Slow(ThreadedTier):
         time.sleep(0.002)
         data[:] = self.records[key]
 
-    def known(self, keys):
+    def lookup(self, keys):
         return [key in self.records for key in keys]
 
     def held_bytes(self):

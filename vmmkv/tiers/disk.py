@@ -93,8 +93,8 @@ class DiskTier(ThreadedTier):
 
     # what ThreadedTier asks
 
-    def known(self, keys: Sequence[bytes]) -> list[bool]:
-        """See ThreadedTier.known."""
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Tier.lookup."""
         with self.lock:
             found = [key in self._records for key in keys]
             for key, has in zip(reversed(keys), reversed(found), strict=True):

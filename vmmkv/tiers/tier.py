@@ -181,8 +181,8 @@ class ThreadedTier(ABC):
         """Fill `data`, rightly; called from a thread. Any error is a miss; MissedError if the record is not there."""
 
     @abstractmethod
-    def known(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Tier.lookup. It does not block."""
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Tier.lookup."""
 
     @abstractmethod
     def held_bytes(self) -> int:
@@ -199,13 +199,9 @@ class ThreadedTier(ABC):
                 self._buffers = [first + index * RECORD_BYTES for index in range(self._num_buffers)]
                 self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"vmmkv-{self.name}")
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Tier.lookup."""
-        return self.known(keys)
-
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store. At most half of the buffers are for stores, for a load is waited for."""
-        if self.known([key])[0]:
+        if self.lookup([key])[0]:
             return None
         with self.lock:
             if key in self._storing or len(self._storing) >= self._num_buffers // 2 or not self._buffers:
