@@ -61,7 +61,7 @@ class Extent:
     zeroed: bool = False
     """It holds zeroes only. False once it is mapped for a tenant."""
     tenant: Tenant | None = None
-    """Its last writer; None if it was never written."""
+    """Its last writer; None if it was never written, or by a load."""
 
     @property
     def shared(self) -> bool:

@@ -69,7 +69,7 @@ class PrefixCache:
 
     `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache. They find
     each other's records by `fingerprint`, which must differ between models whose rows differ: weights, rotary settings, static
-    scales.
+    scales, the rank among several GPUs.
     Cost: a reserve, and opening the tiers. Raises: ValueError if the cache has one, or for tiers without a fingerprint.
     """
 
@@ -78,6 +78,11 @@ class PrefixCache:
         self.cache = cache
         if tiers and not fingerprint:
             raise ValueError("fingerprint: none; with tiers it names the model, so that no other model reads its rows")
+        if tiers:
+            with cache.pool.lock:
+                cache.check_capture()
+        for tier in tiers:  # without the lock: pinning takes seconds
+            tier.open(cache.device)
         with cache.pool.lock:
             if cache.prefix is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
@@ -256,6 +261,8 @@ class PrefixCache:
     def poll(self, budget_us: float = float("inf")) -> bool:
         """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.
 
+        Rows are stored behind the work of the current stream and of recorded ones, as `KVCache.record_stream` says: call it
+        where the stream that wrote them is either.
         Cost: for each extent a map, an access call, a fence, and a copy for each page; an unmap later. Never blocks.
         Raises: DriverError, and the work before it stays done; GraphCapture.
         """

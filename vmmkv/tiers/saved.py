@@ -68,6 +68,9 @@ def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
 
 def restore(cache: "KVCache", path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable) -> "Sequence":
     """See KVCache.restore."""
+    with cache.pool.lock:
+        cache.check_end(max_tokens)
+        cache.check_capture()
     buffer = host_memory(_CHUNK_BYTES, cache.device)
     driver = cache.pool.driver
     with open(path, "rb") as file:
