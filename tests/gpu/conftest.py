@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from vmmkv.driver import Driver, open_driver
 from vmmkv.errors import DriverUnavailable
 
 HERE = Path(__file__).parent
+
+WALK = settings(deadline=None, derandomize=True, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+"""Of state machines over CUDA."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
+from tests.gpu.conftest import WALK
 from tests.laws.test_cache_machine import CacheMachine
 from vmmkv.driver import Driver, Fence
 from vmmkv.driver.cuda import CudaDriver
@@ -29,10 +30,4 @@ class CudaMachine(CacheMachine):
 
 
 TestOnCuda = CudaMachine.TestCase
-TestOnCuda.settings = settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=30,
-    stateful_step_count=40,
-    suppress_health_check=list(HealthCheck),
-)
+TestOnCuda.settings = settings(WALK, max_examples=30)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
+from tests.gpu.conftest import WALK
 from tests.gpu.test_cache_machine_cuda import PromptCuda
 from tests.laws.test_prefix_machine import PrefixMachine
 from vmmkv import GIB, AttachMethod, KVCache, KVLayout, Pool, PrefixCache, Sequence
@@ -137,10 +138,4 @@ class CudaPrefixMachine(PrefixMachine):
 
 
 TestPrefixesOnCuda: Callable[..., object] = CudaPrefixMachine.TestCase
-TestPrefixesOnCuda.settings = settings(  # type: ignore[attr-defined]
-    deadline=None,
-    derandomize=True,
-    max_examples=20,
-    stateful_step_count=40,
-    suppress_health_check=list(HealthCheck),
-)
+TestPrefixesOnCuda.settings = settings(WALK, max_examples=20)  # type: ignore[attr-defined]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
+from tests.gpu.conftest import WALK
 from tests.gpu.test_cache_machine_cuda import PromptCuda
 from tests.gpu.test_prefix_cuda import LAYOUT, LONG, PROMPT, assert_reads, computed
 from tests.laws.test_tier_machine import TierMachine
@@ -92,10 +93,4 @@ class CudaTierMachine(TierMachine):
 
 
 TestTiersOnCuda: Callable[..., object] = CudaTierMachine.TestCase
-TestTiersOnCuda.settings = settings(  # type: ignore[attr-defined]
-    deadline=None,
-    derandomize=True,
-    max_examples=10,
-    stateful_step_count=40,
-    suppress_health_check=list(HealthCheck),
-)
+TestTiersOnCuda.settings = settings(WALK, max_examples=10)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
 from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES
-from vmmkv.tiers.tier import MissedError, ThreadedTier
+from vmmkv.tiers.tier import MissedError, ThreadedTier, touch
 from vmmkv.units import format_bytes
 
 _HEADER: Final = b"vmmkv disk tier, version 1".ljust(64, b"\0")
@@ -96,11 +96,7 @@ class DiskTier(ThreadedTier):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
         with self.lock:
-            found = [key in self._records for key in keys]
-            for key, has in zip(reversed(keys), reversed(found), strict=True):
-                if has:
-                    self._records.move_to_end(key)
-        return found
+            return touch(self._records, keys)
 
     def held_bytes(self) -> int:
         """See ThreadedTier.held_bytes."""

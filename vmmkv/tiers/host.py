@@ -13,7 +13,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import TierStats, Transfer, check_returned, host_memory, missed, read_counts
+from vmmkv.tiers.tier import TierStats, Transfer, check_returned, host_memory, missed, read_counts, touch
 from vmmkv.units import GIB, format_bytes
 
 _SLAB_BYTES: Final = GIB
@@ -73,11 +73,7 @@ class HostTier:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
         with self._lock:
-            found = [key in self._records for key in keys]
-            for key, has in zip(reversed(keys), reversed(found), strict=True):
-                if has:
-                    self._records.move_to_end(key)
-        return found
+            return touch(self._records, keys)
 
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store."""

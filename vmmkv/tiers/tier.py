@@ -10,17 +10,19 @@ network: what takes time ends a future, which the caller looks at. An error is a
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import counted, format_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +136,15 @@ def check_returned(name: str, num_transfers: int) -> None:
         raise ValueError(
             f"{counted(num_transfers, 'transfer')} of the {name} tier are under way; close the caches that use it first"
         )
+
+
+def touch(records: OrderedDict[bytes, T], keys: Sequence[bytes]) -> list[bool]:
+    """Which of these keys there are. They become the last used ones, the last of them the first to go: see Tier.lookup."""
+    found = [key in records for key in keys]
+    for key, has in zip(reversed(keys), reversed(found), strict=True):
+        if has:
+            records.move_to_end(key)
+    return found
 
 
 class MissedError(Exception):
