@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 
 from vmmkv.config import LOG_LEVELS, PREFIX
 from vmmkv.errors import did_you_mean
-from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
+from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 MIN_KEY_CHARS: Final = 8
@@ -67,6 +67,8 @@ _MODEL, _MEMORY, _PREFIXES, _ADDRESS, _LIMITS, _LOGS = (
 _WANTED: Final[Mapping[str, str]] = {
     "port": "a port's number",
     "kv_budget_bytes": "a number of bytes, such as 4 * vmmkv.GIB, or None",
+    "kv_host_budget_bytes": "a number of bytes, such as 64 * vmmkv.GIB, or None",
+    "kv_disk_budget_bytes": "a number of bytes, such as 64 * vmmkv.GIB, or None",
     "max_tokens": "a number of tokens, or None",
     "max_num_seqs": "a number of sequences",
     "max_num_batched_tokens": "a number of tokens, or None",
@@ -129,6 +131,18 @@ class ServeConfig:
         int | None, _MEMORY("tokens computed in one step; fewer keep answers flowing during long prompts", "N", "by the device")
     ] = None
     prefix_cache: Annotated[bool, _PREFIXES("share the KV cache of common prompt prefixes")] = True
+    kv_host_budget_bytes: Annotated[
+        int | None,
+        _PREFIXES(
+            "host memory for prefixes that leave the device, such as 64GiB, taken at the start", "SIZE", name="kv_host_budget"
+        ),
+    ] = None
+    kv_disk: Annotated[
+        str | None, _PREFIXES("a directory for prefixes that leave the device, found again after a restart", "PATH")
+    ] = None
+    kv_disk_budget_bytes: Annotated[
+        int | None, _PREFIXES("disk space for them, taken at the start", "SIZE", name="kv_disk_budget")
+    ] = None
     host: Annotated[str, _ADDRESS("address to listen on; the default is this machine alone")] = "127.0.0.1"
     port: Annotated[int, _ADDRESS("port to listen on, 0 for any that is free")] = 8000
     log_level: Annotated[str, _LOGS("debug, info, warning or error")] = "info"
@@ -153,6 +167,16 @@ class ServeConfig:
                 f"kv_budget_bytes is {format_bytes(self.kv_budget_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; "
                 f"a small model wants {format_bytes(256 * MIB)} or more"
             )
+        for name in ("kv_host_budget_bytes", "kv_disk_budget_bytes"):
+            if (size_bytes := getattr(self, name)) is not None and size_bytes < PAGE_BYTES:
+                raise ValueError(
+                    f"{name} is {format_bytes(size_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; a small model "
+                    f"wants {format_bytes(GIB)} or more"
+                )
+        if not self.kv_disk if self.kv_disk_budget_bytes is not None else self.kv_disk is not None:
+            raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
+        if not self.prefix_cache and (self.kv_host_budget_bytes or self.kv_disk):
+            raise ValueError("kv_host_budget_bytes and kv_disk are for shared prefixes: leave out prefix_cache=False, or these")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(f"max_tokens={self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer")
         if self.max_num_seqs < 1:

@@ -104,8 +104,8 @@ class Answers:
         """When the first news came, of time.perf_counter."""
         self.num_tokens = 0
         """Received so far, read by the iteration or not."""
-        self.cached_tokens: dict[str, int] = {}
-        """By request, the prompt tokens found in the prefix cache, if any."""
+        self.cached: dict[str, Counter[str]] = {}
+        """By request, the prompt tokens found in the prefix cache, if any, by where they were."""
         self._arrived_s = arrived_s
         self._last_s = 0.0
         self._client = client
@@ -152,8 +152,8 @@ class Answers:
                 self.num_tokens += len(news.token_ids)
             else:
                 self.num_tokens += sum(len(beam.token_ids) for beam in news.beams)
-            if news.cached_tokens:
-                self.cached_tokens[news.request_id] = news.cached_tokens
+            if news.cached:
+                self.cached[news.request_id] = Counter(dict(news.cached))
             if self.first_s is None:
                 self.first_s = now_s
                 self._client.first_token_times.observe(now_s - self._arrived_s)

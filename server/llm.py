@@ -95,6 +95,8 @@ class RequestOutput:
     """As many as `n`; of a beam search the best, the best first."""
     cached_tokens: int = 0
     """Prompt tokens that the first answer found in the prefix cache."""
+    cached_tokens_details: dict[str, int] = field(default_factory=dict)
+    """The same by where they were: `device`, or the name of a tier."""
     first_token_s: float | None = None
     """Time of the first token of any answer; None without one."""
     finished_s: float = 0.0
@@ -131,6 +133,9 @@ class LLM:
         kv_budget_bytes: int | None = None,
         max_tokens: int | None = None,
         prefix_cache: bool = True,
+        kv_host_budget_bytes: int | None = None,
+        kv_disk: str | PathLike[str] | None = None,
+        kv_disk_budget_bytes: int | None = None,
         model_impl: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
@@ -149,6 +154,9 @@ class LLM:
             kv_budget_bytes=kv_budget_bytes,
             max_tokens=max_tokens,
             prefix_cache=prefix_cache,
+            kv_host_budget_bytes=kv_host_budget_bytes,
+            kv_disk=str(kv_disk) if isinstance(kv_disk, PathLike) else kv_disk,
+            kv_disk_budget_bytes=kv_disk_budget_bytes,
             model_impl=model_impl,
             load_format=load_format,
             seed=seed,
@@ -258,7 +266,10 @@ class LLM:
         return self._generate(conversations, encoded, sampling_params, priorities, progress, continues=False)
 
     def close(self) -> None:
-        """Free all memory. Idempotent. Raises: RuntimeError if another thread generates."""
+        """Free all memory, when tiers have stored what they lack. Idempotent.
+
+        Raises: RuntimeError if another thread generates.
+        """
         loaded = self._loaded
         if loaded is None:
             return
@@ -269,6 +280,7 @@ class LLM:
             if self._grammars is not None:
                 self._grammars.close()
                 self._grammars = None
+            loaded.engine.store_all(lambda: time.sleep(1e-3))
             loaded.close()
             self._loaded = None  # last: a close that failed can be called again
         finally:
@@ -528,7 +540,8 @@ class _Batch:
         if isinstance(message, Failed):
             result.error = message.message
         else:
-            result.cached_tokens, result.first_token_s = message.cached_tokens, now_s
+            result.cached_tokens, result.cached_tokens_details = message.cached_tokens, dict(message.cached)
+            result.first_token_s = now_s
             del result.outputs[len(message.beams) :]
             for answer, beam in zip(answers, message.beams, strict=False):
                 tokens = tuple(beam.token_ids)
@@ -548,7 +561,7 @@ class _Batch:
             answer.has_begun = True
             self.num_prompt_tokens += len(result.prompt_token_ids) - output.cached_tokens
             if answer.is_first:
-                result.cached_tokens = output.cached_tokens
+                result.cached_tokens, result.cached_tokens_details = output.cached_tokens, dict(output.cached)
         if result.first_token_s is None and answer.request.params.max_tokens:
             result.first_token_s = now_s
         answer.feed(output)

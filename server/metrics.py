@@ -51,6 +51,17 @@ _COUNTERS: Final = {
     "generated_tokens": ("generation_tokens", "Tokens generated."),
     "stalls": ("stalls", "Times that a step waited for a driver call."),
 }
+_OF_TIERS: Final = {
+    "held_bytes": "Bytes of the records that a tier holds.",
+    "budget_bytes": "The most that it may hold.",
+    "stored_bytes": "Bytes stored in it; a record has 2 MiB.",
+    "loaded_bytes": "Bytes loaded from it.",
+    "evicted_records": "Records that made room for others.",
+    "missed_records": "Records that it was thought to have, and had not.",
+    "refused_records": "Records for which it had no room.",
+    "errors": "Stores and loads that failed; such a load is a miss.",
+}
+"""Number of a tier in Snapshot: help."""
 
 
 class Times:
@@ -146,10 +157,25 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _labelled("attaches", "Sequences by the method that they came to their prefix by.", "method", snapshot.attached)
     yield _labelled("attach_seconds", "Time that attaching took, by method.", "method", attach_s)
     yield _labelled("driver_calls", "Driver calls by kind.", "call", snapshot.driver_calls)
+    yield _labelled("hit_tokens", "Tokens of prompts found, by where: the device, or a tier.", "source", snapshot.hit_tokens)
+    yield _labelled("fetches", "Requests that waited for tiers, by how that ended.", "outcome", snapshot.fetches)
+    yield CounterMetricFamily(
+        "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6
+    )
+    for field, help_text in _OF_TIERS.items():
+        values = {name: tier[field] for name, tier in snapshot.tiers.items()}
+        is_gauge = field in ("held_bytes", "budget_bytes")
+        yield _labelled(f"tier_{field}", help_text, "tier", values, GaugeMetricFamily if is_gauge else CounterMetricFamily)
 
 
-def _labelled(name: str, help_text: str, label: str, values: "dict[str, int] | dict[str, float]") -> Metric:
-    family = CounterMetricFamily(f"vmmkv_{name}", help_text, labels=(label,))
+def _labelled(
+    name: str,
+    help_text: str,
+    label: str,
+    values: "dict[str, int] | dict[str, float]",
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+) -> Metric:
+    family = kind(f"vmmkv_{name}", help_text, labels=(label,))
     for key, value in sorted(values.items()):
         family.add_metric((key,), value)
     return family

@@ -91,6 +91,10 @@ class LoadFailed(Message, frozen=True, kw_only=True):
     """For the operator: it may hold paths."""
 
 
+DEVICE: Final = "device"
+"""Where cached tokens were that did not come from a tier."""
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """New tokens of one request; the last one has a finish reason. On the wire an array without names.
 
@@ -101,8 +105,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
-    """In a request's first output: prompt tokens found in the prefix cache; else 0."""
+    cached: tuple[tuple[str, int], ...] = ()
+    """In a request's first output: prompt tokens found in the prefix cache, by where they were: DEVICE or a tier's name."""
     logprobs: tuple[float, ...] = ()
     """If asked for: of each chosen token under the model's own distribution, before any sampling parameter. An end token,
     which is not in `token_ids`, has one too."""
@@ -110,6 +114,11 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     """If asked for: at each place the likeliest tokens and their log-probabilities, the likeliest first."""
     queued_us: int = 0
     """In a request's first output: its wait in the engine before it began, at least 1; else 0."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, wherever they were."""
+        return sum(count for _, count in self.cached)
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -174,10 +183,15 @@ class Beams(Message, frozen=True, kw_only=True):
     request_id: str
     beams: list[Beam]
     """As many as the search is wide, the best first."""
-    cached_tokens: int = 0
+    cached: tuple[tuple[str, int], ...] = ()
     """As in `Output`."""
     queued_us: int = 0
     """As in `Output`."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """As in `Output`."""
+        return sum(count for _, count in self.cached)
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -227,6 +241,14 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """Sequences by the method that they came to their prefix by, since the start."""
     attach_us: dict[str, float] = {}
     """Total time of attaching, by method."""
+    hit_tokens: dict[str, int] = {}
+    """Prompt tokens found in the prefix cache, by where they were, since the start."""
+    fetches: dict[str, int] = {}
+    """Requests that waited for tiers, by how that ended: `done`, `late`, `given_up`."""
+    fetch_wait_us: float = 0.0
+    """Their waits together."""
+    tiers: dict[str, dict[str, int]] = {}
+    """By name, what `vmmkv.TierStats` says."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):

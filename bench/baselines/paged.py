@@ -307,6 +307,13 @@ class PagedPrefixes:
         node = next(node for node in match.path if node.end >= num_tokens)
         return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
+    def fetch(self, tokens: TokenIds, **_: object) -> None:
+        """There are no tiers."""
+
+    def poll(self, budget_us: float) -> bool:
+        """See `fetch`."""
+        return False
+
     def insert(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
         """See Prefixes.insert."""
         count = len(tokens) // self._block_rows

@@ -7,7 +7,8 @@ import argparse
 import gc
 import logging
 import math
-from typing import Any
+import time
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -23,6 +24,9 @@ from vmmkv.server.protocol import AskMap, Forget, FromEngine, LoadFailed, Resize
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
+
+STORE_S: Final = 0.5
+"""Time for stores to tiers when the engine ends; the server waits a second for it."""
 
 
 def main() -> int:
@@ -75,6 +79,8 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         if not engine.has_work:
             engine.settle()
             mapper.work(math.inf)
+    until_s = time.monotonic() + STORE_S
+    engine.store_all(lambda: socket.poll(1) or time.monotonic() > until_s)
     loaded.close()
     return 0
 
@@ -101,6 +107,8 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
     """Take the messages that have come, and wait for one only if there is no work. False when told to finish."""
     engine = loaded.engine
     wait = not engine.has_work
+    if wait:
+        engine.store_all(lambda: socket.poll(1))
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):

@@ -13,6 +13,7 @@ Where an answer follows a grammar, the tokens that may come next depend on those
 launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.
 """
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -44,6 +45,7 @@ from vmmkv.server.protocol import (
 )
 from vmmkv.server.sampling_params import Limits
 from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
+from vmmkv.tiers import TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,12 @@ _WINDOW_STEPS: Final = 16
 
 _SLOT_STEPS: Final = 8
 """Steps after which slots that were parked longest ago are cleared."""
+
+_POLL_US: Final = 500.0
+"""Time for tiers while there is nothing to do but to wait."""
+
+_NAP_S: Final = 1e-4
+"""Between two looks at tiers: their threads need Python's lock."""
 
 _NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
 _NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
@@ -251,11 +259,15 @@ class Engine:
                 self.read()
         elif self.in_flight:
             self.read()
+        elif self._scheduler.fetches.waiting:
+            self.poll_tiers()
+            time.sleep(_NAP_S)
         self.report(only_if_due=True)
 
     def launch(self, step: Step) -> None:
         """Launch a step, and map ahead while the device computes it."""
         self._has_mapped_ahead = False
+        step.launched_s = time.perf_counter()
         self._scheduler.launched(step)
         try:
             if self._runner.has_prefix_groups and len(step.slots):
@@ -292,11 +304,15 @@ class Engine:
         step = self.in_flight.popleft()
         assert step.readback is not None, "all of it is launched"
         try:
+            while not step.readback.is_done and self.poll_tiers():
+                time.sleep(_NAP_S)
             results = step.readback.wait()
         except Exception as error:
             self._fail_step(step, error)
             return
         now_s = time.perf_counter()
+        num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if not chunk.of_beam)
+        self._scheduler.fetches.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
         self._read_s = now_s
         self.num_steps += 1
@@ -316,6 +332,25 @@ class Engine:
                 self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
+        self.poll_tiers(self._step_us / 4)
+
+    def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
+        """Go on with stores to tiers and loads from them for about so long; False if there are none, or the device failed."""
+        try:
+            return self._prefix is not None and self._prefix.poll(budget_us)
+        except DriverError:
+            log.exception("a copy to or from a tier failed")  # what it would have brought is computed
+            return False
+
+    def store_all(self, wait: Callable[[], object]) -> None:
+        """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true."""
+        if not self.poll_tiers():
+            return
+        while not wait():
+            self.report(only_if_due=True)
+            if not self.poll_tiers():
+                self.settle()
+                return
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""
@@ -373,8 +408,9 @@ class Engine:
             self._fail([request], _NO_NUMBERS)
         elif (found := request.beams.take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
             self._num_generated_tokens += sum(len(beam.token_ids) for beam in found)
-            first = {"cached_tokens": request.num_cached, "queued_us": request.queued_us}
-            self._send(Beams(request_id=request.ask.request_id, beams=found, **first))
+            self._send(
+                Beams(request_id=request.ask.request_id, beams=found, cached=request.cached, queued_us=request.queued_us)
+            )
             self._scheduler.finish(request)
         return False
 
@@ -498,7 +534,7 @@ class Engine:
         self.report()
 
     def forget(self) -> None:
-        """Evict every cached prefix that no running request uses. The memory stays in the pool."""
+        """Evict every cached prefix that no running request uses. The memory stays in the pool; tiers keep theirs."""
         if self._prefix is not None:
             self._prefix.evict()
         self.settle()
@@ -520,7 +556,7 @@ class Engine:
         self._send(
             Snapshot(
                 running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
+                waiting=len(scheduler.waiting) + len(scheduler.fetches.waiting),
                 preemptions=scheduler.num_preempted,
                 prompt_tokens=self._num_prompt_tokens,
                 generated_tokens=self._num_generated_tokens,
@@ -540,5 +576,15 @@ class Engine:
                 kv_used_bytes=stats.pool_used_bytes,
                 attached={} if prefix is None else prefix.attached,
                 attach_us={} if prefix is None else prefix.attach_us,
+                hit_tokens=dict(scheduler.hit_tokens),
+                fetches=dict(scheduler.fetches.counts),
+                fetch_wait_us=scheduler.fetches.waited_s * 1e6,
+                tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
             )
         )
+
+
+def _numbers(tier: TierStats) -> dict[str, int]:
+    numbers = dataclasses.asdict(tier)
+    del numbers["name"]
+    return numbers

@@ -7,7 +7,7 @@ orders its writes of memory behind the steps that were launched before.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -21,8 +21,9 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
-from vmmkv.prefix import PrefixCache, PrefixStats
+from vmmkv.prefix import Fetch, PrefixCache, PrefixStats
 from vmmkv.server.engine.attention import KVRows
+from vmmkv.tiers import Tier
 from vmmkv.units import format_bytes
 
 TokenIds = npt.NDArray[np.int32]
@@ -149,6 +150,14 @@ class Prefixes(Protocol):
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> PrefixHit:
         """A new sequence with the rows that are cached, but for the last token's."""
 
+    def fetch(
+        self, tokens: TokenIds, *, namespace: Hashable = None, least_tokens: int = 1, without: Container[str] = ()
+    ) -> Fetch | None:
+        """Start to load what tiers have of a prompt past what the device has; None if that is less, or there is no room."""
+
+    def poll(self, budget_us: float) -> bool:
+        """Go on with stores and loads for about so long; False if there is nothing left."""
+
     def insert(self, sequence: Any, tokens: TokenIds) -> None:
         """The first rows of a running sequence are confirmed to be those of these tokens."""
 
@@ -183,6 +192,10 @@ class BackendConfig:
     shares_prefixes: bool
     budget_bytes: int | None
     """None: what is free once the model and its graphs are there."""
+    tiers: Sequence[Tier] = ()
+    """Where prefixes go that leave the device; the backend closes them."""
+    fingerprint: str = ""
+    """Of the model, with tiers."""
 
 
 class KVBackend(Protocol):
@@ -272,12 +285,15 @@ class SlotBackend:
 
     def open_prefixes(self) -> PrefixCache | None:
         """See KVBackend."""
-        return PrefixCache(self.cache) if self._config.shares_prefixes else None
+        config = self._config
+        return PrefixCache(self.cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
 
     def close(self) -> None:
         """See KVBackend."""
         self.cache.close()
         self.cache.pool.close()
+        for tier in self._config.tiers:
+            tier.close()
 
 
 def _free_bytes(pool: Pool) -> int:

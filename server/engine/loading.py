@@ -1,8 +1,10 @@
 """From a configuration to an engine that is ready to work: the model, the memory, the warm-up, the graphs."""
 
 import contextlib
+import functools
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 
 from vmmkv import KVLayout
-from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
+from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
@@ -37,6 +39,7 @@ from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.sampling_params import Limits, SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Vocabulary
+from vmmkv.tiers import DiskTier, HostTier, Tier
 from vmmkv.units import ceil_div
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,9 @@ STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
 """Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
 
 _STAGES: Final = ("loading weights", "preparing the cache", "warming up")
+
+_WEIGHTS: Final = (".safetensors", ".bin")
+"""Endings of the files that weights are in."""
 
 LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
 """Steps in flight while the next is scheduled. On a CPU a step is over when it is launched."""
@@ -73,7 +79,11 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     if config.kv_budget_bytes is not None:
         check_budget(config.kv_budget_bytes, device)
     send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
-    return assemble(config, ModelSource(config, device, choose_dtype(config.dtype, device)), send)
+    with contextlib.ExitStack() as undo:
+        tiers = open_tiers(config, device, undo)
+        loaded = assemble(config, ModelSource(config, device, choose_dtype(config.dtype, device)), send, tiers=tiers)
+        undo.pop_all()
+        return loaded
 
 
 def assemble(
@@ -82,8 +92,12 @@ def assemble(
     send: Callable[[FromEngine], None],
     *,
     open_memory: OpenBackend = SlotBackend.open,
+    tiers: Sequence[Tier] = (),
 ) -> Loaded:
-    """An engine from a model that is loaded, over memory of its own. Sends Loading messages on the way. Raises: as `load`."""
+    """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
+
+    Raises: as `load`.
+    """
     send(Loading(stage=_STAGES[1], done=1, total=len(_STAGES)))
     device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
@@ -96,6 +110,8 @@ def assemble(
             step_tokens=step_tokens,
             shares_prefixes=config.prefix_cache,
             budget_bytes=config.kv_budget_bytes,
+            tiers=tiers,
+            fingerprint=source.fingerprint,
         )
     )
     try:
@@ -154,6 +170,7 @@ class ModelSource:
         self.device: Final = device
         self.dtype: Final = dtype
         directory = Path(config.model)
+        self._weights = weights_identity(config, directory, device)
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
         self.layout: Final = choose_layout(self.text_config, dtype)
@@ -199,11 +216,47 @@ class ModelSource:
         refuse_own_attention(model)
         self._transformers = model.eval().to(device)
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells models apart whose rows a tier may have: by configuration, weights, type, and the code that runs them."""
+        return f"{self._weights} {self.dtype} {'transformers' if self._decoder is None else 'vmmkv'}"
+
     def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
         """The model over a cache and its rows."""
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
         return TransformersModel(self._transformers, cache, rows)
+
+
+def weights_identity(config: ServeConfig, directory: Path, device: torch.device) -> str:
+    """A hash of the configuration, and of the names, sizes and times of the weights' files, or the seed of dummy weights."""
+    weights: list[object] = [config.seed, device.type]  # by the device's own generator
+    if config.load_format != "dummy":
+        files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHTS)
+        weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    text = (directory / "config.json").read_bytes() + repr((config.load_format, weights)).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> list[Tier]:
+    """The tiers that were asked for, the fastest first, with their memory and disk space; `undo` closes them.
+
+    Raises: BudgetError naming what fits, TierUnavailable, OSError.
+    """
+    tiers: list[Tier] = []
+    for field, open_tier in (
+        ("kv_host_budget_bytes", HostTier),
+        ("kv_disk_budget_bytes", functools.partial(DiskTier, config.kv_disk or "")),
+    ):
+        if (budget_bytes := getattr(config, field)) is not None:
+            try:
+                tier = open_tier(budget_bytes)
+                undo.callback(tier.close)
+                tier.open(device)
+            except BudgetError as error:
+                raise BudgetError(str(error).replace("budget_bytes", field)) from error
+            tiers.append(tier)
+    return tiers
 
 
 def choose_layout(text_config: Any, dtype: torch.dtype) -> KVLayout:

@@ -11,15 +11,16 @@ Once a step has sampled for it, a request's last token is on the device, and `nu
 
 import enum
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
-from vmmkv.server.protocol import FinishReason, Generate, Output
+from vmmkv.server.protocol import DEVICE, FinishReason, Generate, Output
 from vmmkv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,8 +66,14 @@ class Request:
     """Its memory, while it runs."""
     table: "RequestTable | None" = None
     """Holds its tokens and counts, while it runs."""
-    num_cached: int = 0
-    """Tokens of its prompt that the prefix cache had when it began."""
+    cached: tuple[tuple[str, int], ...] = ()
+    """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
+    num_fetches: int = 0
+    """How often it has waited for tiers since it arrived or was preempted."""
+    fetched_bytes: Counter[str] = field(default_factory=Counter)
+    """Of these fetches, by tier."""
+    num_unfetched: int = 0
+    """Tokens that were cached on the device before the first of them."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
@@ -168,6 +175,20 @@ class Request:
         is_scored = self.ask.params.prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
         return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
 
+    def look_up(self, prefix: Prefixes) -> int:
+        """How many of its tokens are cached now; only of a waiting request."""
+        if self.lookup is None:
+            self.lookup = prefix.lookup(self.attachable, namespace=self.namespace)
+        return self.lookup()
+
+    def sources_of(self, num_cached: int) -> Counter[str]:
+        """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes of each tier."""
+        num_fetched = max(0, num_cached - self.num_unfetched)
+        total_bytes = self.fetched_bytes.total()
+        sources = Counter({name: num_fetched * size // total_bytes for name, size in self.fetched_bytes.items()})
+        sources[DEVICE] = num_cached - sources.total()
+        return +sources
+
     def scored_rows(self, start: int, end: int) -> ScoredRows | None:
         """Which of its rows [start, end) need the log-probability of their next token."""
         first, end = max(start, self.num_scored), min(end, len(self.prompt) - 1)
@@ -200,6 +221,7 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         self.lookup = self.awaited = None
+        self.num_fetches, self.fetched_bytes = 0, Counter()
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1
@@ -222,7 +244,7 @@ class Request:
             request_id=self.ask.request_id,
             token_ids=tokens,
             finish_reason=reason,
-            cached_tokens=self.num_cached if is_first else 0,
+            cached=self.cached if is_first else (),
             queued_us=self.queued_us if is_first else 0,
             logprobs=() if logprobs is None else (logprobs.chosen,),
             top_logprobs=(tuple(logprobs.likeliest),) if logprobs is not None and logprobs.likeliest else (),
@@ -293,6 +315,8 @@ class Step:
     """Tokens that the host knows."""
     readback: "Readback | None" = None
     """Once all of it is launched."""
+    launched_s: float = 0.0
+    """When its launch began, of time.perf_counter."""
 
 
 class RequestTable:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -13,6 +14,7 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
+from vmmkv.server.engine.fetches import Fetches
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
@@ -62,6 +64,9 @@ class Scheduler:
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
 
+    A request whose prompt goes on in a tier waits for it in `fetches`, with a slot reserved, while those behind it are admitted.
+    A running request that finds no page has all fetches given up, before any request is preempted.
+
     A beam search takes one slot for each beam from the start, and is preempted as a whole. It begins again when a request that
     ran beside it, or preempted it, has ended.
     """
@@ -84,6 +89,9 @@ class Scheduler:
         """In order of admission."""
         self.table: Final = RequestTable(cache.num_slots, cache.max_tokens)
         self.num_preempted = 0
+        self.fetches: Final = Fetches(prefix, cache.layout.row_bytes)
+        self.hit_tokens: Counter[str] = Counter()
+        """Tokens of prompts that were cached when their requests began, by where they were."""
         self._cache = cache
         self._prefix = prefix
         self._sampler = sampler
@@ -94,7 +102,7 @@ class Scheduler:
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
-        """Those that wait or run."""
+        """Those that wait, for tiers too, or run."""
         self._priorities: list[int] = []
         """Of the running requests, sorted; each as often as it has slots."""
         self._prefilling: dict[Request, None] = {}
@@ -112,7 +120,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running?"""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.fetches.waiting)
 
     def add(self, request: Request) -> None:
         """A request comes, and waits."""
@@ -193,7 +201,10 @@ class Scheduler:
         """
         self._by_id.pop(request.ask.request_id, None)
         if not request.is_running:
-            self._dequeue(request)
+            if request in self.fetches.waiting:
+                self.fetches.leave(request)
+            else:
+                self._dequeue(request)
             request.status = Status.FINISHED
             self._num_refused = 0
             return
@@ -217,6 +228,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
+        self._resume(self.fetches.ended())
         if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
@@ -232,6 +244,10 @@ class Scheduler:
                 return
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
+            if request.num_slots <= num_slots and self._fetch(request):
+                num_slots -= request.num_slots
+                num_left -= 1
+                continue
             opened = self._open(request) if request.num_slots <= num_slots else None
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
@@ -247,6 +263,30 @@ class Scheduler:
             num_left -= 1
             if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
                 return
+
+    def _fetch(self, request: Request) -> bool:
+        """Does a waiting request wait for tiers from now on? Raises: CannotRun."""
+        try:
+            is_fetched = self.fetches.start(request)
+        except Exception as error:
+            raise CannotRun(request, error, "this request could not begin") from error
+        if is_fetched:
+            self._dequeue(request)
+        return is_fetched
+
+    def _resume(self, requests: list[Request]) -> bool:
+        """These wait for tiers no longer, and can be admitted; are there any?"""
+        for request in requests:
+            self._enqueue(request, request.place)
+            self._num_refused = 0
+        return bool(requests)
+
+    def _give_up_fetches(self) -> bool:
+        """The memory that is being loaded into is needed for running requests; is there any?"""
+        requests = list(self.fetches.waiting)
+        for request in requests:
+            self.fetches.leave(request)
+        return self._resume(requests)
 
     def _queue(self) -> "_Queue":
         """The waiting requests in the order of admission, as of now."""
@@ -280,7 +320,7 @@ class Scheduler:
                 sequence.close()
                 raise
         except Exception as error:
-            if isinstance(error, OutOfPages) and self.running:
+            if isinstance(error, OutOfPages) and (self.running or self.fetches.waiting):
                 return None
             raise CannotRun(request, error, "this request could not begin") from error
         return sequence, num_known
@@ -288,7 +328,8 @@ class Scheduler:
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
         """A waiting request runs from now on."""
         if request.num_admitted == 0:
-            request.num_cached = min(num_known, len(request.prompt))
+            request.cached = tuple(request.sources_of(min(num_known, len(request.prompt))).items())
+        self.hit_tokens += request.sources_of(num_known)
         self._dequeue(request)
         request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
@@ -333,7 +374,7 @@ class Scheduler:
 
         A lower number is more urgent.
         """
-        return self._max_sequences - bisect_right(self._priorities, priority)
+        return self._max_sequences - self.fetches.num_slots - bisect_right(self._priorities, priority)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -345,7 +386,7 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages as error:
-                if self._drain() or self.slide_windows():
+                if self._drain() or self.slide_windows() or self._give_up_fetches():
                     if not request.is_running:
                         return False
                     continue
@@ -402,7 +443,7 @@ class Scheduler:
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
-        num_known = 0 if self._prefix is None else _look_up(request, self._prefix)
+        num_known = 0 if self._prefix is None else request.look_up(self._prefix)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
@@ -446,7 +487,7 @@ class _Queue:
         for request in urgent:
             num_cached = self._num_cached.get(request)
             if num_cached is None:
-                num_cached = self._num_cached[request] = _look_up(request, self._prefix)
+                num_cached = self._num_cached[request] = request.look_up(self._prefix)
             if num_cached > longest and not self._is_being_computed(request, num_cached):
                 best, longest = request, num_cached
         return best
@@ -472,10 +513,3 @@ class _Queue:
             if request.num_awaited >= end:
                 return True
         return False
-
-
-def _look_up(request: Request, prefix: Prefixes) -> int:
-    """How many tokens of a waiting request are cached now."""
-    if request.lookup is None:
-        request.lookup = prefix.lookup(request.attachable, namespace=request.namespace)
-    return request.lookup()

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -331,10 +331,10 @@ class Generation:
             pass
         return [delta for index, choice in enumerate(self._choices) if (delta := choice.take(index)) is not None]
 
-    def token_counts(self) -> tuple[int, int, int]:
-        """Tokens so far: of the prompts, those of them found in the prefix cache, and of the answers."""
+    def token_counts(self) -> tuple[int, Counter[str], int]:
+        """Tokens so far: of the prompts, those of them found in the prefix cache by where they were, and of the answers."""
         completion_tokens = sum(choice.num_tokens for choice in self._choices) + self._unreturned_tokens
-        return self._prompt_tokens, self._num_cached, completion_tokens
+        return self._prompt_tokens, self._cached, completion_tokens
 
     def describe(self, now_s: float) -> dict[str, Any]:
         """Numbers and no text, for the dashboard: None for what the engine has not said yet."""
@@ -342,7 +342,7 @@ class Generation:
         return {
             "id": self._id,
             "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": self._num_cached if has_begun else None,
+            "cached_tokens": self._cached.total() if has_begun else None,
             "generated_tokens": self._answers.num_tokens if has_begun else None,
             "age_s": round(now_s - self.arrived_s, 2),
             "has_begun": has_begun,
@@ -356,9 +356,9 @@ class Generation:
         self._end("aborted")
 
     @property
-    def _num_cached(self) -> int:
-        cached = self._answers.cached_tokens
-        return sum(cached.get(request.request_id, 0) for request in self._first_requests)
+    def _cached(self) -> Counter[str]:
+        cached, none = self._answers.cached, Counter[str]()
+        return sum((cached.get(request.request_id, none) for request in self._first_requests), none)
 
     async def _fed(self) -> AsyncIterator[Collection[int]]:
         """Feed the choices with the engine's messages; yields the indices of those fed. Raises: as `deltas`."""

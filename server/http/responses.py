@@ -3,13 +3,14 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field
 
 from vmmkv.server.http.generation import Score, TextDelta
-from vmmkv.server.protocol import FinishReason
+from vmmkv.server.protocol import DEVICE, FinishReason
 from vmmkv.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
@@ -24,6 +25,8 @@ class PromptTokensDetails(BaseModel):
 
     cached_tokens: int
     """Tokens found in the prefix cache, so that they were not computed."""
+    cached_tokens_details: Annotated[dict[str, int] | None, _Sparse] = None
+    """The same by where they were, as SGLang names it: `device`, `host`, `disk`. Left out if no tier had any."""
 
 
 class Usage(BaseModel):
@@ -35,14 +38,15 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, token_counts: tuple[int, int, int]) -> "Usage":
+    def of(cls, token_counts: tuple[int, Counter[str], int]) -> "Usage":
         """From `Generation.token_counts`."""
-        prompt_tokens, cached_tokens, completion_tokens = token_counts
+        prompt_tokens, cached, completion_tokens = token_counts
+        details = None if cached.keys() <= {DEVICE} else dict(cached)
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached.total(), cached_tokens_details=details),
         )
 
 

@@ -96,8 +96,8 @@ class FakeEngine:
             (token_id, -2.0 - token_id) for token_id in range(request.params.logprobs or 0)
         ]
         """What is said to have been the likeliest at a place."""
-        self.cached: Callable[[Generate], int] = lambda request: 0
-        """Tokens of the prompt that are said to be cached."""
+        self.cached: Callable[[Generate], int | tuple[tuple[str, int], ...]] = lambda request: 0
+        """Tokens of the prompt that are said to be cached, on the device or by source."""
         self.memory_map: MemoryMap | None = MemoryMap(num_slots=4, slot_pages=[64], slots=[], requests={}, took_us=1.0)
         """What it says is mapped; None: it does not say."""
         self.endless = False
@@ -186,8 +186,7 @@ class FakeEngine:
                 self._say_prompt(request)
             if request.params.beam_width:
                 del self._running[request.request_id]
-                found, cached_tokens = self.search(request), self.cached(request)
-                self._send(Beams(request_id=request.request_id, beams=found, cached_tokens=cached_tokens))
+                self._send(Beams(request_id=request.request_id, beams=self.search(request), cached=self._sources(request)))
             else:
                 outputs.append(self._output(request, generated))
         self._send(Outputs(outputs=outputs))
@@ -209,8 +208,12 @@ class FakeEngine:
             finish_reason=reason,
             logprobs=(self.logprob(request, place),) if params.logprobs is not None else (),
             top_logprobs=(tuple(self.likeliest(request, place)),) if params.logprobs else (),
-            cached_tokens=self.cached(request) if place == 0 else 0,
+            cached=self._sources(request) if place == 0 else (),
         )
+
+    def _sources(self, request: Generate) -> tuple[tuple[str, int], ...]:
+        cached = self.cached(request)
+        return cached if isinstance(cached, tuple) else (("device", cached),) if cached else ()
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(

@@ -166,13 +166,16 @@ class Dashboard:
         return sum_s / count if count else None
 
 
-def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
-    """Physical memory by use, and how many sequences run and wait."""
+def memory_of(snapshot: Snapshot | None) -> dict[str, Any] | None:
+    """Physical memory by use, what each tier holds of its budget, and how many sequences run and wait."""
     if snapshot is None:
         return None
     names = [name for name in Snapshot.__struct_fields__ if name.startswith("kv_")]
     memory = {name.removeprefix("kv_"): getattr(snapshot, name) for name in names}
-    return memory | {"running": snapshot.running, "waiting": snapshot.waiting}
+    tiers = [
+        {"name": name, "held": tier["held_bytes"], "budget": tier["budget_bytes"]} for name, tier in snapshot.tiers.items()
+    ]
+    return memory | {"tiers": tiers, "running": snapshot.running, "waiting": snapshot.waiting}
 
 
 def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) -> APIRouter:

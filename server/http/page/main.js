@@ -60,7 +60,8 @@ function showMemory(memory) {
     return element("li", {}, element("span", { className: `swatch ${name}` }), text, element("b", { text: bytes(size) }));
   }));
   find("saved").textContent = `${bytes(saved)} saved`;
-  find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget`;
+  const tiers = memory.tiers.map((tier) => `, ${bytes(tier.held)} of ${bytes(tier.budget)} in ${tier.name}`).join("");
+  find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget${tiers}`;
 }
 
 function showRequests({ memory, requests, num_requests: total }) {
