@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 
 from vmmkv.config import LOG_LEVELS, PREFIX
 from vmmkv.errors import did_you_mean
-from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
+from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 MIN_KEY_CHARS: Final = 8
@@ -162,18 +162,13 @@ class ServeConfig:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
-        if self.kv_budget_bytes is not None and self.kv_budget_bytes < PAGE_BYTES:
-            raise ValueError(
-                f"kv_budget_bytes is {format_bytes(self.kv_budget_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; "
-                f"a small model wants {format_bytes(256 * MIB)} or more"
-            )
-        for name in ("kv_host_budget_bytes", "kv_disk_budget_bytes"):
+        for name in ("kv_budget_bytes", "kv_host_budget_bytes", "kv_disk_budget_bytes"):
             if (size_bytes := getattr(self, name)) is not None and size_bytes < PAGE_BYTES:
                 raise ValueError(
                     f"{name} is {format_bytes(size_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; a small model "
-                    f"wants {format_bytes(GIB)} or more"
+                    f"wants {format_bytes(256 * MIB)} or more"
                 )
-        if not self.kv_disk if self.kv_disk_budget_bytes is not None else self.kv_disk is not None:
+        if bool(self.kv_disk) != (self.kv_disk_budget_bytes is not None):
             raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
         if not self.prefix_cache and (self.kv_host_budget_bytes or self.kv_disk):
             raise ValueError("kv_host_budget_bytes and kv_disk are for shared prefixes: leave out prefix_cache=False, or these")

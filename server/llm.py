@@ -66,6 +66,8 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages, each with a `role` and a `content`."""
 
 _PRIORITY: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
+_STORE_S: Final = 30.0
+"""Time for stores to tiers when an LLM is closed."""
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are no list of prompts, token ids, parameters or priorities."""
 
@@ -280,7 +282,7 @@ class LLM:
             if self._grammars is not None:
                 self._grammars.close()
                 self._grammars = None
-            loaded.engine.store_all(lambda: time.sleep(1e-3))
+            loaded.engine.store_all(_STORE_S)
             loaded.close()
             self._loaded = None  # last: a close that failed can be called again
         finally:

@@ -7,7 +7,6 @@ import argparse
 import gc
 import logging
 import math
-import time
 from typing import Any, Final
 
 import msgspec
@@ -79,8 +78,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         if not engine.has_work:
             engine.settle()
             mapper.work(math.inf)
-    until_s = time.monotonic() + STORE_S
-    engine.store_all(lambda: socket.poll(1) or time.monotonic() > until_s)
+    engine.store_all(STORE_S)
     loaded.close()
     return 0
 
@@ -108,7 +106,7 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
     engine = loaded.engine
     wait = not engine.has_work
     if wait:
-        engine.store_all(lambda: socket.poll(1))
+        engine.store_all(wait=lambda: socket.poll(1))
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):

@@ -15,9 +15,11 @@ launched ahead as any other; then the earlier steps are read, which makes the ma
 
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -304,7 +306,7 @@ class Engine:
         step = self.in_flight.popleft()
         assert step.readback is not None, "all of it is launched"
         try:
-            while not step.readback.is_done and self.poll_tiers():
+            while step.readback.done is not None and not step.readback.is_done and self.poll_tiers():
                 time.sleep(_NAP_S)
             results = step.readback.wait()
         except Exception as error:
@@ -342,15 +344,15 @@ class Engine:
             log.exception("a copy to or from a tier failed")  # what it would have brought is computed
             return False
 
-    def store_all(self, wait: Callable[[], object]) -> None:
+    def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = partial(time.sleep, 1e-3)) -> None:
         """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true."""
-        if not self.poll_tiers():
+        until_s, is_stored = time.monotonic() + timeout_s, not self.poll_tiers()
+        if is_stored:
             return
-        while not wait():
+        while not (is_stored or time.monotonic() > until_s or wait()):
             self.report(only_if_due=True)
-            if not self.poll_tiers():
-                self.settle()
-                return
+            is_stored = not self.poll_tiers()
+        self.settle()
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""

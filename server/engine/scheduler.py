@@ -64,7 +64,7 @@ class Scheduler:
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
 
-    A request whose prompt goes on in a tier waits for it in `fetches`, with a slot reserved, while those behind it are admitted.
+    A request whose prompt goes on in a tier waits in `fetches`, with a slot reserved, while those behind it are admitted.
     A running request that finds no page has all fetches given up, before any request is preempted.
 
     A beam search takes one slot for each beam from the start, and is preempted as a whole. It begins again when a request that

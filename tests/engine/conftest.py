@@ -1,6 +1,6 @@
 """An engine in this process: a real model of transformers over a real cache, with its answers in a list."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
 from vmmkv.server.sampling_params import InvalidParam, SamplingParams
+from vmmkv.tiers import Tier
 
 VOCABULARY = 199
 PAGE_TOKENS = 2048
@@ -101,6 +102,7 @@ class Harness:
         max_sequences: int | None = None,
         capture: bool = False,
         open_memory: OpenBackend | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.model = model.to(device)
         layout = KVLayout.from_config(model.config, model.dtype)
@@ -129,7 +131,7 @@ class Harness:
         if capture:
             self.runner.capture()
         if open_memory is None:
-            self.prefix = PrefixCache(self.cache) if share else None
+            self.prefix = PrefixCache(self.cache, tiers, fingerprint="model") if share else None
         else:
             self.prefix = self.memory.open_prefixes()
         self.engine = Engine(
@@ -189,7 +191,11 @@ class Harness:
         assert scheduler._decoding.tolist() == slots
         priorities = [each.ask.priority for each in scheduler.running for _ in range(each.num_slots)]
         assert scheduler._priorities == sorted(priorities)
-        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting}
+        fetching = scheduler.fetches.waiting
+        assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(fetching)
+        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *fetching}
+        assert scheduler.fetches.num_slots == sum(each.num_slots for each in fetching)
+        assert set(scheduler.fetches._began_s) <= {wait.fetch for wait in fetching.values()}
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (

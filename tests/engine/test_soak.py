@@ -3,11 +3,15 @@
 import functools
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.laws.faulty_tier import FaultyTier
+from vmmkv import PAGE_BYTES, HostTier
+from vmmkv.server.engine import fetches
 from vmmkv.server.protocol import Abort, Beams, Failed, Outputs, PromptLogprobs
 
 MAX_TOKENS = 2048
@@ -107,15 +111,34 @@ def model() -> Any:
 
 @pytest.mark.parametrize(("count", "seed", "lookahead"), SIZES)
 def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | None, lookahead: int) -> None:
+    soak(count, seed, lookahead)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(250, 1), pytest.param(2000, None, marks=pytest.mark.nightly)])
+def test_the_same_with_a_tier_that_fails(count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "LEAST_TOKENS", 1)
+    tier = FaultyTier(HostTier(40 * PAGE_BYTES), 1)
+    try:
+        counts = soak(count, seed, 2, tick=tier.advance, tiers=[tier])
+        assert not tier.lent
+    finally:
+        tier.close()
+    assert min(counts[how] for how in ("done", "late", "given_up")) > 0
+
+
+def soak(
+    count: int, seed: int | None, lookahead: int, *, tick: Callable[[], object] = lambda: None, **options: Any
+) -> Counter[str]:
+    """Serve so many requests, with a `tick` behind each step; how waits for tiers ended."""
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     print(f"seed {seed}")
     chance, share = random.Random(seed), count / 2000
     one = Harness(
         model(), ours=True, share=True, lookahead=lookahead, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
-        step_tokens=200, eos_ids=EOS,
+        step_tokens=200, eos_ids=EOS, **options,
     )  # fmt: skip
     asked = requests(chance, count)
-    sent_before_abort = drive(one, asked, chance)
+    sent_before_abort = drive(one, asked, chance, tick)
     one.engine.settle()
     one.cache.check()
 
@@ -141,7 +164,7 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     assert one.prefix is not None
     assert one.prefix.stats().hit_tokens > 50_000 * share
 
-    assert not (scheduler.waiting or scheduler.running or one.engine.in_flight)
+    assert not (scheduler.waiting or scheduler.running or scheduler.fetches.waiting or one.engine.in_flight)
     assert all(request is None for request in scheduler.table.requests)
     stats = one.cache.stats()
     assert stats.num_sequences == 0 and stats.mapped_bytes == stats.parked_bytes
@@ -165,9 +188,10 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
             told[message.request_id] += len(message.logprobs) // 4
     assert all(told[each.name] == len(each.prompt) - 1 for each in scored)
     one.close()
+    return scheduler.fetches.counts
 
 
-def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, int]:
+def drive(one: Harness, asked: list[Asked], chance: random.Random, tick: Callable[[], object]) -> dict[str, int]:
     """Let them come in bursts, and some go; what each of those had been sent when it went."""
     coming = asked[::-1]
     leaving: dict[str, int] = {}
@@ -186,6 +210,7 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, 
                 gone[name] = len(one.sent)
             one.engine.receive(Abort(request_id=name))
         one.engine.step()
+        tick()
         step += 1
         if step % 50 == 0:
             one.cache.check()

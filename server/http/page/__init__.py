@@ -172,9 +172,7 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, Any] | None:
         return None
     names = [name for name in Snapshot.__struct_fields__ if name.startswith("kv_")]
     memory = {name.removeprefix("kv_"): getattr(snapshot, name) for name in names}
-    tiers = [
-        {"name": name, "held": tier["held_bytes"], "budget": tier["budget_bytes"]} for name, tier in snapshot.tiers.items()
-    ]
+    tiers = {name: {key: tier[f"{key}_bytes"] for key in ("held", "budget")} for name, tier in snapshot.tiers.items()}
     return memory | {"tiers": tiers, "running": snapshot.running, "waiting": snapshot.waiting}
 
 
