@@ -49,11 +49,15 @@ _COUNTERS: Final = {
     "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
     "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
+    "tier_errors": ("tier_call_errors", "Calls of tiers that raised, which count as misses."),
     "stalls": ("stalls", "Times that a step waited for a driver call."),
 }
-_OF_TIERS: Final = {
+TIER_GAUGES: Final = {
     "held_bytes": "Bytes of the records that a tier holds.",
     "budget_bytes": "The most that it may hold.",
+}
+OF_TIERS: Final = {
+    **TIER_GAUGES,
     "stored_bytes": "Bytes stored in it; a record has 2 MiB.",
     "loaded_bytes": "Bytes loaded from it.",
     "evicted_records": "Records that made room for others.",
@@ -61,7 +65,7 @@ _OF_TIERS: Final = {
     "refused_records": "Records for which it had no room.",
     "errors": "Stores and loads that failed; such a load is a miss.",
 }
-"""Number of a tier in Snapshot: help."""
+"""Number of a tier in Snapshot: help. The others are counters."""
 
 
 class Times:
@@ -162,10 +166,10 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6
     )
-    for field, help_text in _OF_TIERS.items():
+    for field, help_text in OF_TIERS.items():
         values = {name: tier[field] for name, tier in snapshot.tiers.items()}
-        is_gauge = field in ("held_bytes", "budget_bytes")
-        yield _labelled(f"tier_{field}", help_text, "tier", values, GaugeMetricFamily if is_gauge else CounterMetricFamily)
+        kind = GaugeMetricFamily if field in TIER_GAUGES else CounterMetricFamily
+        yield _labelled(f"tier_{field}", help_text, "tier", values, kind)
 
 
 def _labelled(

@@ -249,6 +249,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """Their waits together."""
     tiers: dict[str, dict[str, int]] = {}
     """By name, what `vmmkv.TierStats` says."""
+    tier_errors: int = 0
+    """Calls of tiers that raised, beside the errors that they count themselves."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -344,7 +343,7 @@ class Engine:
             log.exception("a copy to or from a tier failed")  # what it would have brought is computed
             return False
 
-    def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = partial(time.sleep, 1e-3)) -> None:
+    def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = lambda: time.sleep(1e-3)) -> None:
         """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true."""
         until_s, is_stored = time.monotonic() + timeout_s, not self.poll_tiers()
         if is_stored:
@@ -582,6 +581,7 @@ class Engine:
                 fetches=dict(scheduler.fetches.counts),
                 fetch_wait_us=scheduler.fetches.waited_s * 1e6,
                 tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
+                tier_errors=0 if prefix is None else prefix.tier_errors,
             )
         )
 

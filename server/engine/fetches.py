@@ -2,8 +2,8 @@
 
     waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 
-The bandwidth of each tier and the rate of prefill are measured as they run. A tier that takes longer for a token than computing
-it is not asked, until its estimate has risen again: one fetch in some dozens finds out.
+The bandwidth of each tier and the rate of prefill are measured as they run. Each time that computing is faster the estimate of
+the bandwidth rises a little, so that now and then a fetch measures it again.
 """
 
 import time
@@ -32,7 +32,7 @@ _KEPT: Final = 0.9
 """Weight of what was measured before, beside the next measurement."""
 
 _HOPE: Final = 1.01
-"""By so much the estimate of a tier rises for each prompt that it was too slow for."""
+"""By so much the estimate of a bandwidth rises each time that it was too low."""
 
 
 class Rate:
@@ -70,15 +70,15 @@ class _Wait:
 class Fetches:
     """The requests that wait for tiers; each has a slot reserved. Without tiers there are none."""
 
-    def __init__(self, prefix: Prefixes | None, row_bytes: int) -> None:
+    def __init__(self, prefix: Prefixes | None) -> None:
         self.waiting: dict[Request, _Wait] = {}
         self.num_slots = 0
         """That they will take."""
         self.counts: Counter[str] = Counter()
-        """Of their waits, by how they ended: `done`, `late`, or `given_up` for running requests or by the client."""
+        """`declined`, since computing was faster; else by how the wait ended: `done`, `late`, or `given_up` for running
+        requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
-        self._row_bytes = row_bytes
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes, by tier."""
@@ -86,35 +86,36 @@ class Fetches:
         """Of the fetches that are under way."""
 
     def start(self, request: Request) -> bool:
-        """Does a request wait for tiers from now on?
-
-        Cost: 2 us a page of the prompt, and what evicting takes to make room. Raises: DriverError.
-        """
+        """Does a request wait for tiers from now on? Cost: see PrefixCache.fetch. Raises: DriverError."""
         if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
             return False
-        token_s = 1 / self._prefill.per_s
-        slow = {name for name, rate in self._loads.items() if self._row_bytes / rate.per_s > token_s}
-        for name in slow:
-            self._loads[name].hope()
-        under_way = sum((fetch.bytes_by_tier for fetch in self._began_s), Counter[str]())
-        behind_s = max((size_bytes / self._loads[name].per_s for name, size_bytes in under_way.items()), default=0.0)
-        fetch = self._prefix.fetch(
-            request.attachable,
-            namespace=request.namespace,
-            least_tokens=max(LEAST_TOKENS, int(behind_s / token_s)),
-            without=slow,
-        )
+        tokens, namespace = request.attachable, request.namespace
+        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, worth=self._is_worth)
         if fetch is None:
             return False
-        now_s, num_known = time.perf_counter(), request.look_up(self._prefix)
         if not request.num_fetches:
-            request.num_unfetched = num_known
+            request.num_unfetched = fetch.known_tokens
         request.num_fetches += 1
         request.fetched_bytes += fetch.bytes_by_tier
+        now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
-        self.waiting[request] = _Wait(fetch, now_s, now_s + (fetch.num_tokens - num_known) * token_s)
+        self.waiting[request] = _Wait(fetch, now_s, now_s + self._computing_s(fetch))
         self.num_slots += request.num_slots
         return True
+
+    def _is_worth(self, fetch: Fetch) -> bool:
+        """Is it over before computing would be, behind those that are under way?"""
+        wanted = sum((each.bytes_by_tier for each in self._began_s), fetch.bytes_by_tier)
+        loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in wanted.items())
+        if loading_s < self._computing_s(fetch):
+            return True
+        for tier in fetch.bytes_by_tier:
+            self._loads[tier].hope()
+        self.counts["declined"] += 1
+        return False
+
+    def _computing_s(self, fetch: Fetch) -> float:
+        return (fetch.num_tokens - fetch.known_tokens) / self._prefill.per_s
 
     def ended(self) -> list[Request]:
         """The requests that wait no longer: theirs is done, or computing would have been."""

@@ -7,7 +7,7 @@ orders its writes of memory behind the steps that were launched before.
 """
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -151,9 +151,9 @@ class Prefixes(Protocol):
         """A new sequence with the rows that are cached, but for the last token's."""
 
     def fetch(
-        self, tokens: TokenIds, *, namespace: Hashable = None, least_tokens: int = 1, without: Container[str] = ()
+        self, tokens: TokenIds, *, namespace: Hashable, least_tokens: int, worth: Callable[[Fetch], bool]
     ) -> Fetch | None:
-        """Start to load what tiers have of a prompt past what the device has; None if that is less, or there is no room."""
+        """Start to load what tiers have of a prompt past what the device has; None if that is little, or there is no room."""
 
     def poll(self, budget_us: float) -> bool:
         """Go on with stores and loads for about so long; False if there is nothing left."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmmkv.server.engine.kv_backend import KVSequence, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
 from vmmkv.server.protocol import DEVICE, FinishReason, Generate, Output
 from vmmkv.units import format_bytes
@@ -174,12 +174,6 @@ class Request:
         """
         is_scored = self.ask.params.prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
         return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
-
-    def look_up(self, prefix: Prefixes) -> int:
-        """How many of its tokens are cached now; only of a waiting request."""
-        if self.lookup is None:
-            self.lookup = prefix.lookup(self.attachable, namespace=self.namespace)
-        return self.lookup()
 
     def sources_of(self, num_cached: int) -> Counter[str]:
         """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes of each tier."""

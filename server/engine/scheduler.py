@@ -89,7 +89,7 @@ class Scheduler:
         """In order of admission."""
         self.table: Final = RequestTable(cache.num_slots, cache.max_tokens)
         self.num_preempted = 0
-        self.fetches: Final = Fetches(prefix, cache.layout.row_bytes)
+        self.fetches: Final = Fetches(prefix)
         self.hit_tokens: Counter[str] = Counter()
         """Tokens of prompts that were cached when their requests began, by where they were."""
         self._cache = cache
@@ -443,7 +443,7 @@ class Scheduler:
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
-        num_known = 0 if self._prefix is None else request.look_up(self._prefix)
+        num_known = 0 if self._prefix is None else _look_up(request, self._prefix)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
@@ -487,7 +487,7 @@ class _Queue:
         for request in urgent:
             num_cached = self._num_cached.get(request)
             if num_cached is None:
-                num_cached = self._num_cached[request] = request.look_up(self._prefix)
+                num_cached = self._num_cached[request] = _look_up(request, self._prefix)
             if num_cached > longest and not self._is_being_computed(request, num_cached):
                 best, longest = request, num_cached
         return best
@@ -513,3 +513,10 @@ class _Queue:
             if request.num_awaited >= end:
                 return True
         return False
+
+
+def _look_up(request: Request, prefix: Prefixes) -> int:
+    """How many tokens of a waiting request are cached now."""
+    if request.lookup is None:
+        request.lookup = prefix.lookup(request.attachable, namespace=request.namespace)
+    return request.lookup()

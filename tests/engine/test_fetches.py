@@ -1,19 +1,28 @@
 """Tiers below the engine: what is evicted comes back, tokens are those without tiers, and no request waits in vain."""
 
+import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import prompt_of, wide_rows
-from vmmkv import MIB
+from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
+from tests.laws.faulty_tier import FAULTS, FaultyTier
+from vmmkv import MIB, PAGE_BYTES, HostTier
+from vmmkv.errors import BudgetError
+from vmmkv.prefix import Fetch
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.engine import fetches
+from vmmkv.server.engine.fetches import Fetches, Rate
+from vmmkv.server.protocol import Abort
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}
 PROMPTS = [prompt_of(500 + 40 * seed, seed) for seed in range(6)]
-"""Of seven to ten pages: two of them fill the device."""
+"""Of 7 to 10 full pages, of 64 tokens each: two of them fill the device."""
+PROMPT = PROMPTS[0]
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +39,20 @@ def expected(directory: Path) -> list[list[int]]:
         return answers(llm.generate(PROMPTS, GREEDY))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing is taken to be slow, so that every fetch is waited for."""
     monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
     monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+
+
+@pytest.fixture
+def slow() -> Iterator[FaultyTier]:
+    """A host tier whose loads come when it is told to hurry."""
+    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["slow"], chance=1.0)
+    yield tier
+    assert not tier.lent
+    tier.close()
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -42,7 +60,26 @@ def answers(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.usefixtures("patient")
+def serving(harness: MakeHarness, tier: Any, **options: Any) -> Harness:
+    return harness(wide_rows(), ours=True, share=True, tiers=[tier], max_tokens=1024, **options)
+
+
+def stored(one: Harness, prompt: list[int]) -> list[int]:
+    """The answer to a prompt that then is in the tier and not on the device."""
+    tokens = one.said(prompt)
+    one.engine.store_all(30)
+    one.engine.forget()
+    assert not one.prefix.match(prompt)
+    return tokens
+
+
+def ended(one: Harness) -> Counter[str]:
+    return one.engine._scheduler.fetches.counts
+
+
+# tokens are those without tiers
+
+
 def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expected: list[list[int]]) -> None:
     with LLM(directory, kv_host_budget_bytes=256 * MIB, **OPTIONS) as llm:
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
@@ -50,3 +87,182 @@ def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expect
         assert answers(again) == expected
         assert all(each.cached_tokens >= 448 for each in again)
         assert sum(each.cached_tokens_details.get("host", 0) for each in again) > 1000
+        assert all(sum(each.cached_tokens_details.values()) == each.cached_tokens for each in again)
+
+
+def test_a_disk_hits_after_a_restart_what_it_hit_before(directory: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+    disk = OPTIONS | {"kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 256 * MIB}
+    with LLM(directory, **disk) as llm:
+        assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+    for _ in range(2):
+        with LLM(directory, **disk) as llm:
+            again = llm.generate(PROMPTS, GREEDY)
+            assert answers(again) == expected
+            hits = [each.cached_tokens_details for each in again]
+            assert hits == [{"disk": len(prompt) // 64 * 64} for prompt in PROMPTS]
+            assert llm.snapshot is not None and llm.snapshot.hit_tokens == {"disk": sum(each["disk"] for each in hits)}
+    weights = directory / "model.safetensors"
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # as if they were others
+    with LLM(directory, **disk) as llm:
+        assert llm.generate(PROMPT, GREEDY)[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tier_that_fails_is_counted_and_changes_no_token(harness: MakeHarness, fault: str) -> None:
+    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 1, [fault], chance=0.3)
+    one = serving(harness, tier, budget_pages=20)
+    for _ in range(3):
+        for index, prompt in enumerate(PROMPTS[:3]):
+            one.ask(f"{index}", prompt)
+        while one.engine.has_work:
+            one.step()
+            tier.advance()
+        one.engine.store_all(0.1)
+        one.engine.forget()
+    for index, prompt in enumerate(PROMPTS[:3]):
+        assert one.tokens(f"{index}") == 3 * one.expected(prompt)
+    assert not one.failures()
+    if fault == "raises":
+        assert one.prefix.stats().tier_errors
+    if fault == "forgets":
+        assert sum(output.cached_tokens for output in one.outputs()) < 2 * 64 * (7 + 8 + 9)
+
+
+# waiting
+
+
+def test_one_load_serves_all_requests_that_wait_for_it(harness: MakeHarness) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    for name in "abc":
+        one.ask(name, PROMPT)
+    one.run()
+    assert [one.tokens(name) for name in "abc"] == [tokens] * 3
+    assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
+    assert [one.outputs(name)[0].cached for name in "abc"] == [(("host", 448),)] * 3
+    tier.close()
+
+
+def test_requests_behind_one_that_waits_for_a_tier_begin(harness: MakeHarness, slow: FaultyTier) -> None:
+    one = serving(harness, slow)
+    tokens = stored(one, PROMPT)
+    one.ask("known", PROMPT)
+    one.ask("new", PROMPTS[1])
+    one.step(30)
+    assert one.finish_reasons("new")[-1] == "length" and not one.outputs("known")
+    slow.hurry()
+    one.run()
+    assert one.tokens("known") == tokens and one.outputs("known")[0].cached == (("faulty host", 448),)
+    assert one.tokens("new") == one.expected(PROMPTS[1])
+    one.cache.close()
+
+
+def test_a_fetch_that_is_later_than_computing_is_given_up(
+    harness: MakeHarness, slow: FaultyTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serving(harness, slow)
+    tokens = stored(one, PROMPT)
+    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.02)
+    assert one.said(PROMPT) == tokens
+    assert one.outputs("alone")[-8].cached == () and ended(one) == {"late": 1}
+    assert one.said(PROMPTS[1][:100]) == one.expected(PROMPTS[1][:100])
+    one.cache.close()
+
+
+def test_a_client_that_goes_leaves_nothing_in_a_tier(harness: MakeHarness, slow: FaultyTier) -> None:
+    one = serving(harness, slow)
+    stored(one, PROMPT)
+    for name in ("goes", "goes too"):
+        one.ask(name, PROMPT)
+    one.step(2)
+    assert slow.lent and one.cache.stats().pool_used_bytes
+    for name in ("goes", "goes too"):
+        one.engine.receive(Abort(request_id=name))
+    assert not one.engine.has_work and ended(one) == {"given_up": 2}
+    one.engine.settle()
+    one.cache.check()
+    assert not slow.lent and not one.cache.stats().pool_used_bytes
+
+
+def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: MakeHarness, slow: FaultyTier) -> None:
+    one = serving(harness, slow, budget_pages=12)
+    tokens = stored(one, PROMPT)
+    one.ask("running", prompt_of(300, 9), 60)
+    one.step(2)
+    one.ask("known", PROMPT)
+    one.step(2)
+    assert ended(one) == {} and slow.lent
+    one.step(40)  # it needs a sixth page
+    assert ended(one)["given_up"] and one.engine._scheduler.num_preempted == 0
+    slow.hurry()
+    slow.faults.clear()
+    one.run()
+    assert one.tokens("running") == one.expected(prompt_of(300, 9), 60)
+    assert one.tokens("known") == tokens
+
+
+def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier, budget_pages=12, step_tokens=1024)
+    one.ask("low", PROMPT, 30, priority=1)
+    one.step(20)
+    one.ask("pressing", PROMPTS[4], 4)
+    one.run()
+    assert one.engine._scheduler.num_preempted == 1
+    assert ended(one) == {"done": 1} and tier.stats().loaded_bytes == 7 * PAGE_BYTES
+    assert one.tokens("low") == one.expected(PROMPT, 30)
+    assert one.tokens("pressing") == one.expected(PROMPTS[4], 4)
+    tier.close()
+
+
+# break-even
+
+
+def test_what_overlaps_counts_as_done_in_turn() -> None:
+    rate = Rate(7.0)
+    assert rate.per_s == 7.0
+    rate.add(100, 0.0, 1.0)
+    rate.add(100, 0.0, 2.0)
+    rate.add(100, 1.5, 2.0)
+    assert rate.per_s == pytest.approx(300 / 2, rel=0.1)
+
+
+class FakeFetch(Fetch):
+    """Of 50 tokens."""
+
+    def __init__(self, bytes_by_tier: Counter[str]) -> None:
+        self.bytes_by_tier, self.num_tokens, self.known_tokens = bytes_by_tier, 100, 50
+
+
+def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
+    one = Fetches(None)
+    fetch = FakeFetch(Counter(disk=1000))
+    assert one._is_worth(fetch), "nothing is known of it"
+    one._loads["disk"].add(1000, 0.0, 1.0)
+    one._prefill.add(100, 0.0, 1.0)
+    declined = 0
+    while not one._is_worth(fetch):
+        declined += 1
+    assert 50 < declined < 90
+    assert one.counts == {"declined": declined}
+    fetch.bytes_by_tier.clear()
+    assert one._is_worth(fetch)
+    one._began_s[FakeFetch(Counter(disk=2000))] = 0.0
+    assert not one._is_worth(fetch), "it comes behind one that takes as long"
+
+
+# options
+
+
+def test_a_tier_that_does_not_fit_is_refused_with_what_fits(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"at most kv_host_budget_bytes=\d+ .* works"):
+        LLM(directory, kv_host_budget_bytes=1 << 50, **OPTIONS)
+    with pytest.raises(BudgetError, match=r"at most kv_disk_budget_bytes=\d+ .* works"):
+        LLM(directory, kv_disk=tmp_path, kv_disk_budget_bytes=1 << 60, **OPTIONS)
+    for wrong in ({"kv_disk": tmp_path}, {"kv_disk_budget_bytes": MIB << 5}):
+        with pytest.raises(ValueError, match="give both"):
+            LLM(directory, **OPTIONS, **wrong)
+    with pytest.raises(ValueError, match="shared prefixes"):
+        LLM(directory, prefix_cache=False, kv_host_budget_bytes=64 * MIB, **OPTIONS)

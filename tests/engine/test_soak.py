@@ -116,14 +116,17 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
 
 @pytest.mark.parametrize(("count", "seed"), [(250, 1), pytest.param(2000, None, marks=pytest.mark.nightly)])
 def test_the_same_with_a_tier_that_fails(count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = random.Random(1)
     monkeypatch.setattr(fetches, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(fetches.Fetches, "_is_worth", lambda *_: True)
+    monkeypatch.setattr(fetches.Fetches, "_computing_s", lambda *_: own.choice([0.0, 0.01, 9.0]))
     tier = FaultyTier(HostTier(40 * PAGE_BYTES), 1)
     try:
         counts = soak(count, seed, 2, tick=tier.advance, tiers=[tier])
         assert not tier.lent
     finally:
         tier.close()
-    assert min(counts[how] for how in ("done", "late", "given_up")) > 0
+    assert counts["done"] and counts["late"], counts
 
 
 def soak(

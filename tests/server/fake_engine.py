@@ -49,6 +49,7 @@ FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
 SILENT_SEEDS = range(2000, 3000)
 """Nor do these, of which a request has several."""
 DIE_CODE = 3
+_TIER_NUMBERS = ("stored_bytes", "loaded_bytes", "evicted_records", "missed_records", "refused_records", "errors")
 
 READY = Ready(
     model="tiny",
@@ -233,6 +234,10 @@ class FakeEngine:
             driver_calls={"create": 3, "map": 4},
             prefix_hit_tokens=5,
             prefix_pages=6,
+            hit_tokens={"device": 1, "host": 4},
+            fetches={"done": 2},
+            fetch_wait_us=3000.0,
+            tiers={"host": dict.fromkeys(_TIER_NUMBERS, 7) | {"budget_bytes": 1 << 30, "held_bytes": 1 << 21}},
         )
 
     def _send(self, message: Message) -> None:

@@ -347,6 +347,11 @@ class TestUsage:
         assert last.usage.total_tokens == last.usage.prompt_tokens + 3
         assert last.usage.prompt_tokens_details.cached_tokens == cached
 
+    def test_it_says_what_came_from_tiers_of_each_prompt(self, server: Running) -> None:
+        server.engine.cached = lambda request: (("device", 1), ("host", len(request.prompt) - 1))
+        details = server.complete(prompt=["abcde", "bc"], n=2).json()["usage"]["prompt_tokens_details"]
+        assert details == {"cached_tokens": 5 + 2, "cached_tokens_details": {"device": 1 + 1, "host": 4 + 1}}
+
     @pytest.mark.parametrize("chat", [False, True])
     def test_every_chunk_counts_tokens_when_asked(self, server: Running, chat: bool) -> None:
         server.answers("abc")

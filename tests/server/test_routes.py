@@ -147,6 +147,9 @@ class TestMetrics:
             "vmmkv_stalls_total 2.0", "vmmkv_stall_seconds_total 0.0015", 'vmmkv_driver_calls_total{call="map"} 4.0',
             "vmmkv_preemptions_total 0.0", "vmmkv_prompt_tokens_total 0.0", "vmmkv_generation_tokens_total 3.0",
             "vmmkv_prefix_hit_tokens_total 5.0", "vmmkv_prefix_pages 6.0", "vmmkv_request_duration_seconds_count 1.0",
+            'vmmkv_hit_tokens_total{source="host"} 4.0', 'vmmkv_fetches_total{outcome="done"} 2.0',
+            "vmmkv_fetch_wait_seconds_total 0.003", 'vmmkv_tier_held_bytes{tier="host"} 2.097152e+06',
+            'vmmkv_tier_evicted_records_total{tier="host"} 7.0', 'vmmkv_tier_errors_total{tier="host"} 7.0',
             "vmmkv_time_to_first_token_seconds_count 1.0", 'vmmkv_requests_total{outcome="finished"} 1.0',
         }  # fmt: skip
         # The engine's last account of itself comes behind its last token.
@@ -236,6 +239,7 @@ class TestMap:
         found = server.http.get("/kv").json()
         assert (found["num_slots"], found["slot_pages"], found["page_bytes"]) == (8, [64], 2 << 20)
         assert found["memory"]["budget_bytes"] == 1 << 26
+        assert found["memory"]["tiers"] == {"host": {"held": 1 << 21, "budget": 1 << 30}}
         # What the tree alone holds too is not shared between slots.
         runs = [[0, 0, 4, "live", 2, 0], [0, 4, 2, "live", 1, None], [0, 6, 1, "ahead", 1, None]]
         others = [[0, 0, 4, "live", 2, 0], [0, 4, 1, "live", 1, None]]

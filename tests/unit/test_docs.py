@@ -168,8 +168,10 @@ def test_the_server_guide_has_every_metric_and_no_other() -> None:
             *("engine_ready", "stall_seconds_total", "driver_calls_total", "requests_total", "requests_refused_total"),
             *("request_duration_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
             *("request_queue_time_seconds", "kv_shared_bytes", "kv_usage_ratio", "attaches_total", "attach_seconds_total"),
+            *("hit_tokens_total", "fetches_total", "fetch_wait_seconds_total"),
         )
     }
+    exported |= {f"vmmkv_tier_{name}{'' if name in metrics.TIER_GAUGES else '_total'}" for name in metrics.OF_TIERS}
     assert set(re.findall(r"`(vmmkv_[a-z_]+)(?:\{\w+\})?`", read("guides/server.md"))) == exported
 
 
