@@ -244,7 +244,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
     hit_tokens: dict[str, int] = {}
     """Prompt tokens found in the prefix cache, by where they were, since the start."""
     fetches: dict[str, int] = {}
-    """Requests that waited for tiers, by how that ended: `done`, `late`, `given_up`."""
+    """Loads that requests waited for, by how that ended: see `Fetches.counts`."""
     fetch_wait_us: float = 0.0
     """Their waits together."""
     tiers: dict[str, dict[str, int]] = {}

@@ -135,6 +135,8 @@ class Fetches:
     def leave(self, request: Request, how: str = "given_up") -> None:
         """A request waits no longer."""
         wait = self.waiting.pop(request)
+        if how != "done":
+            request.fetched_bytes -= wait.fetch.bytes_by_tier
         wait.fetch.give_up()
         if not wait.fetch.waiting:
             self._began_s.pop(wait.fetch, None)

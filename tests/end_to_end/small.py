@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,13 +19,14 @@ from tests.server.tiny import byte_tokenizer
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
 
 
-def small_model(directory: Path) -> Path:
+def small_model(directory: Path, **changes: Any) -> Path:
     """A decoder with the shape of Llama's and the bytes as its tokens; its weights are made when it is loaded."""
-    LlamaConfig(
-        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=1024, bos_token_id=None, eos_token_id=257, pad_token_id=None,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory)  # fmt: skip
+    options: dict[str, Any] = {
+        "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 257,
+        "pad_token_id": None, "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    LlamaConfig(**(options | changes)).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

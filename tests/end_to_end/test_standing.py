@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, small_model, small_server, until
+from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_model, small_server, until
 
 NAME = "model"
 NUM_RUNNING, NUM_QUEUED = 4, 4
@@ -165,3 +166,22 @@ def test_what_the_engine_cannot_serve_is_one_error_of_the_command(tmp_path: Path
     (error,) = ended.stderr.splitlines()  # before any weights are loaded
     assert error == "vmmkv serve: --max-tokens 4096 is more than this model's positions reach, 1024"
     assert (ended.returncode, ended.stdout) == (1, "")
+
+
+def test_what_an_engine_had_on_a_disk_when_it_was_killed_another_server_hits(tmp_path: Path) -> None:
+    directory = small_model(tmp_path / NAME, num_attention_heads=16, num_key_value_heads=16, head_dim=128)  # 64 tokens a page
+    options = ("--load-format", "dummy", "--kv-budget", "64MiB", "--kv-disk", str(tmp_path / "kv"), "--kv-disk-budget", "64MiB")
+
+    def ask(server: ServerProcess) -> tuple[str, Any]:
+        body = {"model": NAME, "prompt": "a" * 700, "max_tokens": 8, "temperature": 0, **ENDLESS}
+        answer = server.http().post("/v1/completions", json=body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
+
+    with server_process(tmp_path / "log", directory, *options) as server:
+        text, details = ask(server)
+        assert details == {"cached_tokens": 0}
+        until(lambda: server.metric('tier_held_bytes{tier="disk"}') >= 10 << 21)
+        os.kill(server.pids()[1], signal.SIGKILL)
+        assert server.process.wait(60) == 1
+    with server_process(tmp_path / "log", directory, *options) as server:
+        assert ask(server) == (text, {"cached_tokens": 640, "cached_tokens_details": {"disk": 640}})

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from vmmkv import MIB, PAGE_BYTES, HostTier
+from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Fetch
 from vmmkv.server import LLM, RequestOutput, SamplingParams
@@ -90,7 +90,9 @@ def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expect
         assert all(sum(each.cached_tokens_details.values()) == each.cached_tokens for each in again)
 
 
-def test_a_disk_hits_after_a_restart_what_it_hit_before(directory: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_be_read(
+    directory: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = OPTIONS | {"kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 256 * MIB}
     with LLM(directory, **disk) as llm:
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
@@ -101,6 +103,10 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before(directory: Path, tmp_pat
             hits = [each.cached_tokens_details for each in again]
             assert hits == [{"disk": len(prompt) // 64 * 64} for prompt in PROMPTS]
             assert llm.snapshot is not None and llm.snapshot.hit_tokens == {"disk": sum(each["disk"] for each in hits)}
+    with monkeypatch.context() as patch, LLM(directory, **disk) as llm:
+        patch.setattr(DiskTier, "read_at", lambda *_: os.pread(-1, 1, 0))  # raises OSError
+        assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+        assert llm.snapshot is not None and llm.snapshot.tiers["disk"]["errors"] and not llm.snapshot.hit_tokens
     weights = directory / "model.safetensors"
     before = weights.stat()
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # as if they were others
