@@ -168,6 +168,7 @@ def test_what_the_engine_cannot_serve_is_one_error_of_the_command(tmp_path: Path
     assert (ended.returncode, ended.stdout) == (1, "")
 
 
+@pytest.mark.nightly
 def test_what_an_engine_had_on_a_disk_when_it_was_killed_another_server_hits(tmp_path: Path) -> None:
     directory = small_model(tmp_path / NAME, num_attention_heads=16, num_key_value_heads=16, head_dim=128)  # 64 tokens a page
     options = ("--load-format", "dummy", "--kv-budget", "64MiB", "--kv-disk", str(tmp_path / "kv"), "--kv-disk-budget", "64MiB")
