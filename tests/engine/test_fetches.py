@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
 from tests.laws.faulty_tier import FAULTS, FaultyTier
@@ -14,8 +15,10 @@ from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Fetch
 from vmmkv.server import LLM, RequestOutput, SamplingParams
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches
 from vmmkv.server.engine.fetches import Fetches, Rate
+from vmmkv.server.engine.loading import ModelSource
 from vmmkv.server.protocol import Abort
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -260,6 +263,16 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
 
 
 # options
+
+
+def test_models_whose_rows_differ_have_other_fingerprints(directory: Path) -> None:
+    def fingerprint(dtype: torch.dtype = torch.float32, **options: Any) -> str:
+        return ModelSource(ServeConfig(model=str(directory), **options), torch.device("cpu"), dtype).fingerprint
+
+    dummies = [fingerprint(load_format="dummy", seed=seed) for seed in (0, 1)]
+    prints = [fingerprint(), fingerprint(torch.bfloat16), fingerprint(model_impl="transformers"), *dummies]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint() == fingerprint(max_num_seqs=3) == prints[0]
 
 
 def test_a_tier_that_does_not_fit_is_refused_with_what_fits(directory: Path, tmp_path: Path) -> None:
