@@ -60,7 +60,7 @@ _WINDOW_STEPS: Final = 16
 _SLOT_STEPS: Final = 8
 """Steps after which slots that were parked longest ago are cleared."""
 
-_POLL_US: Final = 500.0
+_POLL_US: Final = 200.0
 """Time for tiers while there is nothing to do but to wait."""
 
 _NAP_S: Final = 1e-4

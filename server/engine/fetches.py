@@ -41,22 +41,24 @@ class Rate:
     def __init__(self, per_s: float) -> None:
         """`per_s`: until it is measured."""
         self._first = per_s
+        self._hope = 1.0
         self._units = self._took_s = self._until_s = 0.0
 
     @property
     def per_s(self) -> float:
         """The average."""
-        return self._units / self._took_s if self._took_s else self._first
+        return self._hope * self._units / self._took_s if self._took_s else self._first
 
     def add(self, units: float, began_s: float, ended_s: float) -> None:
         """Measure a piece of work."""
+        self._hope = 1.0
         self._units = _KEPT * self._units + units
         self._took_s = _KEPT * self._took_s + ended_s - min(ended_s, max(began_s, self._until_s))
         self._until_s = ended_s
 
     def hope(self) -> None:
-        """Estimate a little more."""
-        self._took_s /= _HOPE
+        """Estimate a little more, until it is measured again."""
+        self._hope *= _HOPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,6 @@ def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expect
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
         again = llm.generate(PROMPTS, GREEDY)
         assert answers(again) == expected
-        assert all(each.cached_tokens >= 448 for each in again)
         assert sum(each.cached_tokens_details.get("host", 0) for each in again) > 1000
         assert all(sum(each.cached_tokens_details.values()) == each.cached_tokens for each in again)
 
@@ -97,7 +96,7 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_b
     directory: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = OPTIONS | {"kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 256 * MIB}
-    with LLM(directory, **disk) as llm:
+    with LLM(directory, **(disk | {"kv_budget_bytes": 256 * MIB})) as llm:  # nothing is evicted before it is stored
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
     for _ in range(2):
         with LLM(directory, **disk) as llm:
@@ -255,6 +254,9 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     while not one._is_worth(fetch):
         declined += 1
     assert 50 < declined < 90
+    one._loads["disk"].add(500, 1.0, 1.5)  # it took as long again
+    assert not one._is_worth(fetch)
+    declined += 1
     assert one.counts == {"declined": declined}
     fetch.bytes_by_tier.clear()
     assert one._is_worth(fetch)
