@@ -25,6 +25,7 @@ PREFIX_UNIT = "tests/unit/test_prefix.py"
 TIERS = "tests/laws/test_tiers.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
+FETCHES = "tests/engine/test_fetches.py"
 
 
 class Mutant(NamedTuple):
@@ -356,6 +357,20 @@ MUTANTS = (
         "                self._free.append(number)\n            raise",
         "                pass\n            raise",
         (f"{TIERS}::test_a_write_that_fails_is_a_miss_and_the_disk_goes_on",),
+    ),
+    Mutant(
+        "a load that is later than computing is waited for",
+        "server/engine/fetches.py",
+        "if wait.fetch.done or now_s > wait.late_s]",
+        "if wait.fetch.done]",
+        (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
+    ),
+    Mutant(
+        "memory that is being loaded into is kept from running requests",
+        "server/engine/scheduler.py",
+        " or self._give_up_fetches():",
+        ":",
+        (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
     ),
 )
 
