@@ -1,11 +1,11 @@
-"""DiskTier: records in one preallocated file of slots, with an append-only index beside it.
+"""DiskTier: records in one file of slots, with a table of what each slot holds beside it; both are preallocated.
 
     records   | slot 0 | slot 1 | slot 2 | ...       2 MiB each, written with O_DIRECT where the file system takes it
-    index     | header | entry | entry | ...         an entry names slot, key, generation and checksum of a record
+    index     | header | entry 0 | entry 1 | ...     an entry has the key, generation and checksum of its slot's record
 
-A record is written to its slot first and entered in the index after. Of the entries of one slot, or of one key, that of the
-highest generation counts. So whenever the process is killed, each entry describes what its slot holds, or what it held before;
-the checksum tells which when the record is read.
+A record is written to its slot first, and its entry after. So whenever the process is killed, each entry describes what its
+slot holds, or what it held before; the checksum tells which when the record is read. If two entries have one key, that of the
+higher generation counts.
 """
 
 import errno
@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import struct
-import threading
 import weakref
 import zlib
 from collections import OrderedDict
@@ -29,15 +28,15 @@ from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES
 from vmmkv.tiers.tier import MissedError, ThreadedTier, touch
 from vmmkv.units import format_bytes
 
-_HEADER: Final = b"vmmkv disk tier, version 1".ljust(64, b"\0")
-_ENTRY: Final = struct.Struct(f"<IQ{KEY_BYTES}sII")
-"""Slot, generation, key, checksum of the record, and the checksum of these."""
+_HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
+_ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
+"""Generation, key, and checksum of the record; a checksum of these and the slot's number follows."""
+
+_ENTRY_BYTES: Final = 64
+"""From one entry to the next: none lies in two sectors."""
 
 _ALIGNMENT_BYTES: Final = 4096
 """Of memory, offsets and sizes, for O_DIRECT."""
-
-_SLACK_ENTRIES: Final = 1024
-"""Superseded entries, beyond twice the slots, before the index is written anew."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,16 +71,13 @@ class DiskTier(ThreadedTier):
         self._records: OrderedDict[bytes, _Slot] = OrderedDict()
         """The least recently used first."""
         self._generation = 0
-        self._index_lock = threading.Lock()
-        """Taken before `lock`: an entry may wait for the disk, and what is known does not."""
         self._fd = self._index_fd = -1
-        self._index_end = 0
-        self._compacting = False
         _tiers.add(self)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(self.path / "records", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            self._fd = self._open_file("records")
             self._lock_path()
+            self._index_fd = self._open_file("index")
             self._allocate()
             self._use_direct_io()
             self._read_index()
@@ -111,19 +107,16 @@ class DiskTier(ThreadedTier):
         try:
             checksum = _checksum(key, data)
             self.write_at(self._fd, data, number * RECORD_BYTES)
-            with self._index_lock:
-                slot = _Slot(number, self._generation + 1, checksum)
-                entry = _packed(key, slot)
-                self.write_at(self._index_fd, memoryview(entry), self._index_end)
-                self._index_end += len(entry)
+            with self.lock:
                 self._generation += 1
-                with self.lock:
-                    self._records[key] = slot
+                slot = _Slot(number, self._generation, checksum)
+            self.write_at(self._index_fd, memoryview(_packed(key, slot)), _entry_at(number))
+            with self.lock:
+                self._records[key] = slot
         except BaseException:
             with self.lock:
                 self._free.append(number)
             raise
-        self._compact_if_due()
 
     def read(self, key: bytes, data: memoryview) -> None:
         """See ThreadedTier.read."""
@@ -180,21 +173,29 @@ class DiskTier(ThreadedTier):
                 "end the other"
             ) from None
 
+    def _open_file(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
     def _allocate(self) -> None:
-        """Take the disk space of all slots, or give back what is beyond them. On failure the records stay as they were."""
-        before = os.fstat(self._fd)
+        """Take the disk space of both files, or give back what is beyond it. On failure the records stay as they were.
+
+        A restart takes no more, so it does not fail on a disk that has become full.
+        """
+        sizes = {self._fd: self.budget_bytes, self._index_fd: _entry_at(self._num_slots)}
+        before = {fd: os.fstat(fd) for fd in sizes}
         try:
-            fallocate(self._fd, 0, 0, self.budget_bytes)
-            os.ftruncate(self._fd, self.budget_bytes)
+            for fd, size_bytes in sizes.items():
+                _take(fd, size_bytes)
+            for fd, size_bytes in sizes.items():
+                os.ftruncate(fd, size_bytes)
         except OSError as error:
-            os.ftruncate(self._fd, before.st_size)
-            if error.errno == errno.EOPNOTSUPP:  # then a write finds out that the disk is full
-                os.ftruncate(self._fd, self.budget_bytes)
-                return
+            for fd, stat in before.items():
+                os.ftruncate(fd, stat.st_size)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             disk = os.statvfs(self.path)
-            most_bytes = (disk.f_bavail * disk.f_frsize + before.st_blocks * 512) * 95 // 100 // RECORD_BYTES * RECORD_BYTES
+            taken_bytes = sum(stat.st_blocks * 512 for stat in before.values())
+            most_bytes = (disk.f_bavail * disk.f_frsize + taken_bytes) * 95 // 100 // RECORD_BYTES * RECORD_BYTES
             raise BudgetError(
                 f"a disk tier of {format_bytes(self.budget_bytes)} does not fit in {self.path}: {error.strerror}; at most "
                 f"budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
@@ -218,52 +219,15 @@ class DiskTier(ThreadedTier):
     # the index
 
     def _read_index(self) -> None:
-        """Find the records that are there. An index that is not ours, or of another version, is begun anew."""
-        self._index_fd = os.open(self.path / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Find the records that are there. An index of another version is begun anew."""
         content = (self.path / "index").read_bytes()
-        entries = sorted(_entries(content), key=lambda entry: entry[1].generation)
-        by_slot: dict[int, bytes] = {}
-        for key, slot in entries:  # the later one takes the slot, and the key
-            if slot.number < self._num_slots:
-                if (other := by_slot.get(slot.number)) is not None:
-                    self._records.pop(other, None)
-                if (before := self._records.pop(key, None)) is not None:
-                    del by_slot[before.number]
-                by_slot[slot.number] = key
-                self._records[key] = slot
-        self._generation = max((slot.generation for _, slot in entries), default=0)
-        self._compact()
-
-    def _compact_if_due(self) -> None:
-        most_bytes = len(_HEADER) + (2 * self._num_slots + _SLACK_ENTRIES) * _ENTRY.size
-        with self._index_lock:
-            if self._compacting or self._index_end <= most_bytes:
-                return
-            self._compacting = True
-        try:
-            self._compact()
-        finally:
-            self._compacting = False
-
-    def _compact(self) -> None:
-        """Write the index anew, with the entries that count. The old one stays until the new one is whole."""
-        with self._index_lock, self.lock:
-            records, seen_end = list(self._records.items()), self._index_end
-        new = self.path / "index.new"
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            content = b"".join([_HEADER, *(_packed(key, slot) for key, slot in records)])
-            self.write_at(fd, memoryview(content), 0)
-            os.fsync(fd)
-            with self._index_lock:
-                since = os.pread(self._index_fd, self._index_end - seen_end, seen_end)  # entered meanwhile
-                self.write_at(fd, memoryview(since), len(content))
-                os.replace(new, self.path / "index")
-                os.close(self._index_fd)
-                self._index_fd, self._index_end = fd, len(content) + len(since)
-        except BaseException:
-            os.close(fd)
-            raise
+        if not content.startswith(_HEADER):
+            self.write_at(self._index_fd, memoryview(_HEADER + bytes(len(content) - len(_HEADER))), 0)
+            return
+        for key, slot in sorted(_entries(content), key=lambda entry: entry[1].generation):
+            self._records.pop(key, None)
+            self._records[key] = slot
+            self._generation = slot.generation
 
     def _take_slot(self) -> int:
         """A slot to write to; the least recently used record makes room. Raises OSError if all are being read."""
@@ -297,17 +261,33 @@ def _checksum(key: bytes, data: Iterable[int]) -> int:
     return zlib.crc32(data, zlib.crc32(key))  # type: ignore[arg-type]
 
 
+def _take(fd: int, size_bytes: int) -> None:
+    """Take a file's disk space; where the file system cannot, a write finds out that the disk is full."""
+    try:
+        fallocate(fd, 0, 0, size_bytes)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+
+
+def _entry_at(number: int) -> int:
+    """Where a slot's entry begins in the index."""
+    return len(_HEADER) + number * _ENTRY_BYTES
+
+
 def _packed(key: bytes, slot: _Slot) -> bytes:
-    fields = _ENTRY.pack(slot.number, slot.generation, key, slot.checksum, 0)[:-4]
-    return fields + struct.pack("<I", zlib.crc32(fields))
+    fields = _ENTRY.pack(slot.generation, key, slot.checksum)
+    return (fields + _own_checksum(slot.number, fields)).ljust(_ENTRY_BYTES, b"\0")
+
+
+def _own_checksum(number: int, fields: bytes) -> bytes:
+    return struct.pack("<I", zlib.crc32(fields, number))
 
 
 def _entries(content: bytes) -> Iterator[tuple[bytes, _Slot]]:
     """The entries of an index that are whole."""
-    if not content.startswith(_HEADER):
-        return
-    whole_bytes = (len(content) - len(_HEADER)) // _ENTRY.size * _ENTRY.size
-    for at in range(len(_HEADER), len(_HEADER) + whole_bytes, _ENTRY.size):
-        number, generation, key, checksum, own = _ENTRY.unpack_from(content, at)
-        if zlib.crc32(content[at : at + _ENTRY.size - 4]) == own:
+    for number, at in enumerate(range(len(_HEADER), len(content), _ENTRY_BYTES)):
+        fields, own = content[at : at + _ENTRY.size], content[at + _ENTRY.size : at + _ENTRY.size + 4]
+        if own == _own_checksum(number, fields):
+            generation, key, checksum = _ENTRY.unpack(fields)
             yield key, _Slot(number, generation, checksum)
