@@ -17,7 +17,6 @@ import ipaddress
 import logging
 import math
 import re
-import secrets
 import time
 import uuid
 from collections import defaultdict
@@ -71,7 +70,7 @@ class Caller:
     """The holder of a key, or any client where no key is needed."""
 
     digest: bytes = field(default=b"", repr=False)
-    """Of the key, under the server's secret; empty without a key."""
+    """A hash of the key; empty without a key."""
     is_admin: bool = False
 
 
@@ -107,7 +106,7 @@ class Throughput:
 class AdmissionQueue:
     """Keys, and bounds on requests in flight, on waiting prompts and on the bytes of bodies.
 
-    Keys are compared in constant time. The secret of their namespaces is as old as the process, and so is the prefix cache.
+    Keys are compared in constant time.
     """
 
     def __init__(self, engine: EngineClient, config: FrontConfig) -> None:
@@ -122,11 +121,10 @@ class AdmissionQueue:
         self._ended = Throughput()
         self._begun = Throughput()
         engine.on_begun = self._begun.add
-        self._secret = secrets.token_bytes(32)
-        self._callers = [Caller(self._digest(key.encode())) for key in config.api_keys]
+        self._callers = [Caller(_hashed(key.encode())) for key in config.api_keys]
         self.needs_key = bool(config.api_keys)
         if config.admin_key is not None:
-            self._callers.append(Caller(self._digest(config.admin_key.encode()), is_admin=True))
+            self._callers.append(Caller(_hashed(config.admin_key.encode()), is_admin=True))
 
     # Keys.
 
@@ -143,7 +141,7 @@ class AdmissionQueue:
                 key = base64.b64decode(key, validate=True).partition(b":")[2]
             except binascii.Error:
                 key = b""
-        digest, found = self._digest(key), None
+        digest, found = _hashed(key), None
         for caller in self._callers:  # all of them, so that the time taken says nothing
             if hmac.compare_digest(caller.digest, digest):
                 found = caller
@@ -161,14 +159,15 @@ class AdmissionQueue:
             raise errors.not_the_administrator()
 
     def namespace(self, caller: Caller, salt: str | None) -> str | None:
-        """The prefix namespace of a request: the salt, or with keys a code over key and salt that no other key can name."""
-        if not caller.digest:
-            return salt
-        return self._digest(caller.digest, b"" if salt is None else b"+" + salt.encode()).hex()
+        """The prefix namespace of a request: of its key and salt, or without a key of the salt alone.
 
-    def _digest(self, *parts: bytes) -> bytes:
-        # Only the last part has a length that the caller chooses.
-        return hmac.digest(self._secret, b"".join(parts), hashlib.sha256)
+        It is the same in every process, since tiers outlive this one. It tells nothing of the key, and no other key or salt
+        has the same.
+        """
+        if not caller.digest:
+            return None if salt is None else f"salt:{salt}"
+        message = b"" if salt is None else b"+" + salt.encode()
+        return f"key:{hmac.digest(caller.digest, message, hashlib.sha256).hex()}"
 
     # The queue.
 
@@ -234,6 +233,10 @@ class AdmissionQueue:
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         if self.held_bytes - held_bytes + size_bytes > MAX_BODIES * most:
             raise errors.too_many("Other requests hold all the memory there is for bodies.", of="requests", retry_after_s=1)
+
+
+def _hashed(key: bytes) -> bytes:
+    return hmac.digest(b"vmmkv API key", key, hashlib.sha256)
 
 
 @dataclass(slots=True)

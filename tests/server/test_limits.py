@@ -270,11 +270,16 @@ class TestNamespaces:
         other = sent(TWO)
         assert sent(ONE, cache_salt=other) != other, "a key cannot name the namespace of another"
 
-    def test_each_server_has_its_own_and_without_keys_it_is_the_salt(self, server: Running) -> None:
-        assert len({keys.namespace(caller(keys, ONE), None) for keys in (queue(ONE), queue(ONE))}) == 2
-        assert [queue().namespace(ANONYMOUS, salt) for salt in (None, "s")] == [None, "s"]
+    def test_they_are_the_same_in_every_server_for_tiers_outlive_it(self) -> None:
+        servers = queue(ONE), queue(TWO, ONE), queue(admin_key=ONE)
+        assert len({keys.namespace(caller(keys, ONE), "s") for keys in servers}) == 1
+
+    def test_without_keys_it_is_the_salt_and_no_salt_names_that_of_a_key(self, server: Running) -> None:
         assert server.complete(n=2, cache_salt="tenant ä").is_success and server.chat().is_success
-        assert [request.cache_salt for request in server.generates] == ["tenant ä", "tenant ä", None]
+        assert [request.cache_salt for request in server.generates] == ["salt:tenant ä", "salt:tenant ä", None]
+        of_key = queue(ONE).namespace(caller(queue(ONE), ONE), None)
+        assert of_key is not None and queue().namespace(ANONYMOUS, of_key) != of_key
+        assert queue().namespace(ANONYMOUS, "") is not None
 
 
 class TestAdministrator:
