@@ -96,6 +96,8 @@ class FaultyTier:
         self.tier.drop(transfer)
 
     def stats(self) -> TierStats:
+        if self.strikes("raises"):
+            raise Gone
         return self.tier.stats()
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ class PrefixStats:
     fetched_tokens: int = 0
     """Tokens that came back from tiers; when they are attached they are hit tokens too."""
     tiers: tuple[TierStats, ...] = ()
+    """Of the tiers that answer."""
     tier_errors: int = 0
     """Calls of tiers that raised, beside the errors that they count themselves: all are misses."""
 
@@ -345,7 +346,7 @@ class PrefixCache:
                 duplicate_pages=index.duplicate_pages,
                 evicted_pages=index.evicted_pages,
                 fetched_tokens=0 if transfers is None else transfers.fetched_tokens,
-                tiers=() if transfers is None else tuple(tier.stats() for tier in transfers.tiers),
+                tiers=() if transfers is None else transfers.stats(),
                 tier_errors=0 if transfers is None else transfers.errors,
             )
 

@@ -30,7 +30,7 @@ from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Node, Piece, piece_place
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
-from vmmkv.tiers.tier import Tier, Transfer, missed
+from vmmkv.tiers.tier import Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 T = TypeVar("T")
@@ -264,6 +264,11 @@ class Transfers:
         for copy in self._copies:
             copy.fence.wait()
         self._finish()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """What the tiers say of themselves, without those that raise."""
+        found = (self._ask(None, tier.stats) for tier in self.tiers)
+        return tuple(each for each in found if isinstance(each, TierStats))
 
     @property
     def is_idle(self) -> bool:
