@@ -280,7 +280,7 @@ class Engine:
             self._fail_step(step, error)
         else:
             if not self.in_flight:
-                self._read_s = time.perf_counter()  # the device was idle until now: no step took that time
+                self._read_s = max(self._read_s, step.launched_s)  # the device was idle until then: no step took that time
             self.in_flight.append(step)
         if not self._has_mapped_ahead:
             self.map_ahead()

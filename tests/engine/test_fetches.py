@@ -1,6 +1,7 @@
 """Tiers below the engine: what is evicted comes back, tokens are those without tiers, and no request waits in vain."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches
 from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource
+from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Abort
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -262,6 +264,16 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     assert one._is_worth(fetch)
     one._began_s[FakeFetch(Counter(disk=2000))] = 0.0
     assert not one._is_worth(fetch), "it comes behind one that takes as long"
+
+
+def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1)
+    monkeypatch.setattr(Runner, "forward", lambda *given, real=Runner.forward: (time.sleep(0.1), real(*given))[1])
+    one = serving(harness, HostTier(64 * PAGE_BYTES), lookahead=0)
+    one.said(PROMPT)
+    assert one.engine._scheduler.fetches._prefill.per_s < len(PROMPT) / 0.1
 
 
 # options
