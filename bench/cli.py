@@ -29,6 +29,7 @@ SUITES: Final = {
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append",
     "prefix": "a shared prefix: requests and conversations over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
+    "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
@@ -51,8 +52,8 @@ _SUITE_LIST: Final = f"""suites:
 {_list(SUITES | {name: ", ".join(suites) for name, suites in GROUPS.items()})}
 
 What says something where:
-  on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, transformers: on a CPU host memory stands for the
-                   GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
+  on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, tiers, transformers: on a CPU host memory stands for
+                   the GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
   anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality, but for speed
   more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
                    (`vmmkv fetch smollm2-135m`); --fa3 needs FlashAttention-3, see bench/README.md
@@ -140,8 +141,8 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 def _check(settings: Settings, names: Sequence[str]) -> None:
     """Raises: ValueError for parts and options of suites that are not wanted, before anything is measured."""
-    if settings.cases and not {"kernels", "serve"}.intersection(names):
-        raise ValueError("--cases is of kernels and serve: name one of them, or leave --cases out")
+    if settings.cases and not {"kernels", "serve", "tiers"}.intersection(names):
+        raise ValueError("--cases is of kernels, serve and tiers: name one of them, or leave --cases out")
     if settings.fa3 and not {"kernels", "prefix", "serve"}.intersection(names):
         raise ValueError("--fa3 is of kernels, prefix and serve: name one of them, or leave --fa3 out")
     modules = {name: load(name) for name in names}
@@ -169,19 +170,21 @@ def _parser() -> Parser:
     add("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
     add("--commit", help="for the rows, where there is no git repository to ask")
     add("--seed", type=int, default=0, help="everything random follows from it; default: 0")
-    shapes = "llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide on a CPU"
+    shapes = "llama-3.1-8b on a GPU (kernels: and the two smaller models; serve, tiers: and qwen3-0.6b), wide on a CPU"
     add("--model-shape", choices=SHAPES, help=f"default: {shapes}")
     add("--sequences", type=int, help="how many decode at once; default: of append 256 on a GPU, 8 on a CPU")
     add("--steps", type=int, help="of append and transformers, steps that are measured")
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
-    cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed"
+    cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed; of "
+    cases += "tiers: none, host, disk"
     add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
     library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)
-    add("--repeat", type=int, default=2, help="of serve, timed runs of each workload; default: 2")
+    add("--repeat", type=int, default=2, help="of serve and tiers, timed runs of each workload; default: 2")
     add("--max-num-batched-tokens", type=int, help="of serve, tokens of one step at most; default: the engine's own")
     tokenizer = "of serve's parts http and grammar, a tokenizer.json; default: that of SmolLM2"
     add("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
+    add("--dir", type=Path, metavar="DIR", help="of tiers, where a disk tier's files go; default: a temporary directory")
     return parser
 
 
@@ -199,7 +202,7 @@ def _settings(given: argparse.Namespace) -> Settings:
             seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
             raise ValueError(f"--device {given.device}: {seen}; use {f'cuda:{count - 1} or ' if count else ''}cpu")
         torch.cuda.set_device(device)
-    same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "max_num_batched_tokens", "tokenizer")
+    same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "max_num_batched_tokens", "tokenizer", "dir")
     options: dict[str, Any] = {name: getattr(given, name) for name in same}
     return Settings(
         device=device,

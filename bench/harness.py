@@ -109,6 +109,8 @@ class Settings:
     """Timed runs of each serving workload."""
     max_num_batched_tokens: int | None = None
     tokenizer: Path | None = None
+    dir: Path | None = None
+    """Where the disk tier's files go."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -118,6 +120,8 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: {limit}")
         if self.fa3 is not None and not self.fa3.is_file():
             raise ValueError(f"--fa3 {self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
+        if self.dir is not None and not self.dir.is_dir():
+            raise ValueError(f"--dir {self.dir}: no such directory; name one on the disk that is to be measured")
 
     @property
     def on_gpu(self) -> bool:

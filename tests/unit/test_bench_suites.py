@@ -1,5 +1,6 @@
 """Each suite runs in seconds on a CPU, checks before it times, and writes rows of what it is about."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import torch
 from bench.cli import load
 from bench.harness import SHAPES, Settings, Shape, WrongNumbers
 from bench.rows import Row
-from bench.suites import append, memory_efficiency, prefix, resize, transformers
+from bench.suites import append, memory_efficiency, prefix, resize, tiers, transformers
 from bench.suites.kernels import memories
 from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
 from bench.workloads import Ask, Workload
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
+from vmmkv.memory.address_space import wrap
+from vmmkv.tiers import HostTier, Transfer
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,15 @@ def one_thread() -> None:
 
 def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:
     settings = Settings(
-        **{"device": settings.device, "shape": settings.shape, "quick": True, "parts": parts, "steps": 12, "sequences": 3}
+        **{
+            "device": settings.device,
+            "shape": settings.shape,
+            "quick": True,
+            "parts": parts,
+            "steps": 12,
+            "sequences": 3,
+            "repeat": 1,
+        }
     )
     recorder = recorder_in(folder, suite, settings)
     load(suite).run(recorder)
@@ -170,6 +181,30 @@ def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recorder = recorder_in(tmp_path, "prefix", replace(SETTINGS, parts=("tree",)))
     prefix.run(recorder)
     assert recorder.failed
+
+
+def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_device_holds(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "tiers")
+    assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
+    attached = found(rows, "prompt tokens attached")
+    for tier in ("host tier", "disk tier"):
+        assert attached["tiny llama-3.1-8b first", tier] > 90
+    working_set = "tiny llama-3.1-8b working_set"
+    assert attached[working_set, "no tier"] < 20 < attached[working_set, "host tier"]
+    assert set(found(rows, "same answers as the first system").values()) == {100}
+
+
+def test_rows_of_a_tier_that_lies_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "finished", lies)
+    recorder = recorder_in(tmp_path, "tiers", replace(SETTINGS, parts=("bandwidth",), cases=("host",)))
+    tiers.run(recorder)
+    assert recorder.failed
+
+
+def lies(tier: HostTier, transfer: Transfer, real: Callable[..., None] = HostTier.finished) -> None:
+    if transfer.is_store:
+        wrap(transfer.address, 1, torch.device("cpu")).bitwise_not_()
+    real(tier, transfer)
 
 
 def test_all_caches_of_transformers_decode_the_same(tmp_path: Path) -> None:

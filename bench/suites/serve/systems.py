@@ -15,7 +15,7 @@ import gc
 import heapq
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -30,6 +30,7 @@ from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import STEP_TOKENS, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
+from vmmkv.tiers import Tier
 from vmmkv.units import MIB
 
 LIKELIEST: Final = 20
@@ -86,6 +87,8 @@ class ServedRun:
     """Requests that ran, a sample a step."""
     cached_tokens: int = 0
     """Of all prompts, what the prefix cache had."""
+    cached_by_source: Mapping[str, int] = field(default_factory=dict)
+    """The same by where it was: the device, or a tier's name."""
     held_bytes: int = 0
     """By the cache behind the run: of sequences that have ended, and of prefixes."""
     likeliest: list[LogProbs] = field(default_factory=list)
@@ -245,13 +248,16 @@ def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = Fal
 class EngineSystem:
     """The engine's loop over one of `SYSTEMS`, each a kind of memory. It is its own Server."""
 
-    def __init__(self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True, tiers: Sequence[Tier] = ()
+    ) -> None:
         name = f"{memory} {limits.max_tokens}" if memory == "static" else memory
         self.name: Final = name if prefix_cache else "none"
         self.dtype: Final = weights.source.dtype
         self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[weights.device.type]
         self._said: deque[FromEngine] = deque()
-        self._num_open = self._cached_tokens = 0
+        self._num_open = 0
+        self._cached: Counter[str] = Counter()
         config = ServeConfig(
             model=weights.config.model,
             device=weights.config.device,
@@ -263,14 +269,14 @@ class EngineSystem:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_cache=prefix_cache,
         )
-        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=SYSTEMS[memory])
+        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=SYSTEMS[memory], tiers=tiers)
         self.loop: Final = self.loaded.engine
 
     def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
         """See System. `keep`: prefixes of the run before stay."""
         if not keep:
             self.forget()
-        self._num_open = self._cached_tokens = 0
+        self._num_open, self._cached = 0, Counter()
         try:
             run = serve(self, workload.asks)
         except BaseException:
@@ -279,7 +285,7 @@ class EngineSystem:
         self.loop.settle()
         self._said.clear()
         held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
-        return ServedRun(run.served, run.seconds, run.running, self._cached_tokens, held_bytes)
+        return ServedRun(run.served, run.seconds, run.running, self._cached.total(), self._cached, held_bytes)
 
     @property
     def num_running(self) -> int:
@@ -302,7 +308,7 @@ class EngineSystem:
 
     def _new_tokens(self) -> Iterator[Said]:
         for output in self.outputs():
-            self._cached_tokens += output.cached_tokens
+            self._cached.update(dict(output.cached))
             has_ended = output.finish_reason is not None
             self._num_open -= has_ended
             yield int(output.request_id), output.token_ids, has_ended

@@ -1,0 +1,354 @@
+"""KV that leaves the device and comes back: what tiers move, and what they save.
+
+bandwidth    stores into a tier and loads from it by PrefixCache, beside bare copies over the link; no model
+first        the first token of a prompt that is computed, or known to the device, or to a tier
+working_set  conversations that take four times the device's memory, by what tiers there are
+
+Cases: `none`, `host`, `disk`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
+"""
+
+import gc
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+import torch
+
+from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, synchronize
+from bench.suites.serve import Context
+from bench.suites.serve.generate import random_tokens
+from bench.suites.serve.models import Weights, prefill_s
+from bench.suites.serve.systems import EngineLimits, EngineSystem, ServedRun, share_off, share_same
+from bench.workloads import Ask, TokenIds, Workload
+from vmmkv import KVCache, Pool, PrefixCache
+from vmmkv.memory.address_space import wrap
+from vmmkv.tiers import DiskTier, HostTier, Tier
+from vmmkv.tiers.tier import host_memory
+from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
+
+CASES: Final = ("none", "host", "disk")
+_OWN_TOKENS: Final = 16
+"""Of a prompt, left when the others are replaced to see that they matter."""
+
+
+def check(settings: Settings) -> None:
+    """Raises: ValueError for cases that there are not."""
+    if settings.parts and (unknown := [case for case in settings.cases if case not in CASES]):
+        raise ValueError(f"no case {', '.join(unknown)}; tiers has {', '.join(CASES)}")
+
+
+def run(recorder: Recorder) -> None:
+    """Every part that is wanted, for every shape."""
+    settings = recorder.settings
+    steps = [(shape, part) for shape in (settings.shapes and MODEL_SHAPES[:2]) or [settings.shape] for part in PARTS]
+    wanted = [(shape, part) for shape, part in steps if settings.wants(part)]
+    for shape, part in recorder.track(wanted, lambda step: f"{step[0].name} {step[1]}"):
+        context = Context(recorder, shape)
+        with recorder.guarded(context.name(part, "all")):
+            PARTS[part](context, shape)
+        release_memory(settings.device)
+
+
+@contextmanager
+def _opened(settings: Settings, sizes: Mapping[str, int]) -> Iterator[list[Tier]]:
+    """Tiers by their cases, each of so many bytes. They are closed at the end, if nothing else has closed them."""
+    with ExitStack() as stack:
+        tiers: list[Tier] = []
+        for case, size_bytes in sizes.items():
+            if case == "host":
+                tiers.append(HostTier(size_bytes))
+            else:
+                path = stack.enter_context(TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir))
+                tiers.append(DiskTier(path, size_bytes))
+            stack.callback(tiers[-1].close)
+        yield tiers
+
+
+def _written(tiers: Sequence[Tier]) -> None:
+    """Wait until disks have what they were given."""
+    for tier in tiers:
+        if isinstance(tier, DiskTier):
+            tier.flush()
+
+
+# bandwidth
+
+
+def _bandwidth(context: Context, shape: Shape) -> None:
+    """The link alone; then each tier, by whole prefixes."""
+    settings, recorder = context.settings, context.recorder
+    for case, num_tokens in (("none", 2048), ("host", 16_384), ("disk", 4096)):
+        if settings.wants_case(case):
+            num_bytes = (64 if settings.small else num_tokens) * shape.layout.row_bytes
+            name = f"{shape.name} bandwidth: prefixes of {format_bytes(num_bytes)}"
+            with recorder.guarded(name, case):
+                if case == "none":
+                    _measure_link(recorder, name, num_bytes)
+                else:
+                    _measure_tier(recorder, name, shape, case, num_bytes // shape.layout.row_bytes)
+
+
+def _measure_link(recorder: Recorder, name: str, size_bytes: int) -> None:
+    """Copies in one piece, and in those of a record; and a kernel that reads host memory at its own address."""
+    device, repeat = recorder.settings.device, recorder.settings.repeat
+    host, rows = host_memory(size_bytes, device), torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    host.random_(0, 256, generator=torch.Generator().manual_seed(recorder.settings.seed))
+    in_place = wrap(host.data_ptr(), size_bytes, device)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        return lambda: target.copy_(source, non_blocking=True)
+
+    def pieces(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        pairs = list(zip(torch.split(target, PAGE_BYTES), torch.split(source, PAGE_BYTES), strict=True))
+        return lambda: [part.copy_(of, non_blocking=True) for part, of in pairs]
+
+    for system, metric, move in (
+        ("one copy", "load", copy(rows, host)),
+        ("one copy", "store", copy(host, rows)),
+        (f"copies of {format_bytes(PAGE_BYTES)}", "load", pieces(rows, host)),
+        (f"copies of {format_bytes(PAGE_BYTES)}", "store", pieces(host, rows)),
+        ("a kernel that reads it in place", "load", lambda: torch.bitwise_not(in_place, out=rows)),
+    ):
+        samples = [_seconds(device, move) for _ in range(1 + repeat)]
+        wanted = host.bitwise_not() if "kernel" in system else host
+        if not torch.equal(rows.cpu(), wanted):
+            raise WrongNumbers(f"{system}, {metric}: other bytes than were copied")
+        recorder.samples(name, system, metric, "GB/s", [size_bytes / 1e9 / seconds for seconds in samples[1:]])
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    synchronize(device)
+    began_s = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began_s
+
+
+def _measure_tier(recorder: Recorder, name: str, shape: Shape, case: str, num_tokens: int) -> None:
+    """From `insert` until all is stored, and from `fetch` until it can be attached; rows are compared."""
+    settings, layout = recorder.settings, shape.layout
+    rates: defaultdict[str, list[float]] = defaultdict(list)
+    num_pages = layout.pages_for(num_tokens + 1)
+    with (
+        _opened(settings, {case: 2 * num_pages * PAGE_BYTES}) as tiers,
+        Pool(settings.device, (3 * num_pages + 64) * PAGE_BYTES) as pool,
+        KVCache(layout, pool, slots=4, max_tokens=num_tokens + 1) as cache,
+    ):
+        prefix = PrefixCache(cache, tiers, fingerprint="bench")
+        planes = [view(layer) for layer in range(shape.layers) for view in (cache.k, cache.v)]
+
+        def settle() -> None:
+            if not prefix.flush():
+                raise WrongNumbers(f"the {case} tier has not done in a minute what it was asked")
+            _written(tiers)
+
+        for number in range(1 + settings.repeat):
+            tokens = np.random.default_rng((settings.seed, number)).integers(0, 10_000, num_tokens + 1, dtype=np.int32)
+            sequence = prefix.attach(tokens).sequence
+            sequence.grow(num_tokens)
+            sequence.advance(num_tokens)
+            for rows, wanted in _random_rows(planes, sequence.slot, num_tokens, number):
+                rows.copy_(wanted)
+            synchronize(settings.device)
+            began_s = time.perf_counter()
+            prefix.insert(sequence, tokens[:-1])
+            settle()
+            stored_s = time.perf_counter() - began_s
+            sequence.close()
+            prefix.evict()
+            cache.drain()
+            began_s = time.perf_counter()
+            fetch = prefix.fetch(tokens)
+            settle()
+            loaded_s = time.perf_counter() - began_s
+            attached = prefix.attach(tokens)
+            if fetch is None or attached.num_tokens != num_tokens:
+                raise WrongNumbers(f"{attached.num_tokens} of {num_tokens} tokens are attached: {fetch}")
+            for rows, wanted in _random_rows(planes, attached.sequence.slot, num_tokens, number):
+                if not torch.equal(rows, wanted):
+                    raise WrongNumbers(f"rows from the {case} tier are not those that it was given")
+            attached.sequence.close()
+            prefix.evict()
+            if number:  # the first warms up
+                for metric, seconds in (("store", stored_s), ("load", loaded_s)):
+                    rates[metric].append(fetch.size_bytes / 1e9 / seconds)
+    for metric, samples in rates.items():
+        recorder.samples(name, f"{case} tier", metric, "GB/s", samples)
+
+
+def _random_rows(
+    planes: Sequence[torch.Tensor], slot: int, num_tokens: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each plane the rows of a slot, and what they are to hold."""
+    generator = torch.Generator(planes[0].device).manual_seed(seed)
+    for plane in planes:
+        rows = plane[slot, :num_tokens]
+        yield rows, torch.randn(rows.shape, dtype=rows.dtype, device=rows.device, generator=generator)
+
+
+# engines
+
+
+class _Engine:
+    """An engine over tiers. Its forgotten prompts are in the tiers alone."""
+
+    def __init__(self, weights: Weights, limits: EngineLimits, tiers: Sequence[Tier]) -> None:
+        self.tiers: Final = tiers
+        self.system: Final = EngineSystem("vmmkv", weights, limits, tiers=tiers)
+        self.close = self.system.close
+
+    def forget(self) -> None:
+        """Let the device forget what it knows, when the tiers have it."""
+        self.system.loop.store_all()
+        _written(self.tiers)
+        self.system.forget()
+        gc.collect()
+
+    def check(self, context: Context, prompts: Sequence[TokenIds]) -> None:
+        """Hold first tokens of prompts that the tiers know against those before. Raises: WrongNumbers."""
+        seed = context.settings.seed
+        begins = [random_tokens(context.model, seed, len(each) - _OWN_TOKENS, 11, n) for n, each in enumerate(prompts)]
+        others = [np.array([*begin, *each[-_OWN_TOKENS:]], np.int32) for begin, each in zip(begins, prompts, strict=True)]
+        moved, right = self.system.likeliest(others), self.system.likeliest(prompts)
+        self.forget()
+        what = f"first tokens of prompts in {' and '.join(tier.name for tier in self.tiers)},"
+        share_off(right, self.system.likeliest(prompts), moved, self.system.dtype, what)
+
+
+@contextmanager
+def _engine(context: Context, weights: Weights, limits: EngineLimits, sizes: Mapping[str, int]) -> Iterator[_Engine]:
+    """An engine with tiers of so many bytes."""
+    context.recorder.note(f"{context.model.name}: the engine starts, over {' and '.join(sizes) or 'no tier'}")
+    with _opened(context.settings, sizes) as tiers, closing(_Engine(weights, limits, tiers)) as engine:
+        yield engine
+    release_memory(context.settings.device)
+
+
+def _first(context: Context, shape: Shape) -> None:
+    """Of each length and tier: a new prompt is computed, is on the device, and when that has forgotten it, in the tier."""
+    settings = context.settings
+    lengths = (1100,) if settings.small else (4096, 8192, 32_768)
+    limits = EngineLimits(
+        budget_bytes=64 * MIB if settings.small else 12 * GIB, max_tokens=max(lengths) + _OWN_TOKENS, max_num_seqs=8
+    )
+    cases = [case for case in ("host", "disk") if settings.wants_case(case)]
+    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+        for case in cases:
+            with _engine(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
+                for length in lengths:
+                    name = context.name("first", f"{length} tokens in, 1 out")
+                    context.recorder.note(f"{name}, {case}")
+                    with context.recorder.guarded(name, case):
+                        _measure_first(context, engine, name, length, f"{case} tier", without_tier=case is cases[0])
+
+
+def _measure_first(context: Context, engine: _Engine, name: str, length: int, tier: str, *, without_tier: bool) -> None:
+    prompts = [
+        np.array(random_tokens(context.model, context.settings.seed, length, 10, number), np.int32)
+        for number in range(1 + context.settings.repeat)
+    ]
+    engine.check(context, prompts[:1])
+    runs: defaultdict[str, list[ServedRun]] = defaultdict(list)
+    for prompt in prompts[1:]:
+        asked = Workload(name="first", text="", asks=(Ask(prompt=prompt, num_out=1),))
+        for source in ("computed", "device", tier):
+            if source != "device":
+                engine.forget()
+            runs[source].append(engine.system.run(asked, keep=True))
+    for source, of_source in runs.items():
+        if source != tier and not without_tier:
+            continue
+        bound_s = prefill_s(context.model, 0, length) if source == "computed" else None
+        add = context.recorder.samples
+        add(name, source, "first token", "ms", [1e3 * run.served[0].first_s for run in of_source], bound_s and 1e3 * bound_s)
+        attached = [100 * run.cached_by_source.get(source.removesuffix(" tier"), 0) / length for run in of_source]
+        if source != "computed":
+            add(name, source, "prompt tokens attached", "%", attached)
+
+
+def _working_set(context: Context, shape: Shape) -> None:
+    """Conversations in rounds: in each of them every conversation says something more."""
+    settings, recorder = context.settings, context.recorder
+    count, turns, begin, more, out = (
+        (8, 2, (1030, 1100), (300, 400), 4) if settings.small else (64, 4, (1600, 2400), (200, 400), 64)
+    )
+
+    def drawn(number: int) -> Talks:
+        rng = np.random.default_rng((settings.seed, 12, number))
+        vocabulary = min(10_001, context.model.vocabulary)
+        lengths = [rng.integers(least, most + 1, count) for least, most in [begin] + [more] * (turns - 1)]
+        return [[rng.integers(0, vocabulary, length, dtype=np.int32) for length in of_turn] for of_turn in lengths]
+
+    talks = [drawn(number) for number in range(1 + settings.repeat)]
+    num_tokens = sum(len(new) + out for of_turn in talks[1] for new in of_turn)
+    max_tokens = begin[1] + (turns - 1) * more[1] + turns * out
+    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+        pages = ceil_div(num_tokens * weights.source.layout.row_bytes, PAGE_BYTES)
+        limits = EngineLimits(
+            budget_bytes=pages // 4 * PAGE_BYTES, max_tokens=max_tokens, max_num_seqs=2 if settings.small else 64
+        )
+        text = f"{count} conversations of {turns} turns, {num_tokens // count} tokens each, a quarter of them on the device"
+        name = context.name("working_set", text)
+        first: list[ServedRun] = []
+        for case, system, sizes in (
+            ("none", "no tier", {}),
+            ("host", "host tier", {"host": pages * PAGE_BYTES}),
+            ("disk", "host and disk tiers", {"host": pages // 2 * PAGE_BYTES, "disk": pages * PAGE_BYTES}),
+        ):
+            if settings.wants_case(case):
+                with recorder.guarded(name, system), _engine(context, weights, limits, sizes) as engine:
+                    if sizes:
+                        engine.check(context, talks[0][0][:2])
+                    runs = []
+                    for number, talk in enumerate(talks[1:], 1):
+                        recorder.note(f"{name}, {system}, run {number} of {settings.repeat}")
+                        runs.append(_rounds(engine, talk, out))
+                    first = first or runs
+                    strict = not settings.on_gpu
+                    same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first, strict=True)]
+                    _add_rows(recorder, name, system, runs)
+                    recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
+
+
+Talks = list[list[TokenIds]]
+"""By turn and conversation, what is said."""
+
+
+def _rounds(engine: _Engine, talks: Talks, num_out: int) -> ServedRun:
+    """All turns as one run, in which all requests of a round arrive together, when the round before has ended."""
+    engine.forget()
+    so_far = [np.empty(0, np.int32)] * len(talks[0])
+    whole = ServedRun([], 0.0)
+    for news in talks:
+        prompts = [np.concatenate(parts) for parts in zip(so_far, news, strict=True)]
+        run = engine.system.run(
+            Workload(name="", text="", asks=tuple(Ask(prompt=each, num_out=num_out) for each in prompts)), keep=True
+        )
+        so_far = [np.array([*prompt, *each.tokens], np.int32) for prompt, each in zip(prompts, run.served, strict=True)]
+        cached = Counter(whole.cached_by_source) + Counter(run.cached_by_source)
+        whole = ServedRun(
+            whole.served + run.served, whole.seconds + run.seconds, cached_tokens=cached.total(), cached_by_source=cached
+        )
+    return whole
+
+
+def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
+    add = recorder.samples
+    add(name, system, "throughput", "tok/s", [sum(len(each.tokens) for each in run.served) / run.seconds for run in runs])
+    add(name, system, "total", "s", [run.seconds for run in runs])
+    add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
+    add(name, system, "prompt tokens attached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
+    for source in dict.fromkeys(source for run in runs for source in run.cached_by_source):
+        found = [100 * run.cached_by_source.get(source, 0) / run.prompt_tokens for run in runs]
+        add(name, system, f"prompt tokens attached, {source}", "%", found)
+
+
+PARTS: Final[Mapping[str, Callable[[Context, Shape], None]]] = {
+    "bandwidth": _bandwidth,
+    "first": _first,
+    "working_set": _working_set,
+}
