@@ -888,18 +888,47 @@ class KVCache(_Planes):
         """
         sequence = self._open_at(slot, end, tenant)
         try:
-            sharing.take(self.memory, slot, num_tokens, pages, copy_bytes)
+            self.fill(slot, num_tokens, pages, copy_bytes)
+        except BaseException:
+            if not self.table.limits[slot]:  # nothing is mapped: no driver call, so that this cannot fail too
+                self._clear_slot(sequence, SlotState.CLOSING)
+                self._free_if_bare(slot)
+            raise
+        return sequence
+
+    def fill(
+        self,
+        slot: int,
+        num_tokens: int,
+        pages: Seq[sharing.Pages],
+        copy_bytes: sharing.CopyBytes,
+        large_ends: Seq[int | None] | None = None,
+    ) -> None:
+        """Give a running sequence without any row its first rows: see `sharing.take`.
+
+        Its starts are set before, and are 0 again if this fails.
+        """
+        try:
+            sharing.take(self.memory, slot, num_tokens, pages, copy_bytes, large_ends)
         except BaseException:
             if self.table.limits[slot]:
-                self.end_sequence(sequence)  # what is mapped by now is reclaimed
-            else:  # nothing is mapped: no driver call, so that this cannot fail too
-                self._clear_slot(sequence, SlotState.CLOSING)
-                self.table.starts[:, slot] = 0
-                self._free_if_bare(slot)
+                self.memory.reclaim_all(slot, self.memory.lower_limit(slot, 0))
+            self.table.starts[:, slot] = 0
             raise
         self.table.lengths[slot] = num_tokens
         self.memory.assert_owned(slot)
-        return sequence
+
+    def vacate(self, slot: int, fence: Fence) -> None:
+        """Reclaim all memory of a running sequence, which keeps its slot and cannot grow; its limit is 0 behind the fence."""
+        self.forget_rows(slot, 0)
+        self.table.lengths[slot] = self.table.ends[slot] = 0
+        self.memory.reclaim_all(slot, fence)
+
+    def make_bare(self, slot: int) -> None:
+        """Wait until what was reclaimed under a slot is unmapped. Raises: DriverError."""
+        while not self.memory.is_bare(slot):
+            self.wait_for_reclaim()
+            self.collect()
 
     def park_sequence(self, sequence: Sequence, num_tokens: int) -> ParkedSlot:
         """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
@@ -951,9 +980,8 @@ class KVCache(_Planes):
         for slot in run:
             if slot in self.parked_slots:
                 self.evict_parked(self.parked_slots[slot])
-        while not all(self.table.state(slot) is SlotState.FREE for slot in run):
-            self.wait_for_reclaim()
-            self.collect()
+        for slot in run:
+            self.make_bare(slot)
         return first
 
     def _run_to_clear(self, count: int) -> int:

@@ -146,6 +146,17 @@ def prompts(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def ids_of(*rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    """Random prompts of one length; equal numbers are equal prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 199, (max(rows) + 1, num_tokens), generator=generator)[list(rows)]
+
+
+def states_of(cache: VmmCache) -> list[torch.Tensor]:
+    """Keys and values of every layer."""
+    return [each for layer in range(len(cache.layers)) for each in cache.states(layer)]
+
+
 def forward(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """The logits of one pass."""
     with torch.inference_mode():

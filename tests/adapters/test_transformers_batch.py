@@ -20,6 +20,7 @@ from tests.adapters.models import (
     gemma3,
     generated,
     gpt_neox,
+    ids_of,
     llama,
     mistral,
     prompts,
@@ -46,12 +47,6 @@ def wide_mistral() -> Any:
 
 def wide_gemma3() -> Any:
     return gemma3(4096, **WIDE)
-
-
-def ids_of(*rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """Random prompts of one length; equal numbers are equal prompts."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 199, (max(rows) + 1, num_tokens), generator=generator)[list(rows)]
 
 
 def pages(pool: Pool) -> int:
@@ -264,7 +259,7 @@ def test_a_first_pass_names_what_the_whole_batch_needs_and_leaves_nothing(pool: 
         ids = ids_of(*range(5), num_tokens=PAGE_TOKENS + 1)
         message = (
             r"a batch of 5 rows cannot grow to 33 tokens: 10 pages \(20\.0 MiB\) are needed, 2 are free and 0 can be evicted; "
-            r".* fewer rows in a batch, or reset\(\) another cache of this pool$"
+            r".* fewer rows in a batch, offload\(\) or reset\(\) another cache of this pool$"
         )
         with pytest.raises(OutOfPages, match=message) as error:
             forward(model, cache, ids)
@@ -459,6 +454,9 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(
             if call in changes:
                 name, argument = changes[call]
                 getattr(cache, name)(argument)
+        if call == 6:
+            ours.offload()
+            happened.add("offload")
         if call in (3, 4) and batch >= 3 and changes[call][1].tolist() != [*range(batch)]:
             happened.add("reorder of three rows or more")
         if 2 <= ours.batch_size < batch:
@@ -475,7 +473,7 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(
         cache.check()
         cache.close()
     ours.close()
-    assert happened == {"copy", "reorder of three rows or more", "shrink to two rows or more"}
+    assert happened == {"copy", "offload", "reorder of three rows or more", "shrink to two rows or more"}
 
 
 def test_beams_know_how_far_they_are_the_same() -> None:

@@ -12,10 +12,13 @@ from tests.adapters import flash
 from tests.adapters.models import (
     assert_attention_is_sdpas,
     assert_same,
+    forward,
     gemma3,
+    ids_of,
     llama,
     mistral,
     prompts,
+    states_of,
     wide_llama,
 )
 from tests.attending import attending_by
@@ -179,3 +182,21 @@ def test_a_compiled_step_gives_the_eager_tokens(pool: Pool) -> None:
         answers.append(torch.cat(tokens, 1).tolist())
     torch.compiler.reset()
     assert answers[0] == answers[1]
+
+
+@HYBRID
+def test_offloaded_rows_come_back_after_others_wrote_their_memory(pool: Pool, make: Any) -> None:
+    """Rows leave while the kernels that write them still wait."""
+    model, ids, more = make().to("cuda:0"), ids_of(0, 0, 1, num_tokens=600).cuda(), ids_of(0, 1, 2, num_tokens=1).cuda()
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as twin, VmmCache(model.config, pool) as other:
+        for each in (cache, twin):
+            forward(model, each, ids, logits_to_keep=1)
+            torch.cuda._sleep(100_000_000)
+            forward(model, each, more)
+            if each is cache:
+                cache.offload()
+                assert pool.used_bytes == 0
+                forward(model, other, ids_of(3, 4, 5, num_tokens=600).cuda())
+        assert torch.equal(forward(model, cache, more), forward(model, twin, more))
+        assert all(map(torch.equal, states_of(cache), states_of(twin)))
+        cache.check()

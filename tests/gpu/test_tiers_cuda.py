@@ -15,6 +15,7 @@ from vmmkv import GIB, MIB, DiskTier, HostTier, KVCache, Pool, PrefixCache, Tier
 from vmmkv.driver import Driver
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.tiers.saved import Offloaded
 
 
 @pytest.fixture
@@ -80,6 +81,25 @@ def test_a_saved_sequence_is_restored(cache: KVCache, tmp_path: Path) -> None:
     prefix = PrefixCache(cache)
     computed(cache, prefix).save(tmp_path / "one")
     assert_reads(cache.restore(tmp_path / "one"), 1000)
+    cache.check()
+
+
+def test_offloaded_sequences_come_back_to_their_addresses(cache: KVCache) -> None:
+    sequence = computed(cache, PrefixCache(cache))
+    sequences = [sequence, *cache.fork(sequence, 2)]
+    address, used_bytes = sequence.k(5).data_ptr(), cache.pool.used_bytes
+    torch.cuda._sleep(LONG)
+    offloaded = Offloaded([sequences])
+    offloaded.release()
+    cache.drain()
+    junk = cache.open(tenant="other")
+    junk.grow(4000)
+    junk.k(5)[:4000] = 7.0
+    junk.close()
+    offloaded.restore()
+    assert (sequence.k(5).data_ptr(), cache.pool.used_bytes) == (address, used_bytes)
+    for each in sequences:
+        assert_reads(each, 1000)
     cache.check()
 
 

@@ -30,6 +30,7 @@ from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import DriverError, HostTier, KVCache, Pool, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import PAGE_BYTES
 
 SLOTS = 4
@@ -279,6 +280,31 @@ class TierWorld(PrefixWorld):
         self.host.close()
 
 
+class OffloadWorld(PrefixWorld):
+    """Two sequences with a prompt in common and rows of their own, which leave for host memory."""
+
+    def part(self) -> None:
+        self.run()
+        self.fork()
+        for live in self.known:
+            live.sequence.grow(len(PROMPT) + 3)
+            self.write(live, 3)
+        self.said = [[*live.tokens] for live in self.known]
+
+    def offload(self) -> None:
+        self.offloaded = Offloaded([[live.sequence for live in self.known]])
+        self.offloaded.release()
+
+    def leave(self) -> None:
+        self.part()
+        self.offload()
+
+    def come_back(self) -> None:
+        self.offloaded.restore()
+        for live, said in zip(self.known, self.said, strict=True):
+            live.tokens, live.stamps = [*said], self.texts.stamps("red", said)
+
+
 @dataclass(frozen=True)
 class Operation:
     """`act` is what may fail, after `prepare`.
@@ -390,6 +416,8 @@ OPERATIONS = {
     "fetch": of_prefixes(
         lambda world: world.prefix.fetch([*PROMPT, 7], namespace="red"), TierWorld.store, world=TierWorld, evicts=True
     ),
+    "offload": of_prefixes(OffloadWorld.offload, OffloadWorld.part, world=OffloadWorld),
+    "come_back": of_prefixes(OffloadWorld.come_back, OffloadWorld.leave, world=OffloadWorld),
     "load": of_prefixes(TierWorld.come_back, TierWorld.fetch, world=TierWorld, partial=True, absorbs=True),
 }
 

@@ -55,19 +55,28 @@ def copy_slot_bytes(memory: SlotMemory, slot: int, group: int, first_byte: int, 
     memory.pool.driver.copy(target, memory.arenas[group].spans[slot].address + first_byte, size_bytes)
 
 
-def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages], copy_bytes: CopyBytes) -> None:
+def take(
+    memory: SlotMemory,
+    slot: int,
+    num_tokens: int,
+    given: Sequence[Pages],
+    copy_bytes: CopyBytes,
+    large_ends: Sequence[int | None] | None = None,
+) -> None:
     """Give a live, bare slot its first `num_tokens` rows: what is `given` by alias, what is left by copy.
 
     The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
-    from the first of those on.
+    from the first of those on. `large_ends` are the pages of each group behind which no new extent is large.
     Cost: map and access for each extent, given or new; a copy for each group, launched on the caller's current stream. On
     failure nothing is mapped, or it is pending reclaim. Raises: OutOfPages, DriverError.
     """
-    targets = []
-    for span, pages, end in zip(memory.spans(slot), given, memory.end_pages(num_tokens), strict=True):
+    targets, spans = [], memory.spans(slot)
+    large_ends = large_ends or [None] * len(spans)
+    for span, pages, end, large_end in zip(spans, given, memory.end_pages(num_tokens), large_ends, strict=True):
         span.first_page = span.end_page = span.group.page_of(memory.start(span))
         # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
-        large_end = span.group.page_of(num_tokens) if span.group.window is None else 0
+        whole_end = span.group.page_of(num_tokens) if span.group.window is None else 0
+        large_end = whole_end if large_end is None else min(large_end, whole_end)
         targets.append(Target(span, end, memory.tenant_in(span), pages, large_end))
     try:
         memory.publish([memory.mapper.stage(targets)])

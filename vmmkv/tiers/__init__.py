@@ -4,7 +4,7 @@ tier     the protocol and its records; read this first
 record   the keys of records: what must agree for bytes to be the same
 host     HostTier: pinned memory
 disk     DiskTier: one file of slots, found again after a restart
-saved    one sequence in a file: Sequence.save, KVCache.restore
+saved    rows of running sequences: in a file (Sequence.save, KVCache.restore), in host memory (VmmCache.offload)
 
 `vmmkv.prefix.transfers` copies between the device and tiers.
 """

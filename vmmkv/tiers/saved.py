@@ -1,62 +1,131 @@
-"""One sequence in a file: its rows, written whole and read back whole.
+"""Rows of running sequences outside the device: in a file, or in host memory while the sequences keep their slots.
 
-header    what must agree: layout, fingerprint; and how many tokens there are, from which row on in each group
-rows      of each group, in chunks of 32 MiB, with a checksum behind each
+A file holds one sequence, and is written whole and read back whole:
+
+    header    what must agree: layout, fingerprint; and how many tokens there are, from which row on in each group
+    rows      of each group, in chunks of 32 MiB, with a checksum behind each
+
+Host memory holds the same chunks. Pages that sequences of a batch share are kept once there, and are shared again.
 """
 
 import contextlib
+import functools
 import json
 import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
+import torch
+
+from vmmkv.driver.base import Driver, Fence
 from vmmkv.errors import SequenceTooLong
+from vmmkv.memory.address_space import Span
+from vmmkv.memory.pool import Extent
+from vmmkv.memory.sharing import CopyBytes
 from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import host_memory
-from vmmkv.units import MIB, counted
+from vmmkv.units import MIB, PAGE_BYTES, counted
 
 if TYPE_CHECKING:
-    from vmmkv.cache import KVCache, Sequence
+    from vmmkv import cache as caches
 
 _MAGIC: Final = b"vmmkv sequence 1"
 _NUMBER: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 32 * MIB
 
 
-def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
+class _Part(NamedTuple):
+    """The rows of one group of layers that are saved of a sequence."""
+
+    span: Span
+    start: int
+    """The first row that the sequence has."""
+    shared_end: int = 0
+    """The pages before this one are an earlier sequence's, and saved with that."""
+    owner: Span | None = None
+    """Its span."""
+    large_end: int | None = None
+    """Up to this page they may come back in large extents; None: wherever that fits."""
+
+    @property
+    def first_byte(self) -> int:
+        """Of those that are copied."""
+        return max(self.start * self.span.group.row_bytes, self.shared_end * PAGE_BYTES)
+
+
+class _Rows:
+    """All rows that a running sequence has now. Raises: GraphCapture, under which no memory can be pinned either."""
+
+    def __init__(self, sequence: "caches.Sequence") -> None:
+        with sequence.cache.pool.lock:
+            sequence.cache.check_capture()
+            self.sequence: Final = sequence
+            self.num_tokens: Final = sequence.length
+            memory = sequence.cache.memory
+            self.parts = [_Part(span, memory.start(span)) for span in memory.spans(sequence.slot)]
+
+    def check(self) -> None:
+        """Has the sequence all of them still? The caller holds the lock. Raises: ValueError, Closed, GraphCapture."""
+        start_of = self.sequence.cache.memory.start
+        if self.sequence.length < self.num_tokens or any(start_of(part.span) != part.start for part in self.parts):
+            raise ValueError(f"{self.sequence!r} lost rows while it was saved")
+        self.sequence.cache.check_capture()
+
+    def read(self, memory_for: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Copy them to the host memory that `memory_for` gives for so many bytes, chunk by chunk. Takes the lock for each."""
+        cache = self.sequence.cache
+        for part in self.parts:
+            for at, size_bytes in _chunks(part.first_byte, self.num_tokens * part.span.group.row_bytes):
+                chunk = memory_for(size_bytes)
+                with cache.pool.lock, cache.memory.copying():
+                    self.check()
+                    cache.pool.driver.copy(chunk.data_ptr(), part.span.address + at, size_bytes)
+                    fence = cache.pool.driver.fence()
+                fence.wait()
+                yield chunk
+
+
+def _written_from(driver: Driver, next_chunk: Callable[[int, int], torch.Tensor]) -> CopyBytes:
+    """Copies the chunks of `_Rows.read` to the device: `next_chunk` gives each for its group and size."""
+
+    def copy_bytes(group: int, first_byte: int, size_bytes: int, target: int) -> None:
+        for at, chunk_bytes in _chunks(0, size_bytes):
+            driver.copy(target + at, next_chunk(group, chunk_bytes).data_ptr(), chunk_bytes)
+            driver.fence().wait()  # the next chunk may come into the same memory
+
+    return copy_bytes
+
+
+def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
+    """Where each begins, and its size."""
+    for at in range(first_byte, end_byte, _CHUNK_BYTES):
+        yield at, min(_CHUNK_BYTES, end_byte - at)
+
+
+# in a file
+
+
+def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
     """See Sequence.save."""
-    cache, memory = sequence.cache, sequence.cache.memory
-    with cache.pool.lock:
-        cache.check_capture()  # nor is memory pinned under one
-        num_tokens = sequence.length
-        if not num_tokens:
-            raise ValueError(f"{sequence!r} has nothing to save")
-        spans = memory.spans(sequence.slot)
-        starts = [memory.start(span) for span in spans]
-    header = {"identity": Keys(cache.layout, fingerprint).identity.hex(), "num_tokens": num_tokens, "starts": starts}
+    rows, cache = _Rows(sequence), sequence.cache
+    if not rows.num_tokens:
+        raise ValueError(f"{sequence!r} has nothing to save")
+    identity = Keys(cache.layout, fingerprint).identity.hex()
+    header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
     buffer = host_memory(_CHUNK_BYTES, cache.device)
     fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
     try:
         with open(fd, "wb") as file:
             text = json.dumps(header).encode()
             file.write(_MAGIC + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
-            for span, start in zip(spans, starts, strict=True):
-                row_bytes = span.group.row_bytes
-                for first_byte, size_bytes in _chunks(start * row_bytes, num_tokens * row_bytes):
-                    with cache.pool.lock, memory.copying():
-                        cache.check_capture()
-                        if sequence.length < num_tokens or [memory.start(span) for span in spans] != starts:
-                            raise ValueError(f"{sequence!r} lost rows while it was saved")
-                        cache.pool.driver.copy(buffer.data_ptr(), span.address + first_byte, size_bytes)
-                        fence = cache.pool.driver.fence()
-                    fence.wait()
-                    data = buffer[:size_bytes].numpy().data
-                    file.write(data)
-                    file.write(_NUMBER.pack(zlib.crc32(data)))
+            for chunk in rows.read(lambda size_bytes: buffer[:size_bytes]):
+                data = chunk.numpy().data
+                file.write(data)
+                file.write(_NUMBER.pack(zlib.crc32(data)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
@@ -66,13 +135,14 @@ def save(sequence: "Sequence", path: Path, fingerprint: str) -> None:
         raise
 
 
-def restore(cache: "KVCache", path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable) -> "Sequence":
+def restore(
+    cache: "caches.KVCache", path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable
+) -> "caches.Sequence":
     """See KVCache.restore."""
     with cache.pool.lock:
         cache.check_end(max_tokens)
         cache.check_capture()
     buffer = host_memory(_CHUNK_BYTES, cache.device)
-    driver = cache.pool.driver
     with open(path, "rb") as file:
         header = _read_header(file, path)
         if header["identity"] != Keys(cache.layout, fingerprint).identity.hex():
@@ -81,13 +151,11 @@ def restore(cache: "KVCache", path: Path, fingerprint: str, *, max_tokens: int |
             )
         num_tokens: int = header["num_tokens"]
 
-        def copy_bytes(group: int, first_byte: int, size_bytes: int, target: int) -> None:
-            for at, chunk_bytes in _chunks(first_byte, first_byte + size_bytes):
-                data = buffer[:chunk_bytes].numpy().data
-                if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
-                    raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
-                driver.copy(target + at - first_byte, buffer.data_ptr(), chunk_bytes)
-                driver.fence().wait()  # the next chunk comes into the same memory
+        def next_chunk(group: int, size_bytes: int) -> torch.Tensor:
+            data = buffer[:size_bytes].numpy().data
+            if file.readinto(data) != size_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
+                raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
+            return buffer
 
         with cache.pool.lock:
             end = cache.check_end(max_tokens)
@@ -96,6 +164,7 @@ def restore(cache: "KVCache", path: Path, fingerprint: str, *, max_tokens: int |
                 raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
             slot = cache.clear_run(1)
             cache.memory.table.starts[:, slot] = header["starts"]
+            copy_bytes = _written_from(cache.pool.driver, next_chunk)
             return cache.open_with(slot, end, tenant, num_tokens, [{} for _ in header["starts"]], copy_bytes)
 
 
@@ -108,7 +177,103 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} holds no sequence as Sequence.save writes it")
 
 
-def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
-    """Where each begins, and its size."""
-    for at in range(first_byte, end_byte, _CHUNK_BYTES):
-        yield at, min(_CHUNK_BYTES, end_byte - at)
+# in host memory
+
+
+class Offloaded:
+    """The rows of running sequences in host memory, so that what is mapped for these can be given back meanwhile.
+
+    The sequences of a batch are of one cache, and the caches of one pool. Pages that are shared within a batch are kept once.
+    Cost: blocks while the rows are copied; pinning takes 0.3 s for each GiB.
+    Raises: BudgetError if the host lacks the memory; DriverError, GraphCapture.
+    """
+
+    def __init__(self, batches: Sequence[Sequence["caches.Sequence"]]) -> None:
+        self.released = False
+        """Is the host's copy the only one?"""
+        self._kept: list[tuple[_Rows, list[torch.Tensor]]] = []
+        self._lock = batches[0][0].cache.pool.lock
+        for batch in batches:
+            memory_for = functools.partial(host_memory, device=batch[0].cache.device)
+            self._kept += [(rows, [*rows.read(memory_for)]) for rows in _sharing([_Rows(each) for each in batch])]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that `restore` takes."""
+        return sum(
+            end_page - part.first_byte // PAGE_BYTES
+            for rows, _ in self._kept
+            for part, end_page in zip(rows.parts, rows.sequence.cache.memory.end_pages(rows.num_tokens), strict=True)
+        )
+
+    def release(self) -> None:
+        """Reclaim all that is mapped for the sequences. All or none. They keep their slots, without tokens, and cannot grow.
+
+        Pages that a sequence of no batch shares stay mapped there, and come back here as others.
+        Cost: a fence for each sequence. Raises: DriverError, GraphCapture; ValueError, Closed if they have lost rows since.
+        """
+        lowered: list[tuple[caches.Sequence, int, Fence]] = []
+        with self._lock:
+            try:
+                for rows, _ in self._kept:
+                    rows.check()
+                    sequence, limit = rows.sequence, rows.sequence.limit
+                    lowered.append((sequence, limit, sequence.cache.memory.lower_limit(sequence.slot, 0)))
+            except BaseException:
+                for sequence, limit, _ in lowered:
+                    sequence.cache.memory.raise_limits({sequence.slot: limit})
+                raise
+            for sequence, _, fence in lowered:
+                sequence.cache.vacate(sequence.slot, fence)
+            self.released = True
+
+    def restore(self) -> None:
+        """Map memory at the same addresses, and copy the rows there. All or none; nothing if they were not released.
+
+        Cost: as Sequence.grow; blocks while the rows are copied, and holds the lock.
+        Raises: OutOfPages, DriverError, GraphCapture.
+        """
+        sequences = [rows.sequence for rows, _ in self._kept]
+        with self._lock:
+            if not self.released:
+                return
+            for sequence in sequences:
+                sequence.cache.check_capture()
+                sequence.cache.make_bare(sequence.slot)
+            try:
+                for rows, chunks in self._kept:
+                    _fill(rows, iter(chunks))
+            except BaseException:
+                for sequence in sequences:
+                    sequence.cache.vacate(sequence.slot, sequence.cache.memory.lower_limit(sequence.slot, 0))
+                raise
+            self.released = False
+
+
+def _sharing(batch: list[_Rows]) -> list[_Rows]:
+    """The same, but what several have in one page is left to the first of them."""
+    for index in range(len(batch[0].parts)):
+        owners: dict[Extent, Span] = {}
+        for rows in batch:
+            part = rows.parts[index]
+            for mapping in part.span.live():  # what is shared comes first
+                owner = owners.setdefault(mapping.extent, part.span)
+                if owner is not part.span:
+                    rows.parts[index] = part._replace(shared_end=mapping.end_page, owner=owner)
+        large_end = min((rows.parts[index].shared_end for rows in batch if rows.parts[index].owner), default=None)
+        for rows in batch:
+            rows.parts[index] = rows.parts[index]._replace(large_end=large_end)
+    return batch
+
+
+def _fill(rows: _Rows, chunks: Iterator[torch.Tensor]) -> None:
+    sequence, memory = rows.sequence, rows.sequence.cache.memory
+    given: list[dict[int, Extent]] = []
+    for part in rows.parts:
+        shared = () if part.owner is None else part.owner.live()
+        given.append({mapping.page: mapping.extent for mapping in shared if mapping.end_page <= part.shared_end})
+        memory.table.starts[part.span.index, sequence.slot] = part.start
+    memory.table.ends[sequence.slot] = sequence.max_tokens
+    copy_bytes = _written_from(memory.pool.driver, lambda group, size_bytes: next(chunks))
+    large_ends = [part.large_end for part in rows.parts]
+    sequence.cache.fill(sequence.slot, rows.num_tokens, given, copy_bytes, large_ends)

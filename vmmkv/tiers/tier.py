@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import counted, format_bytes
@@ -120,9 +121,12 @@ def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 
     Cost: pinning takes 0.3 s for each GiB. A pinned size is a power of two, or torch rounds it up. What is pinned and given
     back torch keeps for its own later use.
-    Raises: BudgetError, if the machine does not give it.
+    Raises: BudgetError, if the machine does not give it, or the container.
     """
     try:
+        free_bytes = HostMemory().read().free_bytes
+        if size_bytes + HEADROOM_BYTES > free_bytes:  # taking the last byte would summon the out-of-memory killer
+            raise OSError(f"this process, in its control group, may take {format_bytes(free_bytes)}")
         if device.type == "cuda":
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
