@@ -26,6 +26,7 @@ TIERS = "tests/laws/test_tiers.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 FETCHES = "tests/engine/test_fetches.py"
+HOLDER = "tests/unit/test_holder.py"
 
 
 class Mutant(NamedTuple):
@@ -42,6 +43,7 @@ class Mutant(NamedTuple):
     also: tuple[tuple[str, str, str], ...] = ()
 
 
+SEALED = "prefix/sealed.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
 TRANSFERS, RECORD = "prefix/transfers.py", "tiers/record.py"
@@ -185,8 +187,8 @@ MUTANTS = (
     Mutant(
         "fresh memory taken for zeroed",
         POOL,
-        "Extent(handle, num_pages, zeroed=self.driver.creates_zeroed)",
-        "Extent(handle, num_pages, zeroed=True)",
+        "Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)",
+        "Extent(handle, num_pages, zeroed=True, serial=serial)",
         (CACHE,),
     ),
     Mutant(
@@ -371,6 +373,41 @@ MUTANTS = (
         " or self._give_up_fetches():",
         ":",
         (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
+    ),
+    # what outlives the process
+    Mutant(
+        "rows of an earlier process taken for zeroes",
+        POOL,
+        "imported=False, sealed=True)",
+        "imported=False, sealed=True, zeroed=True)",
+        (HOLDER,),
+    ),
+    Mutant("a drop not logged before reuse", SEALED, "if not self._log.drop(extent.serial):", "if False:", (HOLDER,)),
+    Mutant("sealed before the work is done", SEALED, "is None or written.done()):", "is None or True):", (HOLDER,)),
+    Mutant("another model's rows restored", SEALED, "if contents.identity == self._identity:", "if True:", (HOLDER,)),
+    Mutant("namespaces forgotten", SEALED, "name = repr(namespace).encode() if", 'name = b"None" if', (HOLDER,)),
+    Mutant(
+        "what a rewrite leaves out still counts as sealed",
+        SEALED,
+        "            extent.sealed = False\n\n    def _seals",
+        "            pass\n\n    def _seals",
+        (HOLDER,),
+    ),
+    Mutant("what no seal names kept", "holder/process.py", "if serial not in named])", "if False])", (HOLDER,)),
+    Mutant("two engines at once", "holder/process.py", "elif self._engine is not None:", "elif False:", (HOLDER,)),
+    Mutant(
+        "a rewrite in place",
+        "holder/sealed_log.py",
+        "half = 1 - self._words[1] % 2",
+        "half = self._words[1] % 2",
+        (HOLDER,),
+    ),
+    Mutant(
+        "a record that counts before it is whole",
+        "holder/sealed_log.py",
+        "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
+        "        self._words[2 + half] = end\n        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
+        (HOLDER,),
     ),
 )
 

@@ -677,7 +677,7 @@ class KVCache(_Planes):
             return num_pages + self.collect(left_us)
 
     def drain(self) -> None:
-        """Unmap all reclaimed memory, waiting for its fences: for when there is nothing else to do.
+        """Unmap all reclaimed memory, and seal what a holder process keeps, waiting for fences: for when nothing else is to do.
 
         Cost: one unmap for each page. Blocks until the work that touches them is done, but without the lock.
         Raises: DriverError, GraphCapture.
@@ -1077,6 +1077,8 @@ class KVCache(_Planes):
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap reclaimed memory whose fence has passed, as far as time and `max_pages` allow; the pages. Never blocks."""
+        if self.prefix is not None:
+            self.prefix.poll()
         try:
             return self.memory.mapper.collect(budget_us, max_pages)
         finally:
@@ -1160,6 +1162,8 @@ class KVCache(_Planes):
                 self.check_capture()
                 self.collect()
                 fence = self.memory.mapper.oldest_fence()
+                if fence is None and self.prefix is not None:
+                    fence = self.prefix.unsealed()
             if fence is None:
                 return
             fence.wait()

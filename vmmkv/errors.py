@@ -48,6 +48,10 @@ class OutOfMappings(DriverError):
     """The process has as many mappings as the kernel allows (`vm.max_map_count`)."""
 
 
+class HolderGone(DriverError):
+    """The holder process of this pool's memory has ended or does not answer: no more memory comes."""
+
+
 class ForkedProcess(DriverError):
     """A driver, and so a pool or a cache, was used in a child process made by fork()."""
 
@@ -118,3 +122,11 @@ class Reentered(VmmkvError):
 
 class TierUnavailable(VmmkvError):
     """A tier cannot be opened: another process has it."""
+
+
+class HolderUnavailable(VmmkvError):
+    """There is no holder process at a path, or it refuses this engine."""
+
+
+class LogDamaged(VmmkvError):
+    """The bytes of a holder's log are not what its writer wrote: nothing in it counts."""

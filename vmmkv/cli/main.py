@@ -10,7 +10,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 from rich.markup import escape
 
-from vmmkv.cli import chat, fetch, plan, serve
+from vmmkv.cli import chat, fetch, hold, plan, serve
 from vmmkv.errors import VmmkvError
 from vmmkv.server.console import end
 
@@ -23,6 +23,7 @@ examples:
   vmmkv serve                                   serve SmolLM2-135M on http://127.0.0.1:8000
   vmmkv chat                                    talk to it
   vmmkv plan --model ./my-model --memory 80GiB  how many sequences fit
+  vmmkv hold --socket ./kv.sock --budget 64GiB  own KV memory that outlives the engine
   vmmkv fetch smollm2-135m                      bring the small model here, and print where it is
 
 environment:
@@ -30,7 +31,7 @@ environment:
   VMMKV_...         every option of serve: see vmmkv serve --help
 """
 
-_COMMANDS: Final = (serve, chat, plan, fetch)
+_COMMANDS: Final = (serve, chat, plan, fetch, hold)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -207,6 +207,7 @@ class Mapper:
         stands in `span.mappings`, and the caller must reclaim it.
         """
         assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
+        assert extent.imported, "what a holder process kept is imported before it is mapped"
         mapping = Mapping(span, page, extent, used=True)
         self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
         span.mappings[page] = mapping

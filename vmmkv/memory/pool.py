@@ -13,9 +13,10 @@ little.
 """
 
 import contextlib
+import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
@@ -24,7 +25,8 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
-from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, OutOfDeviceMemory, OutOfPages
+from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, HolderGone, OutOfDeviceMemory, OutOfPages
+from vmmkv.holder.client import HolderClient
 from vmmkv.memory.transaction import TransactionLock, refuse_copy
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
@@ -61,7 +63,13 @@ class Extent:
     zeroed: bool = False
     """It holds zeroes only. False once it is mapped for a tenant."""
     tenant: Tenant | None = None
-    """Its last writer; None if it was never written, or by a load."""
+    """Its last writer; None if it was never written, or by a load, or by another process."""
+    serial: int = 0
+    """The holder process's number of it; 0 without one."""
+    imported: bool = True
+    """False while it is only with the holder process, and has no handle: see `Pool.import_extents`."""
+    sealed: bool = False
+    """Does the holder's log name it? Then it is not written, and when nothing holds it, it leaves the pool."""
 
     @property
     def shared(self) -> bool:
@@ -159,16 +167,36 @@ class Pool:
     needed; what is freed stays created, for later use, until `resize` or `close` gives it back to the device. The pool has
     one page more than the budget: the null page.
 
-    Raises: BudgetError for a budget below one page, or beyond all addresses of a process; DriverUnavailable, of the kind that
-    says what is missing. In a child made by fork() every operation of the pool and of its caches raises ForkedProcess.
+    With `holder`, the socket of a `vmmkv hold`, that process owns the memory, and prefixes outlive this one: see
+    `PrefixCache`, which is made before sequences grow. Taking memory then costs a round trip more, and raises HolderGone if the
+    holder has ended.
+
+    Raises: BudgetError for a budget below one page, beyond all addresses of a process, or above the holder's;
+    HolderUnavailable; DriverUnavailable, of the kind that says what is missing.
+    In a child made by fork() every operation of the pool and of its caches raises ForkedProcess.
     """
 
-    def __init__(self, device: str | torch.device, budget_bytes: int, *, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        budget_bytes: int,
+        *,
+        driver: Driver | None = None,
+        holder: str | os.PathLike[str] | None = None,
+    ) -> None:
         budget_bytes = _checked_budget(budget_bytes)
         self.driver: Final = open_driver(device) if driver is None else driver
         self.device: Final = self.driver.device
         self.lock: Final = TransactionLock()
         """Taken by every operation of the pool and of its caches: one thread at a time calls the driver."""
+        self.holder: Final = None if holder is None else HolderClient(holder, self.device)
+        """The process that owns this pool's memory; None if this one does."""
+        try:
+            self._check_holder(budget_bytes)
+        except BudgetError:
+            assert self.holder is not None
+            self.holder.close()
+            raise
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
         self.held_bytes = 0
@@ -278,6 +306,7 @@ class Pool:
             self.check_open()
             self.check_capture()
             budget_bytes = _checked_budget(budget_bytes)
+            self._check_holder(budget_bytes)
             least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self.caches)
             if budget_bytes < least_bytes:
                 raise BudgetError(
@@ -285,11 +314,21 @@ class Pool:
                     f"sequences hold or share, or that is pinned; close, park or unpin some, or ask for at least {least_bytes} "
                     f"bytes"
                 )
-            while self.created_bytes > budget_bytes:
-                excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
-                shrunk = self._destroy_any_free() or self._reclaim(excess_pages, wait=True)
-                assert shrunk, "more is held than is used, pinned or on the way to either"
+            self._shrink_to(budget_bytes)
             self.budget_bytes = budget_bytes
+
+    def _shrink_to(self, budget_bytes: int) -> None:
+        while self.created_bytes > budget_bytes:
+            excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
+            shrunk = self._destroy_any_free() or self._reclaim(excess_pages, wait=True)
+            assert shrunk, "more is held than is used, pinned or on the way to either"
+
+    def _check_holder(self, budget_bytes: int) -> None:
+        if self.holder is not None and budget_bytes > self.holder.budget_bytes:
+            raise BudgetError(
+                f"budget_bytes={format_bytes(budget_bytes)} is more than the holder at {self.holder.path} may own: at most "
+                f"{self.holder.budget_bytes} bytes ({format_bytes(self.holder.budget_bytes)})"
+            )
 
     def close(self) -> None:
         """Close the caches of this pool that are still open, then release every handle. Idempotent.
@@ -313,6 +352,8 @@ class Pool:
                 pass
             assert not self.created_bytes, "no cache is open, and yet extents are held"
             self.null_page.close()
+            if self.holder is not None:
+                self.holder.close()
             self.closed = True
             return True
 
@@ -345,7 +386,12 @@ class Pool:
             calls = self.driver.calls
             null_pages = self.null_page.handle is not None
             handles = calls["create"] + calls["import_fd"] - calls["release"]
-            assert null_pages + len(free) + len(held) <= handles, "a handle was lost"
+            known = [extent for extent in (*free, *held) if extent.imported]
+            assert null_pages + len(known) <= handles, "a handle was lost"
+            assert not any(extent.sealed or not extent.imported for extent in free), "a free extent is sealed, or not here"
+            if self.holder is not None:
+                serials = {extent.serial for extent in (*free, *held)}
+                assert len(serials - {0}) == len(free) + len(held), "two extents are one handle of the holder"
 
     def __enter__(self) -> "Pool":
         return self
@@ -365,6 +411,62 @@ class Pool:
             return f"<Pool on {self.device}, closed>"
         free, budget = format_bytes(self.budget_bytes - self.held_bytes), format_bytes(self.budget_bytes)
         return f"<Pool on {self.device}: {counted(len(self.caches), 'cache')}, {free} of {budget} free>"
+
+    # The holder process. Internal, as what follows: the caller holds the lock.
+
+    def restore(self, serial: int, num_pages: int) -> Extent:
+        """An extent that the holder kept from an earlier process, held once. It is not imported yet. No driver call.
+
+        The budget may be passed, until `restored`.
+        """
+        extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=True)
+        self.created_bytes += extent.size_bytes
+        self.held_bytes += extent.size_bytes
+        return extent
+
+    def restored(self) -> None:
+        """All that is wanted of an earlier process is held by a prefix tree: evict what passes the budget."""
+        self._shrink_to(self.budget_bytes)
+
+    def import_extents(self, extents: Iterable[Extent]) -> list[Extent]:
+        """Import those that are not here yet; those that the holder does not have any more, or cannot give, are returned.
+
+        Cost: a round trip for each 128, and an import for each.
+        Raises: DriverError, and those imported before stay.
+        """
+        missing = {extent.serial: extent for extent in extents if not extent.imported}
+        if self.holder is None or not missing:
+            return []
+        with contextlib.suppress(HolderGone), contextlib.closing(self.holder.open(list(missing))) as opened:
+            for serial, fd in opened:
+                extent = missing[serial]
+                try:
+                    extent.handle = self.driver.import_fd(fd, extent.size_bytes)
+                finally:
+                    os.close(fd)
+                extent.imported = True
+        return [extent for extent in missing.values() if not extent.imported]
+
+    def _create(self, size_bytes: int) -> tuple[Handle, int]:
+        """A new handle, and its serial if a holder owns it. On failure there is none."""
+        if self.holder is None:
+            return self.driver.create(size_bytes), 0
+        serial, fd = self.holder.create(size_bytes)
+        try:
+            return self.driver.import_fd(fd, size_bytes), serial
+        except BaseException:
+            self.holder.release([serial])
+            raise
+        finally:
+            os.close(fd)
+
+    def _leave(self, extent: Extent) -> None:
+        """A sealed extent stays with the holder for the next process; one that is not here goes without having been used."""
+        self.created_bytes -= extent.size_bytes
+        if extent.imported:
+            self.driver.release(extent.handle)
+        if self.holder is not None and not extent.sealed:
+            self.holder.release([extent.serial])
 
     # Internal interface, for the caches: the caller holds the lock.
 
@@ -435,18 +537,18 @@ class Pool:
             extent = self._free[num_pages].pop()
         elif self.created_bytes + size_bytes <= self.budget_bytes:
             try:
-                handle = self.driver.create(size_bytes)
+                handle, serial = self._create(size_bytes)
             except OutOfDeviceMemory as error:
-                if self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
+                if self._destroy_any_free(for_another=True) or self._reclaim(missing * num_pages, wait=wait):
                     return
                 raise OutOfPages(
                     f"the device has no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
                     f"({format_bytes(self.created_bytes)} created): {error}; lower budget_bytes or free device memory"
                 ) from error
-            extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed)
+            extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
             self.created_bytes += size_bytes
             created.add(extent)
-        elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
+        elif self._destroy_any_free(for_another=True) or self._reclaim(missing * num_pages, wait=wait):
             return
         else:
             raise OutOfPages(
@@ -465,7 +567,10 @@ class Pool:
             self.used_bytes -= extent.size_bytes
         extent.holders = extent.users = 0
         self.held_bytes -= extent.size_bytes
-        self._free[extent.num_pages].append(extent)
+        if extent.sealed or not extent.imported:
+            self._leave(extent)
+        else:
+            self._free[extent.num_pages].append(extent)
 
     def _destroy_newest(self, num_pages: int) -> None:
         """Give the newest free extent of a class back to the device; if that fails it stays free, and is not lost."""
@@ -473,11 +578,15 @@ class Pool:
         self.driver.release(extent.handle)
         self._free[num_pages].pop()
         self.created_bytes -= extent.size_bytes
+        if self.holder is not None:
+            self.holder.release([extent.serial])
 
-    def _destroy_any_free(self) -> bool:
-        """Give one free extent back, of the smallest class that has one."""
+    def _destroy_any_free(self, *, for_another: bool = False) -> bool:
+        """Give one free extent back, of the smallest class that has one; `for_another`: not if none could be created then."""
         for num_pages in SIZE_CLASSES:
             if self._free[num_pages]:
+                if for_another and self.holder is not None:
+                    self.holder.check()
                 self._destroy_newest(num_pages)
                 return True
         return False

@@ -4,6 +4,7 @@ cache        PrefixCache: match, attach, insert, park, pin, evict; read this fir
 attach       how a new sequence gets the rows of a known prefix: by a parked slot, by alias or by copy
 index        which extents and slots hold the rows of which tokens, and what is evicted first
 transfers    copies to and from tiers
+sealed       what a holder process keeps for the next engine
 radix_tree   the tree over token ids; it knows nothing of memory
 """
 

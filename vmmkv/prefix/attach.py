@@ -122,6 +122,11 @@ class Hit:
             tails.append(tail)
         return Extents(tuple(aliased), tuple(tails), num_tokens)
 
+    def all_extents(self) -> Iterator[Extent]:
+        """Those that are mapped to attach it."""
+        yield from itertools.chain.from_iterable(pages.values() for pages in self.extents.aliased)
+        yield from (tail.extent for tail in self.extents.tails if tail is not None)
+
     def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
         """See sharing.CopyBytes."""
         if self.resident is not None:
@@ -213,6 +218,8 @@ class Attacher:
         cache, memory, index, pool = self._cache, self._memory, self._index, self._cache.pool
         slot = cache.clear_run(1)
         hit = self.find(namespace, tokens)
+        while hit is not None and not index.import_extents(hit.all_extents()):
+            hit = self.find(namespace, tokens)
         if hit is None:
             return None
         node, aliased = hit.path[-1], hit.extents.aliased

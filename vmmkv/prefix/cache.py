@@ -28,8 +28,9 @@ from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
+from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, Transfers
-from vmmkv.tiers.record import checked_namespace
+from vmmkv.tiers.record import Keys, checked_namespace
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import counted, format_bytes
 
@@ -68,17 +69,26 @@ class PrefixCache:
     Sequences come from `attach` and end by `park`, `release` or their own `close`; what was inserted stays. The cache may
     have other sequences besides, of which the tree knows nothing. A cache has one PrefixCache at most.
 
-    `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache. They find
-    each other's records by `fingerprint`, which must differ between models whose rows differ: weights, rotary settings, static
-    scales, the rank among several GPUs.
-    Cost: a reserve, and opening the tiers. Raises: ValueError if the cache has one, or for tiers without a fingerprint.
+    `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache.
+    If the pool has a holder process, full extents outlive this process, and those that an earlier one left can be attached.
+
+    With tiers or a holder, `fingerprint` must differ between models whose rows differ: weights, rotary settings, static scales,
+    the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
+    Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
+    Raises: ValueError if the cache has one, for tiers or a holder without a fingerprint, or if another cache uses the holder;
+    LogDamaged.
     """
 
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
-        if tiers and not fingerprint:
-            raise ValueError("fingerprint: none; with tiers it names the model, so that no other model reads its rows")
+        holder = cache.pool.holder
+        self._outlives = bool(tiers) or holder is not None
+        """Are rows kept that another process may read?"""
+        if self._outlives and not fingerprint:
+            raise ValueError(
+                "fingerprint: none; with tiers or a holder it names the model, so that no other model reads its rows"
+            )
         if tiers:
             with cache.pool.lock:
                 cache.check_capture()
@@ -87,6 +97,9 @@ class PrefixCache:
         with cache.pool.lock:
             if cache.prefix is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
+            if holder is not None and holder.has_prefixes:
+                raise ValueError(f"the holder at {holder.path} keeps the prefixes of one cache, and another one has it")
+            left = None if holder is None else holder.log.read()
             self._index = PrefixIndex(cache)
             self._attacher = Attacher(cache, self._index)
             if tiers:
@@ -95,6 +108,8 @@ class PrefixCache:
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
             self.cache.prefix = self._index
+            if left is not None:
+                SealedPrefixes(self._index, cache.pool, Keys(cache.layout, fingerprint).identity).restore(left)
 
     # in
 
@@ -140,7 +155,7 @@ class PrefixCache:
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
-        if self._index.transfers is not None:
+        if self._outlives:
             checked_namespace(namespace)
         attached: Attached | None = None
         try:
@@ -171,10 +186,11 @@ class PrefixCache:
         """Share the first rows of a sequence, which are confirmed and hold these tokens; they are not written any more.
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
-        Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, did not
-        come from `attach`, or had other tokens inserted; Closed if it has ended.
+        Cost: host work by the number of tokens; no driver call, but a fence with a holder. Raises ValueError if the sequence
+        has fewer tokens, did not come from `attach`, or had other tokens inserted; Closed if it has ended; GraphCapture.
         """
         with self.cache.pool.lock:
+            self.cache.check_capture()
             self._insert(sequence, tokens)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:

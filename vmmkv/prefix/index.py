@@ -11,18 +11,20 @@ The caller holds the pool's lock.
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vmmkv.cache import KVCache, ParkedSlot
+from vmmkv.driver.base import Fence
 from vmmkv.layout import Group
 from vmmkv.memory.pool import Evictable, Extent
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 if TYPE_CHECKING:
+    from vmmkv.prefix.sealed import SealedPrefixes
     from vmmkv.prefix.transfers import Transfers
 
 
@@ -56,6 +58,8 @@ class PrefixIndex:
         """By slot: where the rows of a parked slot end in the tree."""
         self.transfers: Transfers | None = None
         """Copies to and from tiers; None without tiers."""
+        self.sealed: SealedPrefixes | None = None
+        """What outlives this process; None without a holder process."""
         self.source: int | None = None
         """The parked slot that rows are being copied from: it is not evicted."""
         self.held_bytes = 0
@@ -87,15 +91,21 @@ class PrefixIndex:
         """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
         match = self.known_path(slot, tokens)
         pieces = [] if is_known else _uncovered(self._pieces_of(slot, self.num_inserted(slot), len(tokens)), match)
-        end = self.add(self._memory.tenants[slot], tokens, pieces)
+        written = None if self.sealed is None or not pieces else self._memory.fence()
+        end = self.add(self._memory.tenants[slot], tokens, pieces, written)
         for node in end.path():
             node.add_resident(slot)
         self._move_lock(slot, end)
         if pieces and self.transfers is not None:
             self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens), slot)
 
-    def add(self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]]) -> Node[Placed]:
-        """Hold extents for some tokens, but those whose place is taken; the node where the tokens end."""
+    def add(
+        self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None = None
+    ) -> Node[Placed]:
+        """Hold extents for some tokens, but those whose place is taken; the node where the tokens end.
+
+        They are sealed once `written` has passed; None: they are written.
+        """
         inserted = self.tree.insert(namespace, tokens, pieces)
         returned = {piece.value.extent for piece in inserted.duplicates}
         for piece in pieces:
@@ -106,6 +116,8 @@ class PrefixIndex:
                 self.inserted_pages += extent.num_pages
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
+        if self.sealed is not None and pieces:
+            self.sealed.add(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
         return inserted.node
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
@@ -122,6 +134,27 @@ class PrefixIndex:
                     first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0
                     pieces.append(Piece(last, Placed(mapping.page, mapping.extent, first_token), index))
         return sorted(pieces, key=piece_place)
+
+    # what outlives the process
+
+    def import_extents(self, extents: Iterable[Extent]) -> bool:
+        """Import what an earlier process left, so that it can be mapped. False if rows were lost; then they are in no tree.
+
+        Cost, errors: as `Pool.import_extents`.
+        """
+        lost = self._pool.import_extents(extents)
+        if lost:
+            self._discard(lost)
+        return not lost
+
+    def _discard(self, lost: Container[Extent]) -> None:
+        """Remove extents that no slot has and whose rows are gone."""
+        for node in list(self.tree.nodes()):
+            gone = [piece for piece in node.pieces if piece.value.extent in lost]
+            if gone:
+                self.tree.replace(node, [piece for piece in node.pieces if piece.value.extent not in lost])
+                self._drop(gone)
+                self._tidy(node)
 
     def is_free_past(self, slot: int, num_tokens: int) -> bool:
         """Is a parked slot the only user of its rows past some tokens, so that they may be overwritten?"""
@@ -140,6 +173,15 @@ class PrefixIndex:
         return True
 
     # what the cache asks
+
+    def poll(self) -> None:
+        """Seal what waits for a fence that has passed. Never blocks."""
+        if self.sealed is not None:
+            self.sealed.poll()
+
+    def unsealed(self) -> Fence | None:
+        """The fence that what was inserted first waits for, to be sealed; None if all is sealed that can be."""
+        return None if self.sealed is None else self.sealed.oldest_fence()
 
     def is_pinned(self, slot: int) -> bool:
         """Has a parked slot pinned rows?"""
@@ -238,9 +280,12 @@ class PrefixIndex:
         return all(self._cache.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
 
     def clear(self) -> None:
-        """Evict everything, pinned or not, and give up stores and loads; no sequence runs."""
+        """Evict everything, pinned or not, and give up stores and loads; no sequence runs. A holder keeps what is sealed."""
         if self.transfers is not None:
             self.transfers.close()
+        if self.sealed is not None:
+            self.sealed.close()
+            self.sealed = None
         for node in self.tree.nodes():
             if node.pinned_until is not None:
                 self.tree.pin(node, None)
@@ -284,6 +329,8 @@ class PrefixIndex:
         assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
             assert self._cache.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+        if self.sealed is not None:
+            self.sealed.check()
 
     # within
 
@@ -333,6 +380,8 @@ class PrefixIndex:
         for piece in pieces:
             self.evicted_pages += piece.value.extent.num_pages
             self.held_bytes -= piece.value.extent.size_bytes
+            if self.sealed is not None:
+                self.sealed.drop(piece.value.extent)
             self._pool.drop(piece.value.extent)
 
 

@@ -302,6 +302,13 @@ class RadixTree(Generic[T]):
         lookup.path, lookup.num_known, lookup.num_splits = path, num_known, self._num_splits
         return Match(path, num_known)
 
+    def namespace_of(self, node: Node[T]) -> Hashable:
+        """The namespace that a node of this tree is in."""
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, _Root), f"{node} is in no tree"
+        return node.namespace
+
     def nodes(self) -> Iterator[Node[T]]:
         """All nodes, parents before their children."""
         rest: list[Node[T]] = [child for root in self._roots.values() for child in root.children.values()]

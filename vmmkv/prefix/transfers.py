@@ -490,6 +490,8 @@ class Transfers:
             if not self._may_store():
                 return False
             keys = chain.by_group[piece.group][placed.page : placed.end_page]
+            if not store.has.issuperset(keys) and not self._index.import_extents([placed.extent]):
+                return False  # the path is another now
             moves: list[_Move] = []
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):

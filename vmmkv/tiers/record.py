@@ -135,7 +135,7 @@ def checked_namespace(namespace: Hashable) -> Hashable:
             checked_namespace(part)
     elif namespace is not None and type(namespace) not in (str, bytes, int):
         raise ValueError(
-            f"namespace={namespace!r} is a {type(namespace).__name__}: with tiers it is a str, bytes, an int, None, or a "
-            "tuple of these, for it must be the same in another process"
+            f"namespace={namespace!r} is a {type(namespace).__name__}: with tiers or a holder it is a str, bytes, an int, "
+            "None, or a tuple of these, for it must be the same in another process"
         )
     return namespace

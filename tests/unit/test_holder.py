@@ -1,0 +1,508 @@
+"""A process that holds KV memory: what outlives an engine, what does not, and who gets what. Real processes, real memory."""
+
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit import holder_engines as engines
+from tests.unit.holder_engines import BUDGET_BYTES, Engine, Process, start, start_holder
+from tests.unit.support import WINDOWED
+from vmmkv import BudgetError, DriverError, HolderGone, HolderUnavailable, HostTier, KVCache, Pool, PrefixCache
+from vmmkv.driver.host import HostDriver
+from vmmkv.errors import LogDamaged, OutOfDeviceMemory
+from vmmkv.holder import HolderClient, Sealed, SealedLog
+from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.units import MIB, PAGE_BYTES
+
+CPU = torch.device("cpu")
+PROMPT = [7 * token % 251 for token in range(100)]
+"""Six full pages of 16 tokens, and a rest of 4."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv.sock"
+
+
+@pytest.fixture
+def holder(path: Path) -> Iterator[Process]:
+    process = start_holder(path)
+    yield process
+    if process.process.is_alive():
+        process.kill()
+
+
+def num_held(path: Path) -> int:
+    """Handles that the holder has while no engine runs."""
+    client = HolderClient(path, CPU)
+    try:
+        return client.stats().num_handles
+    finally:
+        client.close()
+
+
+def test_a_prefix_outlives_an_engine_that_is_killed(path, holder):
+    first = start(path)
+    assert first.ask("serve", PROMPT) == (0, 0)
+    first.kill()
+    second = start(path)
+    assert second.ask("imports") == 0, "nothing is imported before it is needed"
+    assert second.ask("check") is None
+    assert second.ask("serve", [*PROMPT, 1]) == (96, 0), "full pages, and every row right"
+    assert second.ask("check") is None
+    assert second.ask("close") is None
+
+
+def test_a_prefix_outlives_an_engine_that_ends_in_order(path, holder):
+    for attached in (0, 96, 96):
+        engine = start(path)
+        assert engine.ask("serve", PROMPT) == (attached, 0)
+        assert engine.ask("close") is None
+        assert num_held(path) == 6, "what no prefix names is freed"
+
+
+def test_what_was_not_inserted_is_freed_when_its_engine_goes(path, holder):
+    engine = start(path)
+    engine.ask("serve", PROMPT)
+    engine.ask("serve", [3] * 200, None)
+    assert engine.ask("evict") > 0
+    engine.ask("serve", PROMPT, "red")
+    created, held = engine.ask("held")
+    assert created == held > 6, "the books of pool and holder agree"
+    engine.kill()
+    assert num_held(path) == 6
+
+
+def test_another_model_or_layout_starts_cold_and_says_so(path, holder, caplog):
+    engine = start(path)
+    engine.ask("serve", PROMPT)
+    engine.kill()
+    for options in ({"fingerprint": "another"}, {"fingerprint": "another", "layout": WINDOWED}):
+        caplog.clear()
+        engine = Engine(path, **options)
+        assert "starting cold" in caplog.text
+        assert "6 extents of another layout, dtype or fingerprint" in caplog.text
+        assert engine.prefix.match([*PROMPT, 1]) == 0
+        assert engine.pool.holder.stats().num_handles == 0
+        engine.serve(PROMPT)
+        engine.cache.check()
+        engine.close()
+
+
+def test_no_byte_of_a_tenant_reaches_another_one(path, holder):
+    engine = start(path)
+    engine.ask("serve", PROMPT, "red")
+    engine.ask("serve", PROMPT, ("blue", 1))
+    engine.kill()
+    engine = Engine(path, pages=16)
+    assert engine.serve([*PROMPT, 1], "red") == (96, 0)
+    assert engine.serve([*PROMPT, 1], ("blue", 1)) == (96, 0)
+    assert engine.serve([*PROMPT, 1], "blue") == (0, 0)
+    engine.prefix.evict()
+    with engine.cache.open(tenant="green") as sequence:
+        sequence.grow(15 * 16)  # in memory that red and blue had, as well
+        assert not any(sequence.view(layer, plane).any() for layer in range(4) for plane in "kv")
+        engine.cache.check()
+    engine.close()
+
+
+def test_a_namespace_that_is_not_the_same_in_another_process_is_refused(path, holder):
+    engine = Engine(path)
+    with pytest.raises(ValueError, match="must be the same in another process"):
+        engine.prefix.attach(PROMPT, namespace=frozenset({"red"}))
+    engine.close()
+
+
+def test_a_smaller_budget_keeps_what_was_sealed_last(path, holder):
+    engine = start(path)
+    engine.ask("serve", PROMPT, "old")
+    engine.ask("serve", PROMPT, "new")
+    engine.kill()
+    engine = start(path, pages=8)
+    assert engine.ask("check") is None
+    assert engine.ask("held") == (6, 6), "a prefix is one leaf, and goes whole"
+    assert engine.ask("serve", [*PROMPT, 1], "new") == (96, 0)
+    assert engine.ask("check") is None
+
+
+def test_a_second_engine_is_refused_and_told_which_one_it_is(path, holder):
+    engine = start(path)
+    with pytest.raises(HolderUnavailable, match=f"process {engine.pid} has it"):
+        Pool("cpu", 8 * PAGE_BYTES, holder=path)
+    assert engine.ask("serve", PROMPT) == (0, 0), "the first one goes on"
+    engine.kill()
+    Pool("cpu", 8 * PAGE_BYTES, holder=path).close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_is_refused_even_if_the_socket_is_opened_to_all(path, holder):
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
+        folder.chmod(0o755)
+    refused = Process(engines.engine_as, path, 65534)
+    assert "Permission denied" in refused.get()
+    path.chmod(0o666)
+    refused = Process(engines.engine_as, path, 65534)
+    assert "is of user 0" in refused.get()
+    assert "belongs to user 0" in holder.get()
+
+
+def test_budgets_are_kept(path, holder):
+    with pytest.raises(BudgetError, match=str(BUDGET_BYTES)):
+        Pool("cpu", BUDGET_BYTES + PAGE_BYTES, holder=path)
+    client = HolderClient(path, CPU)
+    client.create(32 * PAGE_BYTES)
+    with pytest.raises(OutOfDeviceMemory, match=r"32.0 MiB of its budget of 96.0 MiB are left"):
+        client.create(17 * PAGE_BYTES)
+    assert client.stats().held_bytes == 32 * PAGE_BYTES
+    client.close()
+    assert num_held(path) == 0
+
+
+def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(path, holder):
+    engine = Engine(path, pages=16)
+    with engine.cache.open() as sequence:
+        for num_tokens in range(16, 256, 16):
+            sequence.grow(num_tokens)
+    began = time.monotonic()
+    with engine.cache.open(tenant="another") as sequence:
+        sequence.grow(256)
+        assert engine.pool.holder.stats().num_handles == 1
+    with engine.cache.open() as sequence:
+        holder.kill()
+        with pytest.raises(HolderGone, match="its process has ended"):
+            sequence.grow(16)
+        assert engine.pool.free_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
+    assert time.monotonic() - began < 10
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "packets", [[b'{"do": "create", "size_bytes": 2097152}'] * 20, [b"no JSON"], [b"7"], [b"{}"], [b'{"do": "no such thing"}']]
+)
+def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, holder, packets):
+    engine = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    engine.connect(str(path))
+    for packet in packets:
+        engine.send(packet)
+    engine.close()
+    assert num_held(path) == 0
+
+
+def test_without_a_holder_a_pool_says_how_to_start_one(path):
+    with pytest.raises(HolderUnavailable, match=f"vmmkv hold --socket {path}"):
+        Pool("cpu", 8 * PAGE_BYTES, holder=path)
+
+
+def test_a_prefix_cache_over_a_holder_needs_a_fingerprint_and_is_the_only_one(path, holder):
+    engine = Engine(path)
+    with KVCache(WINDOWED, engine.pool, slots=2, max_tokens=64) as other:
+        with pytest.raises(ValueError, match="fingerprint: none"):
+            PrefixCache(other)
+        with pytest.raises(ValueError, match="the prefixes of one cache"):
+            PrefixCache(other, fingerprint="model")
+    engine.close()
+
+
+def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(path, holder):
+    engine = start(path)
+    engine.ask("serve", PROMPT)
+    engine.kill()
+    engine = Engine(path)
+    engine.serve([5] * 40, "red")
+    holder.kill()
+    attached = engine.prefix.attach([*PROMPT, 1])
+    assert attached.num_tokens == 0, "what was not imported is computed again"
+    engine.cache.check()
+    with pytest.raises(HolderGone, match=f"{path}.*process {holder.pid}"):
+        attached.sequence.grow(100)
+    engine.cache.check()
+    attached.sequence.close()
+    assert engine.serve([5] * 41, "red") == (40, 0), "what it has stays right"
+    engine.close()
+    assert start_holder(path).pid != holder.pid, "a stale socket is in nobody's way"
+
+
+@pytest.mark.parametrize("call", range(8))
+def test_a_growth_that_fails_loses_no_handle(path, holder, call):
+    driver = FakeDriver(over=HostDriver())
+    engine = Engine(path, driver=driver)
+    driver.fail_at = {driver.num_calls + call}
+    with pytest.raises(DriverError, match="told to fail"):
+        engine.serve([5] * 40)
+    engine.cache.check()
+    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
+    assert engine.serve([5] * 40)[1] == 0
+    engine.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_an_attach_that_fails_leaves_the_prefix_for_the_next(path, holder, call):
+    engine = start(path)
+    engine.ask("serve", PROMPT)
+    engine.kill()
+    driver = FakeDriver(over=HostDriver())
+    engine = Engine(path, driver=driver)
+    driver.fail_at = {driver.num_calls + 3 * call}
+    with pytest.raises(DriverError, match="told to fail"):
+        engine.serve([*PROMPT, 1])
+    engine.cache.check()
+    assert engine.serve([*PROMPT, 1]) == (96, 0)
+    engine.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_rows_are_sealed_behind_the_work_that_writes_them(path, holder, waits):
+    driver = FakeDriver(over=HostDriver())
+    engine = Engine(path, driver=driver)
+    attached = engine.prefix.attach(PROMPT)
+    engines.write(attached.sequence, None, PROMPT, 0)
+    base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
+    launch = driver.launch([(base, base + 1)])
+    engine.prefix.insert(attached.sequence, PROMPT)
+    assert not engine.pool.holder.log.read().live, "the launch may still write"
+    engine.cache.map_ahead()
+    assert not engine.pool.holder.log.read().live
+    if waits:
+        engine.cache.drain()
+    else:
+        launch.finish()
+        engine.cache.map_ahead()
+    assert len(engine.pool.holder.log.read().live) == 6
+    engine.cache.check()
+    engine.close()
+
+
+@pytest.fixture
+def host() -> Iterator[HostTier]:
+    tier = HostTier(64 * PAGE_BYTES)
+    yield tier
+    tier.close()
+
+
+def test_what_a_tier_gives_back_outlives_the_engine_too(path, holder, host):
+    engine = Engine(path, tiers=[host])
+    engine.serve(PROMPT, "red")
+    assert engine.prefix.flush(5)
+    engine.prefix.evict()
+    assert not engine.pool.holder.log.read().live
+    fetch = engine.prefix.fetch(PROMPT, namespace="red")
+    assert engine.prefix.flush(5)
+    assert fetch.num_tokens == 96
+    engine.cache.check()
+    assert len(engine.pool.holder.log.read().live) == 6
+    engine.close()
+    engine = Engine(path)
+    assert engine.prefix.match([*PROMPT, 1]) == 0
+    assert engine.serve([*PROMPT, 1], "red") == (96, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, holder, host, is_gone):
+    engine = start(path)
+    engine.ask("serve", PROMPT)
+    engine.kill()
+    engine = Engine(path, tiers=[host])
+    computed = engine.prefix.attach(PROMPT, method="compute").sequence
+    engines.write(computed, None, PROMPT, 0)
+    if is_gone:
+        holder.kill()
+    engine.prefix.insert(computed, PROMPT)
+    assert engine.pool.driver.calls["import_fd"] == 7, "those of the sequence: the tree keeps those that it had"
+    assert engine.prefix.flush(5)
+    engine.cache.check()
+    computed.close()
+    engine.prefix.evict()
+    fetch = engine.prefix.fetch([*PROMPT, 1])
+    assert engine.prefix.flush(5)
+    if is_gone:
+        assert fetch is None, "nothing could be stored"
+        assert engine.prefix.match([*PROMPT, 1]) == 0
+    else:
+        assert engine.serve([*PROMPT, 1]) == (96, 0)
+    engine.cache.check()
+    engine.close()
+
+
+def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path, holder, caplog, monkeypatch):
+    engine = Engine(path)
+    for name in "ab":
+        engine.serve(PROMPT, name * 4_000_000)
+    assert "is full" in caplog.text
+    engine.serve(PROMPT, "small")
+    engine.cache.check()
+    assert len(engine.pool.holder.log.read().live) == 12
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool.holder.log, "drop", lambda serial: False)
+        assert engine.prefix.evict(7) == 12, "the first and the second prefix"
+    engine.cache.check()
+    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
+    engine.close()
+    engine = Engine(path)
+    assert [engine.prefix.match([*PROMPT, 1], namespace=name) for name in ("a" * 4_000_000, "small")] == [0, 96]
+    engine.close()
+
+
+def test_the_command_holds_until_sigterm_and_names_the_holder_of_a_socket(path):
+    command = [sys.executable, "-m", "vmmkv", "hold", "--socket", str(path), "--budget", "96MiB", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
+        assert first.stderr is not None
+        assert f"96.0 MiB of host memory at {path}" in first.stderr.readline()
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 1
+        assert f"in use by the holder in process {first.pid}" in second.stderr
+        engine = start(path)
+        assert engine.ask("serve", PROMPT) == (0, 0)
+        first.terminate()
+        told = first.stderr.read()
+        assert first.wait(60) == 0
+    assert f"process {engine.pid} has come" in told
+    assert "ended" in told
+    assert not path.exists()
+    assert "HolderGone" in engine.ask("serve", PROMPT * 2, "red")
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "windowed"),
+    [(3, False), pytest.param(20, False, marks=pytest.mark.nightly), pytest.param(20, True, marks=pytest.mark.nightly)],
+)
+def test_engines_killed_under_load_leave_right_rows_and_books(path, holder, num_kills, windowed):
+    draw, warm = random.Random(num_kills), []
+    for seed in range(num_kills):
+        engine = Process(engines.busy_engine, path, seed, 60, windowed)
+        warm.append(engine.get())
+        assert not engine.pipe.poll(draw.uniform(0.2, 1.0)), engine.pipe.recv()
+        engine.kill()
+    assert warm[0] == 0
+    assert all(warm[1:]), "each one found what the one before had sealed"
+    engine = Engine(path, layout=WINDOWED if windowed else engines.LAYOUT)
+    engine.cache.check()
+    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.nightly)])
+def test_holders_killed_under_load_leave_an_engine_with_right_rows(path, num_kills):
+    for seed in range(num_kills):
+        holder = start_holder(path)
+        engine = Process(engines.busy_engine, path, seed, 1.0)
+        assert engine.get() == 0
+        time.sleep(random.Random(seed).uniform(0.1, 0.6))
+        holder.kill()
+        assert engine.get() in ("gone", "served on"), "no row was wrong, and the books are right"
+        engine.kill()
+
+
+# the log
+
+
+def seal(serial, tokens, parent=None, namespace=b"None"):
+    return Sealed(serial, parent, len(tokens), 0, 0, serial, 1, namespace, bytes(tokens))
+
+
+def test_a_log_whose_header_is_damaged_can_be_written_anew(log):
+    writer, fd = log
+    os.pwrite(fd, b"\xff" * 8, 8)
+    with pytest.raises(LogDamaged):
+        writer.read()
+    writer.rewrite(b"model", [seal(1, [5])])
+    assert list(writer.read().live) == [1]
+
+
+@pytest.fixture
+def log():
+    fd = SealedLog.create(MIB)
+    log = SealedLog(fd)
+    yield log, fd
+    log.close()
+    os.close(fd)
+
+
+def test_a_log_says_what_was_sealed_and_not_dropped_whoever_reads_it(log):
+    writer, fd = log
+    writer.rewrite(b"model", ())
+    draw, live, places = random.Random(0), {}, {}
+    for serial in range(1, 1500):
+        if live and draw.random() < 0.5:
+            gone = draw.choice(list(live))
+            del live[gone]
+            if not writer.drop(gone):
+                writer.rewrite(b"model", live.values())
+                places.clear()
+        parent = draw.choice([*places.values(), None])
+        one = seal(serial, draw.randbytes(4 * draw.randint(1, 300)), parent)
+        place = writer.seal(one)
+        if place is not None:
+            places[serial], live[serial] = place, one
+        if place is None or writer.is_due:
+            live = {serial: one._replace(parent=None) for serial, one in live.items()}
+            assert all(place is not None for place in writer.rewrite(b"model", live.values()))
+            places.clear()
+        if serial % 100 == 0:
+            reader = SealedLog(fd)
+            contents = reader.read()
+            reader.close()
+            assert {serial: contents.seals[place] for serial, place in contents.live.items()} == live
+            assert contents.identity == b"model"
+
+
+class Words:
+    """The words of a log, which is read again after each store to one."""
+
+    def __init__(self, words, fd):
+        self.words, self.fd, self.seen = words, fd, []
+
+    def __getitem__(self, index):
+        return self.words[index]
+
+    def __setitem__(self, index, value):
+        self.words[index] = value
+        reader = SealedLog(self.fd)
+        self.seen.append(list(reader.read().live))
+        reader.close()
+
+    def release(self):
+        self.words.release()
+
+
+def test_a_writer_that_is_killed_at_any_store_leaves_a_log_of_before_or_after(log):
+    writer, fd = log
+    writer.rewrite(b"model", ())
+    writer._words = words = Words(writer._words, fd)
+    for serial in (1, 2, 3):
+        writer.seal(seal(serial, [serial] * 4))
+    writer.drop(2)
+    assert words.seen == [[1], [1, 2], [1, 2, 3], [1, 3]]
+    words.seen.clear()
+    writer.rewrite(b"model", [seal(3, [3] * 4), seal(1, [1] * 4)])
+    assert words.seen == [[1, 3]] * 4 + [[3, 1]]
+
+
+def test_a_record_that_was_not_finished_does_not_count(log):
+    writer, fd = log
+    writer.seal(seal(1, [1, 2, 3, 4]))
+    os.pwrite(fd, b"\xff" * 100, 4096 + writer.used_bytes)  # a writer was killed in the midst of the next one
+    assert list(writer.read().live) == [1]
+    assert writer.seal(seal(2, [5])) is not None
+    assert list(writer.read().live) == [1, 2]
+
+
+def test_a_log_with_other_bytes_than_were_written_is_refused_as_a_whole(log):
+    writer, fd = log
+    writer.seal(seal(1, [1, 2, 3, 4]))
+    writer.drop(1)
+    os.pwrite(fd, b"\xff", 4096 + 30)
+    with pytest.raises(LogDamaged, match="another checksum"):
+        writer.read()

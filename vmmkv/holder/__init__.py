@@ -1,0 +1,16 @@
+"""A process that owns KV memory, so that what an engine computed outlives it: `vmmkv hold`.
+
+    holder   handles, their file descriptors            ──SCM_RIGHTS──>   engine   imports, maps, computes, seals
+             a log in shared memory: what is sealed     <──────mmap────            dies; the next one goes on
+
+process      the holder: creates and frees handles, one engine at a time; read this first
+client       an engine's connection to it
+sealed_log   the log of sealed extents, in memory that both map
+
+`Pool(device, budget_bytes, holder=PATH)` takes its handles from there; `vmmkv.prefix.sealed` writes and reads the log.
+"""
+
+from vmmkv.holder.client import HolderClient, HolderStats
+from vmmkv.holder.sealed_log import Sealed, SealedLog
+
+__all__ = ["HolderClient", "HolderStats", "Sealed", "SealedLog"]

@@ -1,0 +1,221 @@
+"""An engine's connection to a holder, and the messages between them.
+
+A message is JSON in one packet of a Unix socket, with file descriptors beside it. The holder speaks first: it welcomes one
+engine and refuses others. Then the engine asks, and each request but `release` is answered.
+
+    {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor
+    {"do": "open", "serials": [...]}       {"serials": [those known]}    and theirs
+    {"do": "release", "serials": [...]}
+    {"do": "stats"}                        what is held
+"""
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDeviceMemory
+from vmmkv.holder.sealed_log import SealedLog
+
+VERSION: Final = 1
+
+MOST_DESCRIPTORS: Final = 128
+"""In one message; Linux takes 253."""
+
+_MESSAGE_BYTES: Final = 64 * 1024
+_TIMEOUT_S: Final = 30.0
+"""A holder that does not answer for so long is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderStats:
+    """What a holder has at one moment."""
+
+    budget_bytes: int
+    held_bytes: int
+    num_handles: int
+
+
+def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one message. Raises: OSError."""
+    packet = json.dumps(message).encode()
+    assert len(packet) <= _MESSAGE_BYTES, "a message is one packet"
+    if fds:
+        socket.send_fds(connection, [packet], list(fds))
+    else:
+        connection.send(packet)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its descriptors, the caller's to close; None if the other side has gone. Raises: OSError."""
+    packet, fds, flags, _ = socket.recv_fds(connection, _MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
+        if not packet:
+            return None
+        message = json.loads(packet)
+        if not isinstance(message, dict):
+            raise OSError(errno.EPROTO, f"a message of type {type(message).__name__}")
+        return message, fds
+    except BaseException as error:
+        close_all(fds)
+        if isinstance(error, ValueError):
+            raise OSError(errno.EPROTO, "a message that is no JSON") from error
+        raise
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close file descriptors that this process owns."""
+    for fd in fds:
+        os.close(fd)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user id of the other side of a Unix socket, as the kernel knows them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = (int.from_bytes(credentials[at : at + 4], "little", signed=True) for at in (0, 4, 8))
+    return pid, uid
+
+
+def device_identity(device: torch.device) -> str:
+    """The name of a device in every process: a GPU's index depends on CUDA_VISIBLE_DEVICES, its UUID does not."""
+    return f"GPU {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "host memory"
+
+
+class HolderClient:
+    """The one engine of a holder. The caller holds the pool's lock.
+
+    Raises: HolderUnavailable if there is no holder at the path, or it has another device, user or engine.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: torch.device) -> None:
+        self.path: Final = Path(path)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.settimeout(_TIMEOUT_S)
+            try:
+                self._connection.connect(str(self.path))
+                self.pid, uid = peer(self._connection)
+                answer = receive(self._connection)
+            except OSError as error:
+                raise HolderUnavailable(
+                    f"no holder answers at {self.path}: {error.strerror or error}; start one: vmmkv hold --socket {self.path}"
+                ) from error
+            self.budget_bytes, self.log = self._welcomed(answer, uid, device)
+        except BaseException:
+            self._connection.close()
+            raise
+        self._is_gone = False
+        self.has_prefixes = False
+        """Does a prefix cache use the log? One does at a time."""
+
+    def _welcomed(
+        self, answer: tuple[dict[str, Any], list[int]] | None, uid: int, device: torch.device
+    ) -> tuple[int, SealedLog]:
+        """The budget and the log of a holder that takes this engine."""
+        welcome, fds = answer or ({"error": "it closed the connection"}, [])
+        with contextlib.ExitStack() as closing:
+            closing.callback(close_all, fds)
+            if uid != os.getuid():
+                raise HolderUnavailable(f"the holder at {self.path} is of user {uid}, and this process of {os.getuid()}")
+            if "error" in welcome:
+                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {welcome['error']}")
+            if welcome["version"] != VERSION:
+                raise HolderUnavailable(
+                    f"the holder at {self.path} speaks version {welcome['version']} and this process {VERSION}; restart the "
+                    "holder with this vmmkv, and what it holds is computed again"
+                )
+            if (wanted := device_identity(device)) != welcome["device"]:
+                raise HolderUnavailable(f"the holder at {self.path} has memory of {welcome['device']}; wanted {wanted}")
+            try:
+                return int(welcome["budget_bytes"]), SealedLog(fds[0])
+            except LogDamaged as error:
+                raise HolderUnavailable(f"the holder at {self.path}: {error}; restart it") from error
+
+    def create(self, size_bytes: int) -> tuple[int, int]:
+        """A new handle: its serial, and a file descriptor that is the caller's. Cost: a round trip of some 50 us on the host.
+
+        Raises: OutOfDeviceMemory past the holder's budget or the device's memory; DriverError; HolderGone.
+        """
+        answer, fds = self._ask("create", {"do": "create", "size_bytes": size_bytes})
+        if "error" in answer:
+            close_all(fds)
+            message = f"create: the holder at {self.path} (process {self.pid}): {answer['error']}"
+            kind = OutOfDeviceMemory if answer["is_full"] else DriverError
+            raise kind(message, call="create", code=str(answer["code"]))
+        return answer["serials"][0], fds[0]
+
+    def open(self, serials: Sequence[int]) -> Generator[tuple[int, int]]:
+        """Serial and file descriptor, the caller's to close, of those of these handles that the holder has.
+
+        Cost: a round trip for each `MOST_DESCRIPTORS`. Raises: HolderGone.
+        """
+        for first in range(0, len(serials), MOST_DESCRIPTORS):
+            answer, fds = self._ask("import_fd", {"do": "open", "serials": serials[first : first + MOST_DESCRIPTORS]})
+            opened = list(zip(answer["serials"], fds, strict=True))
+            try:
+                while opened:
+                    yield opened.pop()
+            finally:
+                close_all([fd for _, fd in opened])
+
+    def release(self, serials: Sequence[int]) -> None:
+        """The holder gives these handles up. Does not wait for it. A holder that is gone has none any more."""
+        for first in range(0, len(serials), MOST_DESCRIPTORS):
+            with contextlib.suppress(HolderGone):
+                self._send("release", {"do": "release", "serials": serials[first : first + MOST_DESCRIPTORS]})
+
+    def stats(self) -> HolderStats:
+        """What it holds now. Raises: HolderGone."""
+        return HolderStats(**self._ask("stats", {"do": "stats"})[0])
+
+    def check(self) -> None:
+        """Raises: HolderGone if the connection is closed. Cost: some microseconds; does not wait for the holder."""
+        hung_up = select.poll()
+        hung_up.register(self._connection, 0)
+        if self._is_gone or hung_up.poll(0):
+            raise self._gone("create", "its process has ended")
+
+    def close(self) -> None:
+        """End the connection: the holder frees what no seal names, and the next engine may come. Idempotent."""
+        if self._connection.fileno() >= 0:
+            self._connection.close()
+            self.log.close()
+
+    def _ask(self, call: str, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        self._send(call, message)
+        try:
+            answer = receive(self._connection)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise DriverError(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
+            raise self._gone(call, str(error)) from error
+        if answer is None:
+            raise self._gone(call, "its process has ended")
+        return answer
+
+    def _send(self, call: str, message: dict[str, Any]) -> None:
+        if self._is_gone:
+            raise self._gone(call, "it was gone before")
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            raise self._gone(call, error.strerror or str(error)) from error
+
+    def _gone(self, call: str, why: str) -> HolderGone:
+        self._is_gone = True  # a late answer would be taken for the next one's
+        return HolderGone(
+            f"{call}: the holder of this memory at {self.path} (process {self.pid}) does not answer: {why}. What is here stays "
+            "usable, and no more comes; start a holder again, and then this process",
+            call=call,
+            code="HOLDER_GONE",
+        )

@@ -1,0 +1,194 @@
+"""The log of sealed extents: which tokens' rows are in which handle. It lies in shared memory and outlives its writer.
+
+    header   | format | active half | bytes used of half 0 | of half 1 |         each one word, written by one store
+    half     | length, checksum, identity | length, checksum, seal | ... | length, checksum, drop | ... free
+
+A record counts once the used bytes of its half reach past it, so a writer that is killed leaves it whole or not at all.
+A seal names its parent, an earlier seal on the same path, and has the tokens behind the parent's. A drop ends a seal; its
+tokens stay for its children. When a half is full, `rewrite` writes what still counts to the other half and then makes that
+the active one.
+
+One process writes. The memory of a sealed extent is not written: `drop` comes before its reuse.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from vmmkv.errors import LogDamaged
+from vmmkv.units import MIB, round_up
+
+_FORMAT: Final = int.from_bytes(b"vmmkvlg1", "little")
+_HEADER_BYTES: Final = mmap.PAGESIZE
+_LEAST_HALF_BYTES: Final = MIB
+_BUDGET_SHARE: Final = 16
+"""A half is a sixteenth of the budget: the tokens of the smallest rows, 128 bytes, take a thirty-second. It takes memory only
+as it is written."""
+
+_RECORD: Final = struct.Struct("<IIc")  # length of the body, checksum of kind and body, kind
+_SEAL: Final = struct.Struct("<QQQQIIII")
+_IDENTITY_KIND, _SEAL_KIND, _DROP_KIND = b"i", b"s", b"d"
+
+
+class Sealed(NamedTuple):
+    """An extent all of whose rows are computed, and the place of these rows in a prefix."""
+
+    serial: int
+    """The holder's number of the handle. Numbers are not used again, so it is the generation too."""
+    parent: int | None
+    """Where the seal before it on the path is in the log; None if its tokens begin at the first."""
+    end_token: int
+    """The rows in it are among those of so many tokens of the path."""
+    first_token: int
+    """Rows before it may be missing."""
+    group: int
+    page: int
+    num_pages: int
+    namespace: bytes
+    """Of the path, where there is no parent."""
+    tokens: bytes
+    """Packed ids [end of the parent, end_token) of the path."""
+
+
+class LogContents(NamedTuple):
+    """What a log says."""
+
+    identity: bytes
+    """Of the layout and model whose rows these are; empty for a new log."""
+    seals: dict[int, Sealed]
+    """By their place in the log, parents first; those that were dropped too."""
+    live: dict[int, int]
+    """The place by serial, of those that were not dropped; in the order in which they were sealed."""
+
+
+class SealedLog:
+    """The log over a file descriptor, which stays the caller's. Raises: LogDamaged if there is another format in it."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:_HEADER_BYTES].cast("Q")
+        self._half_bytes: Final = (len(self._map) - _HEADER_BYTES) // 2
+        if self._words[0] != _FORMAT:
+            self.close()
+            raise LogDamaged("the shared memory holds no log of this version")
+        self._due_bytes = self._next_due()
+
+    @staticmethod
+    def create(budget_bytes: int) -> int:
+        """A file descriptor of a new log for so much memory."""
+        half_bytes = round_up(max(_LEAST_HALF_BYTES, budget_bytes // _BUDGET_SHARE), mmap.PAGESIZE)
+        fd = os.memfd_create("vmmkv-sealed", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _HEADER_BYTES + 2 * half_bytes)
+            os.pwrite(fd, struct.pack("<Q", _FORMAT), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the active half."""
+        return self._words[2 + self._words[1] % 2]
+
+    @property
+    def is_due(self) -> bool:
+        """Has it grown to twice what counted at the last rewrite, or is it nearly full?"""
+        return self.used_bytes > self._due_bytes
+
+    def read(self) -> LogContents:
+        """All that counts. Raises: LogDamaged. Cost: grows with the log."""
+        identity, seals, live = b"", dict[int, Sealed](), dict[int, int]()
+        half, used_bytes = self._words[1], self.used_bytes
+        if half > 1 or used_bytes > self._half_bytes:
+            raise LogDamaged(f"half {half} with {used_bytes} bytes of {self._half_bytes}")
+        place = 0
+        while place < used_bytes:
+            kind, body = self._record(half, place, used_bytes)
+            if kind == _IDENTITY_KIND:
+                identity = body
+            elif kind == _SEAL_KIND:
+                seal = _unpack(body)
+                if seal.parent is not None and seal.parent not in seals:
+                    raise LogDamaged(f"the seal at {place} has a parent at {seal.parent}, where none is")
+                seals[place] = seal
+                live[seal.serial] = place
+            else:
+                live.pop(int.from_bytes(body, "little"), None)
+            place += _RECORD.size + len(body)
+        return LogContents(identity, seals, live)
+
+    def seal(self, seal: Sealed) -> int | None:
+        """Where a seal is in the log from now on; None if there is no room. Its memory is not written until it is dropped."""
+        return self._append(self._words[1], _SEAL_KIND, _pack(seal))
+
+    def drop(self, serial: int) -> bool:
+        """A seal counts no longer, and its memory may be written when this returns True; False if there is no room."""
+        return self._append(self._words[1], _DROP_KIND, serial.to_bytes(8, "little")) is not None
+
+    def rewrite(self, identity: bytes, seals: Iterable[Sealed]) -> list[int | None]:
+        """Replace all; where each seal is from now on, None for one that has no room. All or nothing for a later reader.
+
+        A parent in `seals` is the number of an earlier one among them.
+        """
+        half = 1 - self._words[1] % 2  # whatever is there, if the log is damaged
+        self._words[2 + half] = 0
+        self._append(half, _IDENTITY_KIND, identity)
+        places: list[int | None] = []
+        for seal in seals:
+            parent = None if seal.parent is None else places[seal.parent]
+            has_parent = seal.parent is None or parent is not None
+            places.append(self._append(half, _SEAL_KIND, _pack(seal._replace(parent=parent))) if has_parent else None)
+        self._words[1] = half
+        self._due_bytes = self._next_due()
+        self._map.madvise(mmap.MADV_REMOVE, _HEADER_BYTES + (1 - half) * self._half_bytes, self._half_bytes)
+        return places
+
+    def _next_due(self) -> int:
+        return min(max(_LEAST_HALF_BYTES // 2, 2 * self.used_bytes), self._half_bytes * 3 // 4)
+
+    def _append(self, half: int, kind: bytes, body: bytes) -> int | None:
+        place = self._words[2 + half]
+        end = place + _RECORD.size + len(body)
+        if end > self._half_bytes:
+            return None
+        start = _HEADER_BYTES + half * self._half_bytes + place
+        _RECORD.pack_into(self._bytes, start, len(body), zlib.crc32(kind + body), kind)
+        self._bytes[start + _RECORD.size : start + _RECORD.size + len(body)] = body
+        self._words[2 + half] = end
+        return place
+
+    def _record(self, half: int, place: int, used_bytes: int) -> tuple[bytes, bytes]:
+        start, left_bytes = _HEADER_BYTES + half * self._half_bytes + place, used_bytes - place
+        if left_bytes >= _RECORD.size:
+            size_bytes, checksum, kind = _RECORD.unpack_from(self._bytes, start)
+            if size_bytes <= left_bytes - _RECORD.size:
+                body = bytes(self._bytes[start + _RECORD.size : start + _RECORD.size + size_bytes])
+                if zlib.crc32(kind + body) == checksum:
+                    return kind, body
+        raise LogDamaged(f"the record at {place} of half {half} has another checksum or length")
+
+
+def _pack(seal: Sealed) -> bytes:
+    parent = 0 if seal.parent is None else 1 + seal.parent
+    numbers = seal.serial, parent, seal.end_token, seal.first_token, seal.group, seal.page, seal.num_pages, len(seal.namespace)
+    return _SEAL.pack(*numbers) + seal.namespace + seal.tokens
+
+
+def _unpack(body: bytes) -> Sealed:
+    if len(body) < _SEAL.size:
+        raise LogDamaged(f"a seal of {len(body)} bytes")
+    serial, parent, end_token, first_token, group, page, num_pages, name_bytes = _SEAL.unpack_from(body)
+    tokens_at = _SEAL.size + name_bytes
+    place, name = parent - 1 if parent else None, body[_SEAL.size : tokens_at]
+    return Sealed(serial, place, end_token, first_token, group, page, num_pages, name, body[tokens_at:])

@@ -1,0 +1,221 @@
+"""Prefixes that outlive the engine: what of the tree is sealed in a holder's log, and what comes back from it.
+
+    extend ──> waiting ──fence──> sealed ──the tree drops it──> dropped, and its memory may be written
+                                    │
+                                    └── the engine ends ──> next engine: the tree, without handles ──attach──> imported
+
+An extent that the tree holds is never written, and the log is told before the tree lets go of it. So whatever the log names
+is whole, whenever the engine ends. The caller holds the pool's lock.
+"""
+
+import ast
+import itertools
+import logging
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from vmmkv.driver.base import Fence
+from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.memory.pool import Extent, Pool
+from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, Tokens, piece_place
+from vmmkv.units import counted
+
+log = logging.getLogger(__name__)
+
+
+class SealedPrefixes:
+    """The extents of one prefix tree that its pool's holder has sealed. Made empty; `restore` comes before any other call."""
+
+    def __init__(self, index: PrefixIndex, pool: Pool, identity: bytes) -> None:
+        assert pool.holder is not None, "without a holder nothing outlives the process"
+        self._index = index
+        self._pool = pool
+        self._holder: Final = pool.holder
+        self._log = self._holder.log
+        self._identity = identity
+        self._waiting: deque[tuple[Fence | None, Hashable, bytes, dict[Extent, Piece[Placed]]]] = deque()
+        self._places: dict[Extent, int] = {}
+        """Of each sealed extent, where its seal is in the log."""
+
+    # from an earlier process
+
+    def restore(self, contents: LogContents) -> None:
+        """Take what the log names into the tree, and what does not fit the budget or is of another identity out of it.
+
+        Cost: host work by the tokens and extents that are named. Nothing is imported.
+        """
+        self._holder.has_prefixes = True
+        if contents.identity == self._identity:
+            unused = self._insert(contents)
+            if not all(self._log.drop(serial) for serial in unused):
+                self._rewrite()  # without them
+        else:
+            unused = list(contents.live)
+            if unused:
+                log.warning(
+                    "starting cold: the holder at %s has %s of another layout, dtype or fingerprint, and frees them",
+                    *(self._holder.path, counted(len(unused), "extent", ",")),
+                )
+            self._log.rewrite(self._identity, ())
+        self._holder.release(unused)
+        self._index.sealed = self  # from now on; what came back is sealed already
+        self._pool.restored()
+        if self._places:
+            log.info("%s came back from the holder at %s", counted(len(self._places), "extent", ","), self._holder.path)
+
+    def _insert(self, contents: LogContents) -> list[int]:
+        """Insert the sealed prefixes; the serials of what is not in the tree then."""
+        serial_at = {place: serial for serial, place in contents.live.items()}
+        covered: set[int] = set()
+        paths: list[list[int]] = []
+        for last in reversed(serial_at):  # a child comes after its parent
+            if last not in covered:
+                path = _places_to(contents.seals, last)
+                paths.append([place for place in path if place in serial_at and place not in covered])
+                covered.update(path)
+        for places in reversed(paths):  # what was sealed last was used last
+            self._insert_path(contents.seals, places)
+        inserted = set(self._places.values())
+        return [serial for serial, place in contents.live.items() if place not in inserted]
+
+    def _insert_path(self, seals: dict[int, Sealed], places: list[int]) -> None:
+        path = [seals[place] for place in _places_to(seals, places[-1])]
+        namespace, tokens = ast.literal_eval(path[0].namespace.decode()), b"".join(seal.tokens for seal in path)
+        pieces: list[Piece[Placed]] = []
+        place_of: dict[Extent, int] = {}
+        for seal in (seals[place] for place in places):
+            extent = self._pool.restore(seal.serial, seal.num_pages)
+            place_of[extent] = places[len(pieces)]
+            pieces.append(Piece(seal.end_token, Placed(seal.page, extent, seal.first_token), seal.group))
+        pieces.sort(key=piece_place)
+        self._index.add(namespace, np.frombuffer(tokens, np.int32), pieces)
+        self._places |= {extent: place for extent, place in place_of.items() if extent.shared}
+        for extent in place_of:
+            self._pool.drop(extent)  # the tree holds it, or has others in its place
+
+    # to the log
+
+    def add(self, namespace: Hashable, tokens: Tokens, pieces: Sequence[Piece[Placed]], written: Fence | None) -> None:
+        """Seal these extents of the tree once `written` has passed; None: they are written."""
+        packed = np.asarray(tokens, np.int32).tobytes()
+        self._waiting.append((written, namespace, packed, {piece.value.extent: piece for piece in pieces}))
+        self.poll()
+
+    def poll(self) -> None:
+        """Seal what waits and whose fence has passed. Never blocks. Cost: some 10 us an extent."""
+        while self._waiting and ((written := self._waiting[0][0]) is None or written.done()):
+            _, namespace, packed, pieces = self._waiting.popleft()
+            if pieces:
+                self._seal(namespace, packed, list(pieces.values()))
+
+    def oldest_fence(self) -> Fence | None:
+        """Of what has waited longest; None if nothing waits. Call `poll` first."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def drop(self, extent: Extent) -> None:
+        """The tree is about to let go of an extent. It may be written when this returns."""
+        for _, _, _, pieces in self._waiting:
+            pieces.pop(extent, None)
+        if self._places.pop(extent, None) is None:
+            return
+        extent.sealed = False
+        if not self._log.drop(extent.serial):
+            self._rewrite()  # without it
+
+    def close(self) -> None:
+        """The engine ends in order: seal what waits, which blocks for its fences, and leave all with the holder."""
+        for written, *_ in self._waiting:
+            if written is not None:
+                written.wait()
+        self.poll()
+        self._holder.has_prefixes = False
+
+    def _seal(self, namespace: Hashable, packed: bytes, pieces: Sequence[Piece[Placed]]) -> None:
+        """Seal extents that the tree has on the path of these tokens."""
+        parent, start = None, 0
+        path = self._index.tree.match(namespace, np.frombuffer(packed, np.int32)).path
+        for above in itertools.chain.from_iterable(node.pieces for node in path):
+            if above.end_token <= pieces[0].end_token and above.value.extent in self._places:
+                parent, start = self._places[above.value.extent], above.end_token
+        for piece in pieces:
+            tokens = packed[start * TOKEN_BYTES : piece.end_token * TOKEN_BYTES]
+            place = self._log.seal(_seal(piece, parent, namespace, tokens))
+            if place is None:
+                log.warning(
+                    "the log of the holder at %s is full: the next engine computes this prefix again", self._holder.path
+                )
+                break
+            self._places[piece.value.extent], piece.value.extent.sealed = place, True
+            parent, start = place, piece.end_token
+        if self._log.is_due:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        extents, seals = [], []
+        for extent, seal in self._seals():
+            extents.append(extent)
+            seals.append(seal)
+        places = self._log.rewrite(self._identity, seals)
+        before = self._places
+        self._places = {extent: place for extent, place in zip(extents, places, strict=True) if place is not None}
+        for extent in before.keys() - self._places.keys():  # those that the tree is letting go of, too
+            extent.sealed = False
+
+    def _seals(self) -> Iterator[tuple[Extent, Sealed]]:
+        """The sealed extents of the tree, parents first; a parent is the number of an earlier one."""
+        number = 0
+        behind: dict[Node[Placed], tuple[int | None, bytes]] = {}  # the last seal on the path to a node, and the tokens since
+        for node in self._index.tree.nodes():
+            assert node.parent is not None
+            parent, tokens = behind.get(node.parent, (None, b""))
+            at = node.start - len(tokens) // TOKEN_BYTES
+            tokens += node.edge
+            for piece in node.pieces:
+                if piece.value.extent in self._places:
+                    num_bytes = (piece.end_token - at) * TOKEN_BYTES
+                    yield piece.value.extent, _seal(piece, parent, self._index.tree.namespace_of(node), tokens[:num_bytes])
+                    parent, tokens, at = number, tokens[num_bytes:], piece.end_token
+                    number += 1
+            behind[node] = parent, tokens
+
+    def check(self) -> None:
+        """The log says what the tree holds; AssertionError if not."""
+        contents = self._log.read()
+        assert contents.identity == self._identity, "the log is of another identity"
+        by_serial = {extent.serial: place for extent, place in self._places.items()}
+        assert contents.live == by_serial, "the log and the tree seal different extents"
+        wanted = {}
+        for node in self._index.tree.nodes():
+            packed = b"".join(above.edge for above in node.path())
+            for piece in node.pieces:
+                if piece.value.extent in self._places:
+                    tokens = packed[: piece.end_token * TOKEN_BYTES]
+                    wanted[piece.value.extent.serial] = _seal(piece, None, self._index.tree.namespace_of(node), tokens)
+        found = {}
+        for serial, place in contents.live.items():
+            path = [contents.seals[each] for each in _places_to(contents.seals, place)]
+            tokens = b"".join(seal.tokens for seal in path)
+            found[serial] = path[-1]._replace(parent=None, namespace=path[0].namespace, tokens=tokens)
+        assert found == wanted, "the log says something else of an extent than the tree"
+        assert all(extent.sealed for extent in self._places), "an extent does not know that it is sealed"
+
+
+def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens: bytes) -> Sealed:
+    page, extent, first_token = piece.value
+    name = repr(namespace).encode() if parent is None else b""
+    return Sealed(extent.serial, parent, piece.end_token, first_token, piece.group, page, extent.num_pages, name, tokens)
+
+
+def _places_to(seals: dict[int, Sealed], last: int) -> list[int]:
+    """Where the seals on the path to one are, the first one first."""
+    places: list[int] = []
+    place: int | None = last
+    while place is not None:
+        places.append(place)
+        place = seals[place].parent
+    places.reverse()
+    return places
