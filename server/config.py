@@ -125,6 +125,9 @@ class ServeConfig:
     kv_budget_bytes: Annotated[
         int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
     ] = None
+    kv_holder: Annotated[
+        str | None, _MEMORY("take KV memory from the `vmmkv hold` at this socket: prefixes outlive the server", "PATH")
+    ] = None
     max_tokens: Annotated[int | None, _MEMORY("longest prompt and answer together", "N", "the model's")] = None
     max_num_seqs: Annotated[int, _MEMORY("sequences that run at once; further requests wait", "N")] = 256
     max_num_batched_tokens: Annotated[
@@ -170,8 +173,10 @@ class ServeConfig:
                 )
         if bool(self.kv_disk) != (self.kv_disk_budget_bytes is not None):
             raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
-        if not self.prefix_cache and (self.kv_host_budget_bytes or self.kv_disk):
-            raise ValueError("kv_host_budget_bytes and kv_disk are for shared prefixes: leave out prefix_cache=False, or these")
+        if not self.prefix_cache and (self.kv_host_budget_bytes or self.kv_disk or self.kv_holder):
+            raise ValueError(
+                "kv_holder, kv_host_budget_bytes and kv_disk are for shared prefixes: leave out prefix_cache=False, or these"
+            )
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(f"max_tokens={self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer")
         if self.max_num_seqs < 1:

@@ -79,14 +79,11 @@ class BaselineBackend:
         self.rows: Final = rows
         self.budget_bytes: Final = num_rows * cache.layout.row_bytes
         self.num_tokens: Final = num_rows if isinstance(cache, PagedCache) else cache.max_tokens
-        self._prefixes = prefixes
+        self.prefixes: Final = prefixes
+        """Over whole blocks. Static slots share nothing: a row lies in one of them."""
 
     def take_free(self) -> None:
         """There is nothing more to take."""
-
-    def open_prefixes(self) -> PagedPrefixes | None:
-        """Over whole blocks. Static slots share nothing: a row lies in one of them."""
-        return self._prefixes
 
     def close(self) -> None:
         """Give the memory back. What torch's allocator keeps is not free for the driver's own calls."""

@@ -1,6 +1,6 @@
 """The KV memory of an engine: the protocols by which the engine knows it, and their implementation over a vmmkv pool.
 
-    open ──> a model runs over it, warms up, is captured ──> take_free ──> open_prefixes ──> requests ──> close
+    open ──> a model runs over it, warms up, is captured ──> take_free ──> requests ──> close
 
 `KVCache` and `PrefixCache` are the cache and the prefixes of `SlotBackend`; `bench/baselines` has others. An implementation
 orders its writes of memory behind the steps that were launched before.
@@ -191,11 +191,13 @@ class BackendConfig:
     """Of the longest step."""
     shares_prefixes: bool
     budget_bytes: int | None
-    """None: what is free once the model and its graphs are there."""
+    """None: what is free once the model and its graphs are there, or all that the holder may own."""
+    holder: str | None = None
+    """The socket of the process that owns the memory; None for this one."""
     tiers: Sequence[Tier] = ()
     """Where prefixes go that leave the device; the backend closes them."""
     fingerprint: str = ""
-    """Of the model, with tiers."""
+    """Of the model, with tiers or a holder."""
 
 
 class KVBackend(Protocol):
@@ -210,6 +212,10 @@ class KVBackend(Protocol):
         """For attention."""
 
     @property
+    def prefixes(self) -> Prefixes | None:
+        """Those that requests share; None if they share none."""
+
+    @property
     def budget_bytes(self) -> int:
         """What rows may take."""
 
@@ -219,9 +225,6 @@ class KVBackend(Protocol):
 
     def take_free(self) -> None:
         """The model and its graphs have their memory: if no budget was given, take what is left and useful."""
-
-    def open_prefixes(self) -> Prefixes | None:
-        """Begin to cache prefixes, if that is wanted. Called once."""
 
     def close(self) -> None:
         """Give everything back. Idempotent; it can be called again if it fails."""
@@ -238,13 +241,19 @@ class SlotBackend:
         self.cache: Final = cache
         self.rows: KVRows = KVRows(cache)
         self._config: Final = config
+        # At once: what an earlier process left with a holder takes part of the budget, and the warm-up evicts what it needs.
+        self.prefixes: Final = (
+            PrefixCache(cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
+        )
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
-        """Raises: BudgetError, DriverError, OutOfPages."""
-        pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
+        """Raises: BudgetError, DriverError, OutOfPages, HolderUnavailable."""
+        pool = Pool(config.device, config.budget_bytes or _least_bytes(config), holder=config.holder)
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
+            if pool.holder is not None and config.budget_bytes is None:
+                pool.resize(pool.holder.budget_bytes)
             return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
         except BaseException:
             with contextlib.suppress(VmmkvError):  # the first error matters
@@ -264,7 +273,7 @@ class SlotBackend:
     def take_free(self) -> None:
         """See KVBackend."""
         config = self._config
-        if config.budget_bytes is None:
+        if config.budget_bytes is None and config.holder is None:
             most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
             free_bytes = _free_bytes(self.cache.pool)
             if config.device.type != "cuda":
@@ -282,11 +291,6 @@ class SlotBackend:
                 f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
             )
         pool.resize(budget_bytes)
-
-    def open_prefixes(self) -> PrefixCache | None:
-        """See KVBackend."""
-        config = self._config
-        return PrefixCache(self.cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
 
     def close(self) -> None:
         """See KVBackend."""

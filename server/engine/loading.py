@@ -110,6 +110,7 @@ def assemble(
             step_tokens=step_tokens,
             shares_prefixes=config.prefix_cache,
             budget_bytes=config.kv_budget_bytes,
+            holder=config.kv_holder,
             tiers=tiers,
             fingerprint=source.fingerprint,
         )
@@ -126,7 +127,7 @@ def assemble(
         engine = Engine(
             cache,
             runner,
-            prefix=memory.open_prefixes(),
+            prefix=memory.prefixes,
             max_sequences=config.max_num_seqs,
             eos_ids=source.end_tokens,
             step_tokens=step_tokens,

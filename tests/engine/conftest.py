@@ -133,7 +133,7 @@ class Harness:
         if open_memory is None:
             self.prefix = PrefixCache(self.cache, tiers, fingerprint="model") if share else None
         else:
-            self.prefix = self.memory.open_prefixes()
+            self.prefix = self.memory.prefixes
         self.engine = Engine(
             self.cache,
             self.runner,

@@ -17,7 +17,9 @@ from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB
+from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, Closed, DriverUnavailable, VmmkvError
+from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.engine import loading
 from vmmkv.server.protocol import Failed
@@ -67,6 +69,26 @@ def expected(directory: Path, prompt: list[int], count: int = 8) -> list[int]:
     out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    holder = threading.Thread(target=(held := Holder(path, 64 * MIB, open_driver("cpu"), print)).run)
+    holder.start()
+    options = {**OPTIONS, "kv_budget_bytes": None, "kv_holder": path}
+    prompt = [token % 251 for token in range(4500)]  # two pages of 2,048 tokens, and a rest
+    with LLM(directory, **options) as one:
+        first = one.generate([prompt], GREEDY)
+        assert one.snapshot is not None
+        assert one.snapshot.kv_budget_bytes == 64 * MIB, "all that the holder may own"
+    with LLM(directory, **options) as one:
+        second = one.generate([prompt], GREEDY)
+    assert answers(first) == answers(second) == [expected(directory, prompt)]
+    assert first[0].cached_tokens == 0
+    assert second[0].cached_tokens == 4096
+    held.stop()
+    holder.join()
+    held.close()
 
 
 def test_completions_come_in_the_order_of_the_prompts(engine: LLM, directory: Path) -> None:
