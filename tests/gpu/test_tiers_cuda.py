@@ -77,6 +77,21 @@ def test_stores_and_loads_wait_for_no_kernel_and_hold_up_none(cache: KVCache) ->
     tier.close()
 
 
+def test_pinned_memory_is_given_back_to_the_machine(gpu: torch.device) -> None:
+    def shared_kib() -> int:
+        """Pinned memory is in it: no file, and all of it there."""
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+        return int(line.split()[1])
+
+    before = shared_kib()
+    for _ in range(3):
+        tier = HostTier(256 * MIB)
+        tier.open(gpu)
+        assert shared_kib() - before >= 256 << 10
+        tier.close()
+        assert shared_kib() - before < 64 << 10
+
+
 def test_a_saved_sequence_is_restored(cache: KVCache, tmp_path: Path) -> None:
     prefix = PrefixCache(cache)
     computed(cache, prefix).save(tmp_path / "one")

@@ -3,6 +3,7 @@
 A tier of a third party is tested by the same suite: add how it is made to `TIERS`.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -11,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import torch
 from tests.laws.faulty_tier import FaultyTier
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ThreadedTier
+from vmmkv.tiers.tier import ThreadedTier, _Pinned, host_memory
 
 CPU = torch.device("cpu")
 NUM_RECORDS = 8
@@ -213,6 +215,7 @@ def test_memory_that_is_lent_is_not_given_back_under_a_copy(tier):
         time.sleep(1e-4)
     with pytest.raises(ValueError, match=r"2 transfers of the .* are under way; close the caches"):
         tier.close()
+    assert load(tier, 1), "what may not be closed goes on"
     ctypes.memset(lent[0].address, 1, RECORD_BYTES)
     assert ctypes.string_at(lent[1].address, RECORD_BYTES) == payload(1)
     for transfer in lent:
@@ -407,25 +410,79 @@ def test_a_child_made_by_fork_does_not_keep_the_path(tmp_path):
         os.close(read)
 
 
-def test_a_host_tier_that_gets_a_part_of_its_memory_takes_none(monkeypatch):
-    taken = []
+class FakeCudart:
+    """Pins as CUDA does, as far as a tier can tell."""
 
-    def host_memory(size_bytes, device):
-        if len(taken) == 1:
-            raise BudgetError("injected")
-        taken.append(size_bytes)
-        return torch.empty(size_bytes, dtype=torch.uint8)
+    def __init__(self, monkeypatch):
+        self.pinned: dict[int, int] = {}
+        self.has_room = True
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "check_error", self.check)
 
-    tier = HostTier(3 * RECORD_BYTES)
-    with monkeypatch.context() as patch:
-        patch.setattr("vmmkv.tiers.host.host_memory", host_memory)
-        with pytest.raises(BudgetError, match="injected"):
-            tier.open(CPU)
-    tier.open(CPU)
-    for number in range(3):
-        assert store(tier, number)
-    assert all(load(tier, number) for number in range(3))
+    def cudaHostRegister(self, address, size_bytes, flags):
+        assert flags == 1 and not address % 4096 and address not in self.pinned
+        self.pinned |= {address: size_bytes} if self.has_room else {}
+        return not self.has_room
+
+    def cudaHostUnregister(self, address):
+        ctypes.string_at(address, 1)  # it is mapped still
+        del self.pinned[address]
+        return 0
+
+    def check(self, status):
+        if status:
+            raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_pinned_memory_is_given_back_to_the_machine(tmp_path, monkeypatch, name):
+    cuda, cudart = torch.device("cuda"), FakeCudart(monkeypatch)
+    tier = TIERS[name](tmp_path / "tier")
+    cudart.has_room = False
+    with pytest.raises(BudgetError, match="of host memory for cuda cannot be had: injected"):
+        tier.open(cuda)
+    cudart.has_room = True
+    tier.open(cuda)
+    assert sum(cudart.pinned.values()) >= NUM_RECORDS * RECORD_BYTES
+    assert store(tier, 1) and load(tier, 1)
     tier.close()
+    assert not cudart.pinned
+
+
+def test_pinned_memory_goes_with_the_last_tensor_over_it(monkeypatch):
+    cudart = FakeCudart(monkeypatch)
+    part = host_memory(RECORD_BYTES, torch.device("cuda"))[100:200]
+    assert cudart.pinned
+    del part
+    assert not cudart.pinned
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_nothing_waits_for_a_tier_that_is_being_closed(tmp_path, monkeypatch, name):
+    """Neither for its last write nor for its memory to be given back."""
+    tier, asked, ends = TIERS[name](tmp_path / "tier"), [], threading.Event()
+    tier.open(CPU)
+
+    def hang(*_):
+        asked.append(None)
+        assert ends.wait(10)
+
+    monkeypatch.setattr(_Pinned, "__del__", hang)
+    if name == "disk":
+        monkeypatch.setattr(DiskTier, "write", hang)
+    transfer = tier.store(key_of(1))
+    tier.finished(transfer)
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while not asked:
+        time.sleep(1e-3)
+    began = time.monotonic()
+    assert tier.lookup([key_of(2)]) == [False] and tier.store(key_of(2)) is None and tier.load(key_of(2)).missed
+    assert tier.stats().budget_bytes
+    assert time.monotonic() - began < 5
+    ends.set()
+    closing.join()
 
 
 def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):

@@ -1,6 +1,5 @@
 """HostTier: records in pinned host memory, copied by the device's own engines."""
 
-import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -14,10 +13,7 @@ from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import TierStats, Transfer, check_returned, host_memory, missed, read_counts, touch
-from vmmkv.units import GIB, format_bytes
-
-_SLAB_BYTES: Final = GIB
-"""Taken in one piece: each piece is a call that pins."""
+from vmmkv.units import format_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +40,7 @@ class HostTier:
             raise BudgetError(f"budget_bytes={budget_bytes} of host memory is below one record, {format_bytes(RECORD_BYTES)}")
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._slabs: list[torch.Tensor] = []
+        self._memory: torch.Tensor | None = None
         self._free: list[int] = []
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
         """The least recently used first."""
@@ -53,7 +49,7 @@ class HostTier:
     def open(self, device: torch.device) -> None:
         """See Tier.open."""
         with self._lock:
-            if self._slabs:
+            if self._memory is not None:
                 return
             free_bytes = HostMemory().read().free_bytes
             most_bytes = max(0, free_bytes - HEADROOM_BYTES) // RECORD_BYTES * RECORD_BYTES
@@ -62,13 +58,9 @@ class HostTier:
                     f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
                     f"take {format_bytes(free_bytes)}; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
                 )
-            left_bytes, slabs = self.budget_bytes, []
-            while left_bytes:
-                slabs.append(host_memory(min(_SLAB_BYTES, 1 << (left_bytes.bit_length() - 1)), device))
-                left_bytes -= slabs[-1].numel()
-            starts = (range(slab.data_ptr(), slab.data_ptr() + slab.numel(), RECORD_BYTES) for slab in slabs)
-            self._free = [*itertools.chain(*starts)][::-1]
-            self._slabs = slabs
+            self._memory = host_memory(self.budget_bytes, device)
+            first = self._memory.data_ptr()
+            self._free = [*range(first, first + self.budget_bytes, RECORD_BYTES)][::-1]
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
@@ -129,7 +121,8 @@ class HostTier:
             check_returned(self.name, len(self._storing) + sum(held.num_loads for held in self._records.values()))
             self._records.clear()
             self._free.clear()
-            self._slabs.clear()
+            memory, self._memory = self._memory, None
+        del memory  # without the lock: unpinning takes its time
 
     def _evict(self) -> bool:
         """Free the memory of the least recently used record that is not being loaded; False if there is none."""

@@ -8,6 +8,7 @@ network: what takes time ends a future, which the caller looks at. An error is a
 """
 
 import mmap
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
@@ -119,19 +120,45 @@ class Tier(Protocol):
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that begins on a page, which `device` copies from and to; untouched until it is used if that is the host.
 
-    Cost: pinning takes 0.3 s for each GiB. A pinned size is a power of two, or torch rounds it up. What is pinned and given
-    back torch keeps for its own later use.
+    It goes back to the machine with the last tensor over it.
+    Cost: pinning takes 0.3 s for each GiB.
     Raises: BudgetError, if the machine does not give it, or the container.
     """
     try:
         free_bytes = HostMemory().read().free_bytes
         if size_bytes + HEADROOM_BYTES > free_bytes:  # taking the last byte would summon the out-of-memory killer
             raise OSError(f"this process, in its control group, may take {format_bytes(free_bytes)}")
+        mapping = _Pinned(-1, size_bytes)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
         if device.type == "cuda":
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+            mapping.pin(memory.data_ptr(), device)
+        return memory
     except (OSError, RuntimeError) as error:
         raise BudgetError(f"{format_bytes(size_bytes)} of host memory for {device} cannot be had: {error}") from error
+
+
+class _Pinned(mmap.mmap):
+    """Host memory that is pinned by CUDA while it is there. Torch's own allocator never gives back what it has pinned."""
+
+    _pinned_for: tuple[int, torch.device] | None = None
+
+    def pin(self, address: int, device: torch.device) -> None:
+        """`address` is its own. Raises: RuntimeError."""
+        with torch.cuda.device(device):
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(cudart.cudaHostRegister(address, len(self), _PORTABLE))
+        self._pinned_for = address, device
+
+    def __del__(self) -> None:
+        """Called before it is unmapped."""
+        if self._pinned_for is not None and not sys.is_finalizing():
+            address, device = self._pinned_for
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: pinned for every GPU."""
 
 
 def check_returned(name: str, num_transfers: int) -> None:
@@ -180,6 +207,8 @@ class ThreadedTier(ABC):
         self._memory: torch.Tensor | None = None
         self._buffers: list[int] = []
         """Addresses of those that are free."""
+        self._num_lent = 0
+        """Transfers that the caller has neither finished nor dropped."""
         self._storing: set[bytes] = set()
         self._num_writes = 0
         self._written = threading.Condition(self.lock)
@@ -219,9 +248,11 @@ class ThreadedTier(ABC):
         if self.lookup([key])[0]:
             return None
         with self.lock:
-            if key in self._storing or len(self._storing) >= self._num_buffers // 2 or not self._buffers:
+            has_room = self._threads is not None and self._buffers and len(self._storing) < self._num_buffers // 2
+            if not has_room or key in self._storing:
                 return None
             self._storing.add(key)
+            self._num_lent += 1
             return Transfer(key, True, self._buffers.pop())
 
     def load(self, key: bytes) -> Transfer | None:
@@ -232,20 +263,26 @@ class ThreadedTier(ABC):
             if not self._buffers:
                 return None
             address = self._buffers.pop()
+            self._num_lent += 1
             return Transfer(key, False, address, self._threads.submit(self._read, key, address))
 
     def finished(self, transfer: Transfer) -> None:
         """See Tier.finished."""
         if transfer.is_store:
             with self.lock:
-                if self._threads is not None:
-                    self._threads.submit(self._write, transfer)
-                    self._num_writes += 1
-                    return
-        self.drop(transfer)
+                assert self._threads is not None, "it is not closed while a transfer is under way"
+                self._threads.submit(self._write, transfer)
+                self._num_writes += 1
+                self._num_lent -= 1
+        else:
+            self.drop(transfer)
 
     def drop(self, transfer: Transfer) -> None:
         """See Tier.drop."""
+        if not transfer.address:
+            return
+        with self.lock:
+            self._num_lent -= 1
         if transfer.future is not None:
             transfer.future.cancel()
             transfer.future.add_done_callback(lambda _: self._give_back(transfer))  # a thread may still write to it
@@ -259,15 +296,15 @@ class ThreadedTier(ABC):
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self.counts))
 
     def close(self) -> None:
-        """See Tier.close. Waits for what is being written."""
+        """See Tier.close. Waits for what is being written, without the lock."""
         with self.lock:
+            check_returned(self.name, self._num_lent)
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True)
-        with self.lock:
-            if self._memory is not None:
-                check_returned(self.name, self._num_buffers - len(self._buffers))
-            self._memory, self._buffers = None, []
+            with self.lock:
+                memory, self._memory, self._buffers = self._memory, None, []
+            del memory  # without the lock: unpinning takes its time
 
     def _read(self, key: bytes, address: int) -> None:
         try:
