@@ -779,14 +779,16 @@ class KVCache(_Planes):
                 self.end_sequence(sequence)
             for parked in list(self.parked_slots.values()):
                 self.evict_parked(parked)
-            if self.prefix is not None:
-                self.prefix.clear()
-            fence = self.memory.fence()
+            copies = [] if self.prefix is None else self.prefix.clear()
+            fences = [self.memory.fence(), *copies]
             self.closed = True  # nothing is launched, opened or grown here while the lock is not held
-        fence.wait()
+        for fence in fences:
+            fence.wait()
         self._drain()
         with self.pool.lock:
             if self._attached:
+                if self.prefix is not None:
+                    self.prefix.finish_copies()
                 self.memory.close()
                 self.pool.caches.remove(self)
                 self._attached = False

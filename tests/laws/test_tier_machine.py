@@ -5,6 +5,7 @@ of the pool or of a tier's memory; and no step waits for a tier.
 """
 
 import tempfile
+import threading
 
 import pytest
 from hypothesis import strategies as st
@@ -239,6 +240,35 @@ def test_a_load_waits_for_no_store_that_waits_for_running_work():
     cache.close()
     pool.close()
     host.close()
+
+
+def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_need(monkeypatch):
+    driver = SimulatedDriver(seed=1, haste=0)
+    pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
+    cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
+    host = HostTier(60 * PAGE_BYTES)
+    prefix, prompt = PrefixCache(cache, [host], fingerprint="model"), list(range(20))
+    sequence = prefix.attach(prompt).sequence
+    sequence.grow(20)
+    sequence.advance(20)
+    prefix.release(sequence, prompt)
+    prefix.poll()
+    made = type(driver.fence())
+    wait = made.wait
+
+    def checked(fence):
+        other = threading.Thread(target=pool.stats, daemon=True)
+        other.start()
+        other.join(5)
+        assert not other.is_alive(), "the lock is held"
+        wait(fence)
+
+    monkeypatch.setattr(made, "wait", checked)
+    before = driver.num_waits
+    cache.close()
+    assert driver.num_waits > before
+    pool.close()
+    host.close()  # nothing is lent
 
 
 class TestOnASimulatedDevice(TierMachine.TestCase):

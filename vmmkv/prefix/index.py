@@ -279,10 +279,12 @@ class PrefixIndex:
     def _is_idle(self, node: Node[Placed]) -> bool:
         return all(self._cache.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
 
-    def clear(self) -> None:
-        """Evict everything, pinned or not, and give up stores and loads; no sequence runs. A holder keeps what is sealed."""
-        if self.transfers is not None:
-            self.transfers.close()
+    def clear(self) -> list[Fence]:
+        """Evict everything, pinned or not, and give up stores and loads; no sequence runs. A holder keeps what is sealed.
+
+        The fences of the copies to and from tiers: when they have passed call `finish_copies`.
+        """
+        fences = [] if self.transfers is None else self.transfers.give_up()
         if self.sealed is not None:
             self.sealed.close()
             self.sealed = None
@@ -291,6 +293,12 @@ class PrefixIndex:
                 self.tree.pin(node, None)
         while (leaf := self.tree.oldest_evictable()) is not None:
             self.evict_leaf(leaf)
+        return fences
+
+    def finish_copies(self) -> None:
+        """Give back the memory of tiers behind copies that have ended."""
+        if self.transfers is not None:
+            self.transfers.finish()
 
     def keep(self, slot: int, node: Node[Placed]) -> None:
         """A parked slot's rows end at a node: it is evicted with the tree's leaves, not by itself."""

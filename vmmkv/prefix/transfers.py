@@ -239,12 +239,12 @@ class Transfers:
     def poll(self, budget_us: float) -> None:
         """Go on with stores and loads for about `budget_us`, loads first; with at least one, if there is any."""
         self._end_ns, self._has_launched = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, False
-        self._finish()
+        self.finish()
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
         self._load()
         self._store()
-        self._finish()
+        self.finish()
 
     def drop(self, fetch: Fetch) -> None:
         """Give a fetch up. What is being copied goes on into extents that then are free."""
@@ -255,15 +255,13 @@ class Transfers:
         if not fetch.done:
             self._conclude(fetch)
 
-    def close(self) -> None:
-        """Give everything up, and wait for the copies under way."""
+    def give_up(self) -> list[Fence]:
+        """Give all stores and fetches up. The fences of the copies under way: when they have passed call `finish`."""
         for stores in self._stores:
             stores.clear()
         for fetch in list(self._fetches):
             self.drop(fetch)
-        for copy in self._copies:
-            copy.fence.wait()
-        self._finish()
+        return [copy.fence for copy in self._copies]
 
     def stats(self) -> tuple[TierStats, ...]:
         """What the tiers say of themselves, without those that raise."""
@@ -538,7 +536,7 @@ class Transfers:
             finally:
                 self._copies.append(copy)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Give back the memory of tiers behind copies that have ended."""
         for copy in [copy for copy in self._copies if copy.fence.done()]:
             self._copies.remove(copy)
