@@ -96,6 +96,16 @@ QUESTIONS: Final = (
         for other in (f"{kernel}, cudaMalloc", "*, paged *[0-9]")  # not those whose sequences share all rows
     ),
     *(
+        Question(f"{text}, {ours}", "tiers", metric, other, ours)
+        for text, metric, other, systems in (
+            ("Conversations beyond the device's memory", "throughput", "no tier", ("host tier", "host and disk tiers")),
+            ("A known prompt's first token", "first token", "computed", ("device", "host tier", "disk tier")),
+            ("Decoding", "throughput", "alone", ("beside loads", "beside stores", "beside both")),
+            ("Loads", "load", "one copy", ("host tier",)),
+        )
+        for ours in systems
+    ),
+    *(
         Question("In transformers, eager", "transformers", "time per token", f"transformers {other}", ours="vmmkv VmmCache")
         for other in ("DynamicCache", "StaticCache")
     ),
@@ -307,6 +317,8 @@ _BARS: Final = (
     ),
     Bars("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
     Bars("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
+    Bars("tiers", "bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
+    Bars("tiers", "conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"),
     Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
     Bars("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
     Bars("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
@@ -381,10 +393,21 @@ def _rates(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         yield lines(f"{name}-rates-{_slug(' '.join(names))}", title, panels, "requests/s offered")
 
 
+def _first_tokens(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """A panel for each model: from where the first token of a prompt comes, by its length."""
+    panels = _panels()
+    for row in rows:
+        if row.metric == "first token" and (match := re.match(r"(.+) first: (\d+) tokens in", row.workload)):
+            panels[match[1], row.unit][row.system][int(match[2])] = row.summary
+    if panels:
+        yield lines(f"{name}-first", "First token of a prompt: computed, or known to the device or a tier", panels, "tokens")
+
+
 _OTHERS: Final[Mapping[str, Callable[[Sequence[Row], str], Iterator[Figure]]]] = {
     "driver_calls": _driver_calls,
     "prefix": _attach_and_tree,
     "serve": _rates,
+    "tiers": _first_tokens,
 }
 
 _STATES: Final[Mapping[str, tuple[str, str]]] = {

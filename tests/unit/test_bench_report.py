@@ -1,6 +1,7 @@
 """The report: one page of rows with answers first, figures that are legible on any ground, and the documents' figures."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_vllm_of_any_version_is_compared_in_each_workload_of_users() -> None:
     assert (answer.question.other, list(answer.ratios.values())) == ("vLLM", [1.1] * len(names))
     (drawn,) = figures("serve", rows, "h200")
     assert all(name in drawn.alt for name in (*names, "vmmkv", "vLLM 0.25.1"))
+
+
+def test_first_tokens_are_drawn_by_length_and_source_and_held_against_computing() -> None:
+    rows = [
+        replace(
+            row(system, p50 * tokens, metric="first token", unit="ms", workload=f"m first: {tokens} tokens in, 1 out"),
+            suite="tiers",
+        )
+        for system, p50 in (("computed", 4), ("device", 1), ("host tier", 2))
+        for tokens in (4096, 8192)
+    ]
+    assert {(each.question.ours, each.median) for each in answers(rows)} == {("device", 4), ("host tier", 2)}
+    (drawn,) = figures("tiers", rows, "h200")
+    assert "m in ms, against tokens, for computed, device, host tier" in drawn.alt
 
 
 def test_less_is_better_for_times() -> None:
