@@ -2,18 +2,18 @@
 
 bandwidth    stores into a tier and loads from it by PrefixCache, beside bare copies over the link; no model
 first        the first token of a prompt that is computed, or known to the device, or to a tier
+beside       decoding alone, and beside loads and stores
 working_set  conversations that take four times the device's memory, by what tiers there are
 
 Cases: `none`, `host`, `disk`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
 """
 
-import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers,
 from bench.suites.serve import Context
 from bench.suites.serve.generate import random_tokens
 from bench.suites.serve.models import Weights, prefill_s
-from bench.suites.serve.systems import EngineLimits, EngineSystem, ServedRun, share_off, share_same
+from bench.suites.serve.systems import EngineLimits, EngineSystem, Said, ServedRun, share_off, share_same
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.memory.address_space import wrap
-from vmmkv.tiers import DiskTier, HostTier, Tier
+from vmmkv.prefix import Fetch
+from vmmkv.server.engine.kv_backend import SlotBackend
+from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
 from vmmkv.tiers.tier import host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 
@@ -193,30 +195,35 @@ def _random_rows(
 # engines
 
 
-class _Engine:
-    """An engine over tiers. Its forgotten prompts are in the tiers alone."""
+class _Engine(EngineSystem):
+    """An engine over tiers, which have what the device forgets."""
 
     def __init__(self, weights: Weights, limits: EngineLimits, tiers: Sequence[Tier]) -> None:
+        super().__init__("vmmkv", weights, limits, tiers=tiers)
         self.tiers: Final = tiers
-        self.system: Final = EngineSystem("vmmkv", weights, limits, tiers=tiers)
-        self.close = self.system.close
+        self.beside: Callable[[list[Said]], object] = lambda said: None
+        """What else is done behind each step, told what the step has said."""
+
+    def wait(self, timeout_s: float) -> Iterable[Said]:
+        """See Server."""
+        said = list(super().wait(timeout_s))
+        self.beside(said)
+        return said
 
     def forget(self) -> None:
-        """Let the device forget what it knows, when the tiers have it."""
-        self.system.loop.store_all()
+        """Empty the prefix cache, when the tiers have what is in it."""
+        self.loop.store_all()
         _written(self.tiers)
-        self.system.forget()
-        gc.collect()
+        super().forget()
 
     def check(self, context: Context, prompts: Sequence[TokenIds]) -> None:
         """Hold first tokens of prompts that the tiers know against those before. Raises: WrongNumbers."""
         seed = context.settings.seed
         begins = [random_tokens(context.model, seed, len(each) - _OWN_TOKENS, 11, n) for n, each in enumerate(prompts)]
         others = [np.array([*begin, *each[-_OWN_TOKENS:]], np.int32) for begin, each in zip(begins, prompts, strict=True)]
-        moved, right = self.system.likeliest(others), self.system.likeliest(prompts)
-        self.forget()
+        moved, right, again = map(self.likeliest, (others, prompts, prompts))
         what = f"first tokens of prompts in {' and '.join(tier.name for tier in self.tiers)},"
-        share_off(right, self.system.likeliest(prompts), moved, self.system.dtype, what)
+        share_off(right, again, moved, self.dtype, what)
 
 
 @contextmanager
@@ -256,9 +263,7 @@ def _measure_first(context: Context, engine: _Engine, name: str, length: int, ti
     for prompt in prompts[1:]:
         asked = Workload(name="first", text="", asks=(Ask(prompt=prompt, num_out=1),))
         for source in ("computed", "device", tier):
-            if source != "device":
-                engine.forget()
-            runs[source].append(engine.system.run(asked, keep=True))
+            runs[source].append(engine.run(asked, keep=source == "device"))
     for source, of_source in runs.items():
         if source != tier and not without_tier:
             continue
@@ -325,7 +330,7 @@ def _rounds(engine: _Engine, talks: Talks, num_out: int) -> ServedRun:
     whole = ServedRun([], 0.0)
     for news in talks:
         prompts = [np.concatenate(parts) for parts in zip(so_far, news, strict=True)]
-        run = engine.system.run(
+        run = engine.run(
             Workload(name="", text="", asks=tuple(Ask(prompt=each, num_out=num_out) for each in prompts)), keep=True
         )
         so_far = [np.array([*prompt, *each.tokens], np.int32) for prompt, each in zip(prompts, run.served, strict=True)]
@@ -347,8 +352,109 @@ def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedR
         add(name, system, f"prompt tokens attached, {source}", "%", found)
 
 
+def _beside(context: Context, shape: Shape) -> None:
+    """Sequences that decode: alone, and while rows of others are loaded and stored without a pause."""
+    settings, recorder = context.settings, context.recorder
+    count, begin, out, known, num_stores = (4, 32, 24, 1025, 2) if settings.small else (32, 128, 384, 8193, 24)
+    draw = np.random.default_rng((settings.seed, 13)).integers
+    vocabulary = min(10_001, context.model.vocabulary)
+    asks = tuple(Ask(prompt=draw(0, vocabulary, begin, dtype=np.int32), num_out=out) for _ in range(count))
+    decoding, prompt = Workload(name="decode", text="", asks=asks), draw(0, vocabulary, known, dtype=np.int32)
+    name = context.name("beside", f"{count} requests of {begin} tokens in, {out} out; copies of {known - 1} tokens")
+    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+        layout = weights.source.layout
+        num_pages = count * layout.pages_for(begin + out) + (2 + num_stores) * layout.pages_for(known)
+        limits = EngineLimits(budget_bytes=num_pages * PAGE_BYTES, max_tokens=known + _OWN_TOKENS, max_num_seqs=count)
+        with _engine(context, weights, limits, {"host": 8 * layout.pages_for(known) * PAGE_BYTES}) as engine:
+            engine.check(context, [prompt])
+            rows: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+            first: ServedRun | None = None
+            for number in range(1 + settings.repeat):
+                for system, loads, stores in (
+                    ("alone", False, False),
+                    ("beside loads", True, False),
+                    ("beside stores", False, True),
+                    ("beside both", True, True),
+                ):
+                    recorder.note(f"{name}, {system}, run {number} of {settings.repeat}")
+                    engine.run(Workload(name="known", text="", asks=(Ask(prompt=prompt, num_out=1),)))
+                    engine.forget()
+                    stored = [draw(0, vocabulary, known - 1, dtype=np.int32) for _ in range(num_stores if stores else 0)]
+                    with _Copies(engine, prompt if loads else None, stored, count) as copies:
+                        run = engine.run(decoding, keep=True)
+                        moved = copies.rates()
+                    first = first or run
+                    share_same([run], first, strict=not settings.on_gpu)
+                    if number:  # the first warms up
+                        begun_s, ended_s = (max(each.token_s[at] for each in run.served) for at in (0, -1))
+                        num_decoded = sum(token_s > begun_s for each in run.served for token_s in each.token_s)
+                        rows[system, "throughput", "tok/s"].append(num_decoded / (ended_s - begun_s))
+                        for metric, rate in moved.items():
+                            rows[system, metric, "GB/s"].append(rate)
+            for (system, metric, unit), samples in rows.items():
+                recorder.samples(name, system, metric, unit, samples)
+
+
+class _Copies:
+    """Loads of one prompt, again and again, and stores of sequences that were never computed, behind an engine's steps.
+
+    They begin when so many requests have had their first tokens, and end with the block.
+    """
+
+    def __init__(self, engine: _Engine, prompt: TokenIds | None, stores: list[TokenIds], num_decoding: int) -> None:
+        memory = engine.loaded.memory
+        assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "an engine with a prefix cache"
+        self._engine, self._prefix, self._tier, self._prompt = engine, memory.prefixes, engine.tiers[0], prompt
+        self._num_decoding, self._begun = num_decoding, set[int]()
+        self._fetch: Fetch | None = None
+        self._stores = [(tokens, self._prefix.attach(tokens).sequence) for tokens in stores]
+        for tokens, sequence in self._stores:
+            sequence.grow(len(tokens))
+            sequence.advance(len(tokens))
+        self._num_inserted = 0
+        self._seen: list[tuple[float, TierStats]] = []
+        """When copies began, and behind the last step: the time, and what the tier had done."""
+        engine.beside = self._go_on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.beside = lambda said: None
+        if self._fetch is not None and not self._fetch.done:
+            self._fetch.give_up()
+        for _, sequence in self._stores:
+            sequence.close()
+
+    def _go_on(self, said: Sequence[Said]) -> None:
+        self._begun.update(index for index, tokens, _ in said if len(tokens))
+        if len(self._begun) < self._num_decoding:
+            return
+        self._seen[1:] = [(time.perf_counter(), self._tier.stats())]
+        if self._prompt is not None and (self._fetch is None or self._fetch.done):
+            self._prefix.evict()
+            self._fetch = self._prefix.fetch(self._prompt)
+        if self._num_inserted < len(self._stores):
+            tokens, sequence = self._stores[self._num_inserted]
+            record_bytes = len(tokens) * self._prefix.cache.layout.row_bytes // PAGE_BYTES * PAGE_BYTES
+            if self._seen[-1][1].stored_bytes - self._seen[0][1].stored_bytes >= (self._num_inserted - 1) * record_bytes:
+                self._prefix.insert(sequence, tokens)  # while the one before is being stored
+                self._num_inserted += 1
+
+    def rates(self) -> dict[str, float]:
+        """GB/s by `load` and `store`, of those that there were."""
+        (began_s, before), (ended_s, behind) = self._seen
+        moved_bytes = {}
+        if self._prompt is not None:
+            moved_bytes["load"] = behind.loaded_bytes - before.loaded_bytes
+        if self._stores:
+            moved_bytes["store"] = behind.stored_bytes - before.stored_bytes
+        return {metric: num_bytes / 1e9 / (ended_s - began_s) for metric, num_bytes in moved_bytes.items()}
+
+
 PARTS: Final[Mapping[str, Callable[[Context, Shape], None]]] = {
     "bandwidth": _bandwidth,
     "first": _first,
+    "beside": _beside,
     "working_set": _working_set,
 }

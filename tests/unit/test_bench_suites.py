@@ -192,6 +192,10 @@ def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_de
     working_set = "tiny llama-3.1-8b working_set"
     assert attached[working_set, "no tier"] < 20 < attached[working_set, "host tier"]
     assert set(found(rows, "same answers as the first system").values()) == {100}
+    beside = {
+        row.system: row.metric for row in rows if row.unit == "GB/s" and " beside" in row.workload and row.summary.p20 > 0
+    }
+    assert beside.keys() == {"beside loads", "beside stores", "beside both"}
 
 
 def test_rows_of_a_tier_that_lies_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
