@@ -18,6 +18,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls
 from vmmkv import Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers.record import Keys
 from vmmkv.units import PAGE_BYTES
 
@@ -137,6 +138,43 @@ def test_a_poll_without_time_copies_one_extent(cache, host):
         prefix.poll(0)
         assert host.stats().held_bytes == held * PAGE_BYTES
     assert not prefix.poll(0)
+
+
+def test_the_cost_of_a_poll_does_not_grow_with_the_path(host):
+    def most_calls(num_pages):
+        """Of functions, by one poll that has no time."""
+        counts = [0]
+        tokens = np.arange(16 * num_pages, dtype=np.int32)
+        with (
+            Pool("cpu", (num_pages + 20) * PAGE_BYTES, driver=FakeDriver()) as pool,
+            KVCache(LAYOUT, pool, slots=1, max_tokens=len(tokens) + 16) as cache,
+        ):
+            prefix = PrefixCache(cache, [host], fingerprint=f"{num_pages}")
+            sequence = prefix.attach(tokens).sequence
+            for end in range(16, len(tokens) + 1, 16):  # laid in pages
+                sequence.grow(end)
+            sequence.advance(len(tokens))
+            prefix.release(sequence, tokens)
+            sys.setprofile(lambda _, event, __: counts.__setitem__(-1, counts[-1] + event.endswith("call")))
+            while prefix.poll(0):
+                counts.append(0)
+            sys.setprofile(None)
+        return max(counts)
+
+    assert most_calls(800) < 1.1 * most_calls(200)
+
+
+def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    compute(prefix, [9] * 80)
+    sequence = prefix.attach(PROMPT).sequence
+    for end in (32, 64, 100):
+        write(sequence, PROMPT[:end])
+        prefix.insert(sequence, PROMPT[:end])
+    (stores,) = prefix._index.transfers._stores
+    assert [len(chain.tokens) for chain in stores] == [80, 100]
+    prefix.flush()
+    assert host.stats().held_bytes == 11 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("layout", [INT8, WINDOWED, FLOAT16], ids=["int8", "windowed", "float16"])

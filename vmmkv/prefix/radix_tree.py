@@ -21,11 +21,11 @@ import math
 import sys
 import time
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from operator import itemgetter, lt
+from operator import attrgetter, itemgetter, lt
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -57,6 +57,7 @@ piece_place = itemgetter(0, 2)
 """Identifies a piece on its path, and orders them: end_token, then group."""
 
 _end_token = itemgetter(0)
+_start = attrgetter("start")
 
 
 def pack(tokens: Tokens) -> bytes:
@@ -308,6 +309,19 @@ class RadixTree(Generic[T]):
             node = node.parent
         assert isinstance(node, _Root), f"{node} is in no tree"
         return node.namespace
+
+    def last_piece(self, lookup: Lookup[T], before: tuple[float, float]) -> Piece[T] | None:
+        """The last piece whose `piece_place` is before this one, and that may be used with the longest known prefix.
+
+        Cost: as `resume`, and O(log nodes) and O(log pieces).
+        """
+        path, num_tokens = self.resume(lookup)
+        before = min(before, (num_tokens, math.inf))
+        for index in reversed(range(bisect_left(path, before[0], key=_start))):
+            pieces = path[index].pieces
+            if num_pieces := bisect_left(pieces, before, key=piece_place):
+                return pieces[num_pieces - 1]
+        return None
 
     def nodes(self) -> Iterator[Node[T]]:
         """All nodes, parents before their children."""

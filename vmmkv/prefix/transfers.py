@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from vmmkv.errors import OutOfPages
 from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
-from vmmkv.prefix.radix_tree import Node, Piece, piece_place
+from vmmkv.prefix.radix_tree import Lookup, Node, Piece, piece_place
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
 from vmmkv.tiers.tier import Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
@@ -47,18 +47,10 @@ _MOST_AHEAD: Final = 64
 _MOST_QUEUED: Final = 1024
 """Paths that wait to be stored; of more the oldest are not."""
 
+_MOST_KEYS: Final = 64
+"""Keys of a path that are hashed, or looked up, before it is seen whether there is time for more."""
+
 _DEVICE, _TIER = 1, 2
-
-
-@dataclass(eq=False, slots=True)
-class _Store:
-    """A path that is being stored in one tier."""
-
-    chain: KeyChain
-    has: set[bytes] | None = None
-    """What the tier has, or what is on its way."""
-    done: tuple[float, int] = (math.inf, 0)
-    """The place of the last piece that was dealt with: from the end to the beginning, which so is evicted last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +153,8 @@ class Transfers:
         self._load_stream = self._driver.new_stream()
         self._store_stream = self._driver.new_stream()
         """Of its own: stores wait for running work, and loads must not wait behind them."""
-        self._stores: list[deque[_Store]] = [deque(maxlen=_MOST_QUEUED) for _ in self.tiers]
+        self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
+        """Of each tier the paths that are to be stored there, the oldest first: see `_storing`."""
         self._newest: dict[int, KeyChain] = {}
         """Of running sequences, by slot: what was inserted last, so that it is not hashed again."""
         self._parts: dict[_Part, None] = {}
@@ -173,21 +166,28 @@ class Transfers:
         """What each record that is on its way is part of."""
         self._end_ns = 0.0
         """Of the budget of a poll."""
-        self._has_launched = False
+        self._has_worked = False
         """In this poll."""
+        self._behind: Fence | None = None
+        """See `_behind_work`."""
 
     # what the prefix cache asks
 
     def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None) -> None:
         """These tokens were inserted, perhaps of a running sequence. Cost: they are compared with those of the last time."""
         before = None if slot is None else self._newest.get(slot)
-        chain = before.grown(tokens) if before is not None and before.namespace == namespace else None
+        chain = None if before is None or before.namespace != namespace else before.grown(tokens)
         if chain is None:
-            chain = self.keys.of(namespace, tokens)
+            before, chain = None, self.keys.of(namespace, tokens)
         if slot is not None:
             self._newest[slot] = chain
-        for stores in self._stores:
-            stores.append(_Store(chain))
+        for tier, stores in zip(self.tiers, self._stores, strict=True):
+            stores[chain] = self._storing(tier, chain)
+            first = next(iter(stores))
+            if before is not None and before is not first:
+                stores.pop(before, None)  # it is not begun, and a part of this one
+            if len(stores) > _MOST_QUEUED:
+                del stores[first]
 
     def leave(self, slot: int) -> None:
         """A slot's sequence has ended."""
@@ -237,8 +237,9 @@ class Transfers:
         return fetch if self._start(fetch, match.path[-1] if match.path else None, needed, sources) else None
 
     def poll(self, budget_us: float) -> None:
-        """Go on with stores and loads for about `budget_us`, loads first; with at least one, if there is any."""
-        self._end_ns, self._has_launched = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, False
+        """Go on with stores and loads for about `budget_us`, loads first; do one piece of work at least, if there is any."""
+        self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
+        self._has_worked, self._behind = False, None
         self.finish()
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
@@ -376,8 +377,12 @@ class Transfers:
 
     def _may_launch(self, *, left: int = _SPARE_WINDOWS) -> bool:
         """Is there time left, and a window besides those that are left for others?"""
-        has_time = not self._has_launched or time.perf_counter_ns() <= self._end_ns
-        return has_time and self._windows.num_free > left
+        return not (self._has_worked and self._is_over) and self._windows.num_free > left
+
+    @property
+    def _is_over(self) -> bool:
+        """Is the time of this poll over?"""
+        return time.perf_counter_ns() > self._end_ns
 
     def _may_store(self) -> bool:
         return self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS)
@@ -466,46 +471,56 @@ class Transfers:
 
     def _store(self) -> None:
         """Store the paths that are queued, each tier at its own pace."""
-        behind: Fence | None = None
-        for tier, stores in zip(self.tiers, self._stores, strict=True):
+        for stores in self._stores:
             while stores and self._may_store():
-                behind = behind or self.cache.memory.fence()
-                if not self._store_path(tier, stores[0], behind):
+                chain, storing = next(iter(stores.items()))
+                may_go_on = next(storing, None)
+                self._has_worked = True
+                if may_go_on is None:
+                    del stores[chain]
+                elif not may_go_on:
                     break
-                stores.popleft()
 
-    def _store_path(self, tier: Tier, store: _Store, behind: Fence) -> bool:
-        """Start storing what the tree has of a path and the tier lacks. False if there is more than can be done now."""
-        chain = store.chain
-        if store.has is None:
-            found = self._ask([True] * len(chain.all), tier.lookup, chain.all)
-            store.has = set(itertools.compress(chain.all, found))
-        match = self._index.tree.match(chain.namespace, chain.tokens)
-        for piece in [piece for node in match.path for piece in node.pieces][::-1]:
-            placed, place = piece.value, piece_place(piece)
-            if place >= store.done or piece.end_token > match.num_tokens or placed.first_token:
-                continue
-            if not self._may_store():
-                return False
-            keys = chain.by_group[piece.group][placed.page : placed.end_page]
-            if not store.has.issuperset(keys) and not self._index.import_extents([placed.extent]):
-                return False  # the path is another now
+    def _storing(self, tier: Tier, chain: KeyChain) -> Iterator[bool]:
+        """Store what the tree has of a path and the tier lacks, the end first: so it is evicted first.
+
+        Yields after each piece of work, of a cost that does not grow with the path: may another one follow in this poll? An
+        error ends it.
+        """
+        while chain.hash_some(_MOST_KEYS):
+            yield True
+        has: set[bytes] = set()
+        for end in range(len(chain.all), 0, -_MOST_KEYS):
+            keys = chain.all[max(0, end - _MOST_KEYS) : end]
+            has.update(itertools.compress(keys, self._ask([True] * len(keys), tier.lookup, keys)))
+            if end > _MOST_KEYS:
+                yield True
+        lookup: Lookup[Placed] = Lookup(chain.namespace, chain.tokens)
+        done: tuple[float, float] = (math.inf, 0)
+        while len(has) < len(chain.all) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
+            placed = piece.value
+            keys = [] if placed.first_token else chain.by_group[piece.group][placed.page : placed.end_page]
             moves: list[_Move] = []
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
-                if key not in store.has and has_room:
+                if key not in has and has_room:
                     transfer = self._ask(None, tier.store, key)
                     if transfer is not None:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = self._ask([True], tier.lookup, [key])[0]
             if moves:
-                self._launch(placed.extent, moves, behind=behind)
-                store.has.update(move.transfer.key for move in moves)
-            if not has_room:
-                return False
-            store.done = place
-        return True
+                self._launch(placed.extent, moves, behind=self._behind_work())
+                has.update(move.transfer.key for move in moves)
+            if has_room:
+                done = piece_place(piece)
+            if moves or not has_room or self._is_over:
+                yield has_room
+
+    def _behind_work(self) -> Fence:
+        """One for all stores of a poll: behind the work that has written the rows."""
+        self._behind = self._behind or self.cache.memory.fence()
+        return self._behind
 
     # both
 
@@ -520,7 +535,7 @@ class Transfers:
                 else:
                     driver.copy(address + offset, transfer.address, RECORD_BYTES)
 
-        self._has_launched = True
+        self._has_worked = True
         copy = _Copy(_NEVER, moves, part, failed=True)
         with driver.on(self._store_stream if part is None else self._load_stream):
             if part is not None:

@@ -10,8 +10,10 @@ bytes, in whatever extents the rows were laid: a large extent is stored as 16 re
 """
 
 import hashlib
+import heapq
+import itertools
 import struct
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Final
 
 import numpy as np
@@ -55,41 +57,50 @@ class Keys:
 class KeyChain:
     """Some tokens of a namespace, and the keys of the pages that their rows fill, which are hashed when they are asked for."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        identity: bytes,
-        namespace: Hashable,
-        tokens: npt.NDArray[np.int32],
-        after: "KeyChain | None" = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
         self.namespace: Final = namespace
         self.tokens: Final = tokens
         self._layout = layout
         self._identity = identity
-        self._after = after
-        """Of the first of these tokens, and hashed."""
-        self._keys: tuple[list[bytes], list[list[bytes]]] | None = None
+        self._in_order: list[bytes] = []
+        self._by_group: list[list[bytes]] = [[] for _ in layout.groups]
         self._state = hashlib.blake2b(identity, digest_size=KEY_BYTES)
         """Behind `_num_hashed` tokens."""
         self._num_hashed = 0
+        self._ends: Iterator[tuple[int, int, int]] | None = None
+        """Of the pages that are not hashed yet, in order: end, group, page."""
 
     def grown(self, tokens: npt.NDArray[np.int32]) -> "KeyChain | None":
-        """The chain of more tokens, which hashes only those that are new; None if they do not begin with these."""
+        """The chain of more tokens, with the keys that are hashed by now; None if they do not begin with these."""
         if not np.array_equal(self.tokens, tokens[: len(self.tokens)]):
             return None
-        after = self._after if self._keys is None else self
-        return KeyChain(self._layout, self._identity, self.namespace, tokens, after)
+        chain = KeyChain(self._layout, self._identity, self.namespace, tokens)
+        chain._in_order, chain._by_group = self._in_order.copy(), [keys.copy() for keys in self._by_group]
+        chain._state, chain._num_hashed = self._state.copy(), self._num_hashed
+        return chain
 
     @property
     def by_group(self) -> list[list[bytes]]:
         """The key of each page that only rows of these tokens lie in, by group."""
-        return self._hashed()[1]
+        self.hash_some(None)
+        return self._by_group
 
     @property
     def all(self) -> list[bytes]:
         """The same in the order of their last tokens."""
-        return self._hashed()[0]
+        self.hash_some(None)
+        return self._in_order
+
+    def hash_some(self, num_pages: int | None) -> bool:
+        """Hash the keys of so many more pages, or of all; are there more? Cost: some 2.5 us for each."""
+        if self._ends is None:
+            self._ends = heapq.merge(*map(self._ends_of, range(len(self._by_group))))
+        for end, index, page in itertools.islice(self._ends, num_pages):
+            self._state.update(self.tokens[self._num_hashed : end].data)
+            self._num_hashed = end
+            self._in_order.append(_digest(self._state.copy(), index, page))
+            self._by_group[index].append(self._in_order[-1])
+        return len(self._in_order) < sum(map(self._num_pages, range(len(self._by_group))))
 
     def key(self, index: int, page: int) -> bytes:
         """One of them alone, of a group's page. Cost: 1 us for each 1,000 tokens."""
@@ -97,26 +108,12 @@ class KeyChain:
         state.update(self.tokens[: self._end(index, page)].data)
         return _digest(state, index, page)
 
-    def _hashed(self) -> tuple[list[bytes], list[list[bytes]]]:
-        """Cost: some 1.5 us for each page that is new, the first time."""
-        if self._keys is None:
-            in_order: list[bytes] = []
-            by_group: list[list[bytes]] = [[] for _ in self._layout.groups]
-            if (after := self._after) is not None:
-                in_order, by_group = after.all.copy(), [keys.copy() for keys in after.by_group]
-                self._state, self._num_hashed = after._state.copy(), after._num_hashed
-            ends = sorted(
-                (self._end(index, page), index, page)
-                for index, group in enumerate(self._layout.groups)
-                for page in range(len(by_group[index]), len(self.tokens) * group.row_bytes // PAGE_BYTES)
-            )
-            for end, index, page in ends:
-                self._state.update(self.tokens[self._num_hashed : end].data)
-                self._num_hashed = end
-                in_order.append(_digest(self._state.copy(), index, page))
-                by_group[index].append(in_order[-1])
-            self._keys, self._after = (in_order, by_group), None
-        return self._keys
+    def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
+        for page in range(len(self._by_group[index]), self._num_pages(index)):
+            yield self._end(index, page), index, page
+
+    def _num_pages(self, index: int) -> int:
+        return len(self.tokens) * self._layout.groups[index].row_bytes // PAGE_BYTES
 
     def _end(self, index: int, page: int) -> int:
         """How many tokens must be known for a page to be."""
