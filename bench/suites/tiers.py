@@ -4,16 +4,21 @@ bandwidth    stores into a tier and loads from it by PrefixCache, beside bare co
 first        the first token of a prompt that is computed, or known to the device, or to a tier
 beside       decoding alone, and beside loads and stores
 working_set  conversations that take four times the device's memory, by what tiers there are
+restart      first tokens behind an engine that was killed, and left its rows with a holder
 
 Cases: `none`, `host`, `disk`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
 """
 
+import multiprocessing
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,12 +27,26 @@ from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers,
 from bench.suites.serve import Context
 from bench.suites.serve.generate import random_tokens
 from bench.suites.serve.models import Weights, prefill_s
-from bench.suites.serve.systems import EngineLimits, EngineSystem, Said, ServedRun, share_off, share_same
+from bench.suites.serve.systems import (
+    LIKELIEST,
+    EngineLimits,
+    EngineSystem,
+    LogProbs,
+    Said,
+    ServedRun,
+    params_of,
+    share_off,
+    share_same,
+)
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
+from vmmkv.driver import open_driver
+from vmmkv.holder.process import run as hold
 from vmmkv.memory.address_space import wrap
 from vmmkv.prefix import Fetch
+from vmmkv.server import LLM
 from vmmkv.server.engine.kv_backend import SlotBackend
+from vmmkv.server.engine.loading import choose_dtype
 from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
 from vmmkv.tiers.tier import host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
@@ -218,12 +237,17 @@ class _Engine(EngineSystem):
 
     def check(self, context: Context, prompts: Sequence[TokenIds]) -> None:
         """Hold first tokens of prompts that the tiers know against those before. Raises: WrongNumbers."""
-        seed = context.settings.seed
-        begins = [random_tokens(context.model, seed, len(each) - _OWN_TOKENS, 11, n) for n, each in enumerate(prompts)]
-        others = [np.array([*begin, *each[-_OWN_TOKENS:]], np.int32) for begin, each in zip(begins, prompts, strict=True)]
-        moved, right, again = map(self.likeliest, (others, prompts, prompts))
+        moved, right, again = map(self.likeliest, (_others(context, prompts), prompts, prompts))
         what = f"first tokens of prompts in {' and '.join(tier.name for tier in self.tiers)},"
         share_off(right, again, moved, self.dtype, what)
+
+
+def _others(context: Context, prompts: Sequence[TokenIds]) -> list[TokenIds]:
+    """Prompts with the last tokens of these, behind other ones."""
+    begins = [
+        random_tokens(context.model, context.settings.seed, len(each) - _OWN_TOKENS, 11, n) for n, each in enumerate(prompts)
+    ]
+    return [np.array([*begin, *each[-_OWN_TOKENS:]], np.int32) for begin, each in zip(begins, prompts, strict=True)]
 
 
 @contextmanager
@@ -452,9 +476,112 @@ class _Copies:
         return {metric: num_bytes / 1e9 / (ended_s - began_s) for metric, num_bytes in moved_bytes.items()}
 
 
+# engines that are killed
+
+
+def _restart(context: Context, shape: Shape) -> None:
+    """An engine over a holder is killed while it computes; the next one is asked what that one knew."""
+    settings, recorder = context.settings, context.recorder
+    count, length, budget_bytes = (2, 1100, 64 * MIB) if settings.small else (4, 8192, 12 * GIB)
+    drawn = (random_tokens(context.model, settings.seed, length, 14, number) for number in range(count + 1))
+    *prompts, last = [np.array(tokens, np.int32) for tokens in drawn]
+    name = context.name("restart", f"{count} prompts of {length} tokens, 1 out, each alone")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="vmmkv-bench-")))
+        path, device = folder / "kv.sock", str(settings.device)
+        holder = _start(stack, _hold, path, budget_bytes, device)
+        while not path.exists():
+            if not holder.is_alive():
+                raise WrongNumbers("the holder has ended")
+            time.sleep(0.01)
+        options: dict[str, Any] = {"device": device, "kv_holder": path, "load_format": "dummy", "seed": settings.seed}
+        options |= {"max_num_seqs": 8, "max_tokens": length + _OWN_TOKENS}
+        options["model"] = stack.enter_context(context.model.directory())
+        recorder.note(f"{name}: the first engine starts")
+        first = _Killable(stack, options)
+        answers = {system: [first.ask(each) for each in prompts] for system in ("computed", "warm")}
+        moved = [first.ask(each).likeliest for each in _others(context, prompts)]
+        first.connection.send(last)
+        first.kill()
+        recorder.note(f"{name}: the next engine starts")
+        with closing(_Killable(stack, options)) as second:
+            answers |= {system: [second.ask(each) for each in prompts] for system in ("restarted", "restarted, warm")}
+        dtype = choose_dtype("auto", settings.device)
+        right = [answer.likeliest for answer in answers["computed"]]
+        for system, of_system in answers.items():
+            share_off(right, [answer.likeliest for answer in of_system], moved, dtype, f"first tokens, {system},")
+            recorder.samples(name, system, "first token", "ms", [1e3 * answer.first_s for answer in of_system])
+            attached = [100 * answer.cached_tokens / length for answer in of_system]
+            recorder.samples(name, system, "prompt tokens attached", "%", attached)
+        for system in ("computed", "restarted"):
+            recorder.figure(name, system, "from the start to the first token", "s", answers[system][0].since_start_s)
+
+
+class _Answer(NamedTuple):
+    """The first token of a prompt."""
+
+    likeliest: LogProbs
+    first_s: float
+    cached_tokens: int
+    since_start_s: float
+    """Since the engine's process was started."""
+
+
+class _Killable:
+    """An engine in a process of its own."""
+
+    def __init__(self, stack: ExitStack, options: Mapping[str, Any]) -> None:
+        self._began_s = time.monotonic()  # of all processes
+        self.connection, theirs = _SPAWN.Pipe()
+        self._process = _start(stack, _answer, theirs, self._began_s, options)
+        theirs.close()
+
+    def ask(self, prompt: TokenIds) -> _Answer:
+        """Raises: EOFError if the engine has ended."""
+        self.connection.send(prompt)
+        answer: _Answer = self.connection.recv()
+        return answer
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self._process.kill()
+        self._process.join()
+
+    close = kill
+
+
+_SPAWN: Final = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
+
+
+def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
+    """A process that ends with the block, if it has not before."""
+    process = _SPAWN.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.terminate)
+    return process
+
+
+def _hold(path: Path, budget_bytes: int, device: str) -> None:
+    hold(path, budget_bytes, open_driver(device), lambda line: None)
+
+
+def _answer(connection: Connection, began_s: float, options: Mapping[str, Any]) -> None:
+    """Answer prompts until the process is killed, or nothing asks any more."""
+    with suppress(EOFError), LLM(**options) as llm:
+        while True:
+            (output,) = llm.generate(connection.recv(), params_of(1, num_logprobs=LIKELIEST), progress=False)
+            if output.error is not None or output.first_token_s is None:
+                raise WrongNumbers(f"the request failed: {output.error}")
+            (likeliest,) = output.outputs[0].top_logprobs or [{}]
+            since_start_s = time.monotonic() - began_s
+            connection.send(_Answer(likeliest, output.first_token_s, output.cached_tokens, since_start_s))
+
+
 PARTS: Final[Mapping[str, Callable[[Context, Shape], None]]] = {
     "bandwidth": _bandwidth,
     "first": _first,
     "beside": _beside,
     "working_set": _working_set,
+    "restart": _restart,
 }

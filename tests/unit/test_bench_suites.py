@@ -184,7 +184,7 @@ def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_device_holds(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "tiers")
+    rows = measured(tmp_path, "tiers", "bandwidth", "first", "beside", "working_set")
     assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
     attached = found(rows, "prompt tokens attached")
     for tier in ("host tier", "disk tier"):
@@ -196,6 +196,14 @@ def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_de
         row.system: row.metric for row in rows if row.unit == "GB/s" and " beside" in row.workload and row.summary.p20 > 0
     }
     assert beside.keys() == {"beside loads", "beside stores", "beside both"}
+
+
+@pytest.mark.nightly
+def test_an_engine_behind_one_that_was_killed_answers_from_its_rows(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "tiers", "restart")
+    attached = found(rows, "prompt tokens attached")
+    assert attached["tiny llama-3.1-8b restart", "computed"] == 0
+    assert attached["tiny llama-3.1-8b restart", "restarted"] > 90
 
 
 def test_rows_of_a_tier_that_lies_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
