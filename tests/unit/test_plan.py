@@ -158,9 +158,37 @@ def test_no_length_is_planned_that_the_model_cannot_have(plan: Plan, table: Call
     assert (scarce["lengths"][0]["num_sequences"], scarce["lengths_beyond_model"]) == (0, [])
 
 
+TIERS = ["--host-budget", "256GiB", "--disk-budget", "2TiB"]
+
+
+@pytest.mark.parametrize(("model", "rate", "break_even"), [("llama-3.1-8b", 41_000, 5.4), ("qwen3-0.6b", 280_000, 32.1)])
+def test_a_tier_pays_above_the_bandwidth_at_which_computing_is_as_fast(
+    model: str, rate: int, break_even: float, plan: Plan, table: Callable[..., str]
+) -> None:
+    arguments = ["--model", model, "--prefill-rate", str(rate), *TIERS, "--lengths", "32768,1024"]
+    given = plan(*arguments)
+    host, disk, computed = given["sources"]
+    assert host["held_tokens"] == 256 * GIB // given["row_bytes"] == disk["held_tokens"] // 8
+    assert computed["gb_per_s"] == pytest.approx(break_even, rel=0.01)
+    for tier in (host, disk):
+        assert (tier["seconds"][0] < computed["seconds"][0]) == (tier["gb_per_s"] > computed["gb_per_s"])
+        assert tier["seconds"][0] == pytest.approx(32 * tier["seconds"][1]) == pytest.approx(32_768 / tier["tokens_per_s"])
+    assert table(*arguments).splitlines()[-1].split()[:4] == ["computed", "-", f"{break_even}", f"{rate:,}"]
+
+
+def test_of_windows_only_the_rows_that_are_needed_are_loaded(plan: Plan) -> None:
+    full, windowed = (plan(*LARGE, "fp16", *TIERS, *window)["sources"][0] for window in ([], ["--window", "1024"]))
+    assert windowed["seconds"] == [pytest.approx(full["seconds"][0], rel=0.01)] * 3
+    assert plan(*LARGE, "fp16")["sources"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model", "smollm2-135m", "--host-budget", "8"], "--host-budget 8 has no unit"),
+        (["--model", "smollm2-135m", *TIERS, "--bandwidths", "50"], "GB/s of the host and of the disk, such as 50,5"),
+        (["--model", "smollm2-135m", *TIERS, "--bandwidths", "50,0"], "--bandwidths '50,0'"),
+        (["--model", "smollm2-135m", *TIERS, "--prefill-rate", "-1"], "--prefill-rate -1: tokens a second are more than 0"),
         ([], "--layers, --kv-heads, --head-dim missing"),
         (["--model", "/nowhere"], "--model takes smollm2-135m, llama-3.1-8b, qwen3-0.6b, or a dir"),
         (["--model", "/nowhere", "--layers", "2"], "leave one out"),

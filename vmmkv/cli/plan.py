@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 if TYPE_CHECKING:
     import torch
 
-SUMMARY = "print how many tokens and sequences fit in some memory, and what is wasted"
+SUMMARY = "print how many tokens and sequences fit in some memory, what is wasted, and whether tiers pay"
 
 EXAMPLES = """\
 examples:
@@ -22,6 +22,7 @@ examples:
   vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-dtype int4
   vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --memory 320GiB
   vmmkv plan --model ./my-model --memory 8GiB --lengths 4096,100000 --json
+  vmmkv plan --model llama-3.1-8b --memory 60GiB --host-budget 256GiB
 
 The memory is that of the KV cache alone: subtract the weights first. Nothing
 is allocated and no GPU is needed.
@@ -37,6 +38,9 @@ KNOWN_CONFIGS = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in
 """What a plan must know of the models of `vmmkv fetch` and the benchmarks, by name; none has to be on this machine."""
 
 DEFAULT_LENGTHS = "1024,4096,32768"
+
+DEFAULT_BANDWIDTHS = "50,5"
+"""A GPU on 16 lanes of PCIe 5, and a fast NVMe disk."""
 
 _ANY_LENGTH = 2**31 - 1
 """What KVLayout.tokens_in gives if all layers have windows."""
@@ -66,6 +70,21 @@ class LengthPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePlan:
+    """Where a known prefix can come from: a tier, or computing it."""
+
+    name: str
+    held_tokens: int | None
+    """Tokens that the tier has room for; None for computing."""
+    gb_per_s: float
+    """Of loads; of computing what a tier must pass to be faster."""
+    tokens_per_s: float
+    """At the longest length: a model with windows loads fewer rows."""
+    seconds: tuple[float, ...]
+    """For a prefix of each length."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The answer of `vmmkv plan`."""
 
@@ -89,6 +108,8 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     lengths_beyond_model: tuple[int, ...]
     """Those that were asked for and that the model cannot have: the longest that it can have is planned in their place."""
+    sources: tuple[SourcePlan, ...]
+    """The tiers asked for, and computing if its rate was given."""
 
 
 def run(
@@ -125,6 +146,10 @@ def run(
     ] = None,
     guard_tokens: Annotated[int, typer.Option(metavar="N", help="rows kept mapped past the end for TMA kernels")] = 0,
     lengths: Annotated[str, typer.Option(metavar="N,N", help="sequence lengths to plan for")] = DEFAULT_LENGTHS,
+    host_budget: Annotated[str | None, typer.Option(metavar="SIZE", help="of a host tier: pinned memory for prefixes")] = None,
+    disk_budget: Annotated[str | None, typer.Option(metavar="SIZE", help="of a disk tier")] = None,
+    bandwidths: Annotated[str, typer.Option(metavar="HOST,DISK", help="GB/s of loads from the two tiers")] = DEFAULT_BANDWIDTHS,
+    prefill_rate: Annotated[float | None, typer.Option(metavar="N", help="tokens a second that the model computes")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> int:
     """Print the plan on stdout."""
@@ -136,21 +161,35 @@ def run(
     plan = make_plan(
         layout=_uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype),
         dtype=dtype,
-        memory_bytes=_parse_memory(memory),
+        memory_bytes=_parse_size("--memory", memory),
         max_tokens=(model_tokens or max(planned)) if max_tokens is None else max_tokens,
         model_tokens=model_tokens,
         guard_tokens=guard_tokens,
         lengths=planned,
+        tiers=_parse_tiers(host_budget, disk_budget, bandwidths),
+        prefill_rate=prefill_rate,
     )
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
     return 0
 
 
-def _parse_memory(text: str) -> int:
+def _parse_tiers(host_budget: str | None, disk_budget: str | None, bandwidths: str) -> dict[str, tuple[int, float]]:
+    """Budget in bytes and GB/s of each tier. Raises: ValueError."""
+    try:
+        host_gb_per_s, disk_gb_per_s = map(float, bandwidths.split(","))
+    except ValueError:
+        host_gb_per_s = disk_gb_per_s = 0.0
+    if not (host_gb_per_s > 0 and disk_gb_per_s > 0):
+        raise ValueError(f"--bandwidths {bandwidths!r}: write GB/s of the host and of the disk, such as {DEFAULT_BANDWIDTHS}")
+    asked = {"host": (host_budget, host_gb_per_s), "disk": (disk_budget, disk_gb_per_s)}
+    return {name: (_parse_size(f"--{name}-budget", size), rate) for name, (size, rate) in asked.items() if size is not None}
+
+
+def _parse_size(option: str, text: str) -> int:
     """Bytes. Raises: ValueError for no size, and for so few bytes without a unit that one is missing."""
     size_bytes, given = parse_bytes(text), text.strip()
     if size_bytes < PAGE_BYTES and given[-1].isdigit():
-        raise ValueError(f"--memory {given} has no unit, and as bytes it is less than a page: write {given}GiB, or {given}MiB")
+        raise ValueError(f"{option} {given} has no unit, and as bytes it is less than a page: write {given}GiB, or {given}MiB")
     return size_bytes
 
 
@@ -163,6 +202,8 @@ def make_plan(
     model_tokens: int | None,
     guard_tokens: int,
     lengths: tuple[int, ...],
+    tiers: Mapping[str, tuple[int, float]],
+    prefill_rate: float | None,
 ) -> Plan:
     """The capacity maths of a layout, whose K and V are of this type, in some memory.
 
@@ -174,6 +215,8 @@ def make_plan(
             raise ValueError(f"{option} {value}: it must be at least {least}")
     if model_tokens is not None and max_tokens > model_tokens:
         raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
+    if prefill_rate is not None and not prefill_rate > 0:
+        raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
     num_groups = len(layout.groups)
     memory_pages = memory_bytes // PAGE_BYTES
     if memory_pages < num_groups:
@@ -202,7 +245,32 @@ def make_plan(
         longest_sequence_tokens=longest,
         lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
         lengths_beyond_model=tuple(num_tokens for num_tokens in lengths if num_tokens > (model_tokens or num_tokens)),
+        sources=_plan_sources(layout, tuple(planned), tiers, prefill_rate),
     )
+
+
+def _plan_sources(
+    layout: KVLayout, lengths: tuple[int, ...], tiers: Mapping[str, tuple[int, float]], prefill_rate: float | None
+) -> tuple[SourcePlan, ...]:
+    loaded_bytes = [layout.token_bytes(num_tokens) for num_tokens in lengths]
+    token_gb = loaded_bytes[lengths.index(max(lengths))] / max(lengths) / 1e9
+    sources = [
+        SourcePlan(
+            name=name,
+            held_tokens=budget_bytes // PAGE_BYTES * PAGE_BYTES // layout.row_bytes,
+            gb_per_s=gb_per_s,
+            tokens_per_s=gb_per_s / token_gb,
+            seconds=tuple(size_bytes / gb_per_s / 1e9 for size_bytes in loaded_bytes),
+        )
+        for name, (budget_bytes, gb_per_s) in tiers.items()
+    ]
+    if prefill_rate is not None:
+        seconds = tuple(num_tokens / prefill_rate for num_tokens in lengths)
+        gb_per_s = prefill_rate * token_gb
+        sources.append(
+            SourcePlan(name="computed", held_tokens=None, gb_per_s=gb_per_s, tokens_per_s=prefill_rate, seconds=seconds)
+        )
+    return tuple(sources)
 
 
 def _plan_length(layout: KVLayout, num_tokens: int, memory_pages: int, guard_tokens: int, max_tokens: int) -> LengthPlan:
@@ -252,13 +320,26 @@ def format_plan(plan: Plan) -> str:
         )
         for row in plan.lengths
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = [f"{name:<18}{value}" for name, value in facts] + [""]
-    lines += ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [f"{name:<18}{value}" for name, value in facts] + ["", *_table(rows)]
+    if plan.sources:
+        of_lengths = (f"s for {row.num_tokens:,}" for row in plan.lengths)
+        of_sources = [("a prefix", "tokens held", "GB/s", "tokens/s", *of_lengths), *map(_source_row, plan.sources)]
+        lines += ["", *_table(of_sources)]
     if plan.lengths_beyond_model and plan.model_tokens:
         beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_model)
         lines += ["", f"{beyond}: more than the model can have; {plan.model_tokens:,} tokens are planned instead"]
     return "\n".join(lines)
+
+
+def _source_row(source: SourcePlan) -> tuple[str, ...]:
+    held = "-" if source.held_tokens is None else f"{source.held_tokens:,}"
+    seconds = (f"{each:.3f}" for each in source.seconds)
+    return source.name, held, f"{source.gb_per_s:.1f}", f"{source.tokens_per_s:,.0f}", *seconds
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _check_one_is_given(model: str | None, numbers: Mapping[str, int | None]) -> None:
