@@ -390,6 +390,17 @@ def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):
     cache.check()
 
 
+def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(pool, cache, host):
+    pool.resize(8 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    compute(prefix, [3, *PROMPT])  # its pages are in the tree, and still mapped
+    prefix.flush()
+    attached = fetched(prefix, PROMPT)
+    assert attached.num_tokens == 96
+    assert_reads(attached.sequence, PROMPT[:96])
+
+
 def test_a_path_that_is_used_again_is_whole_in_the_tier_and_loses_its_end_first(cache):
     tier = HostTier(8 * PAGE_BYTES)
     prefix = PrefixCache(cache, [tier], fingerprint="model")

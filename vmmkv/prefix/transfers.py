@@ -354,8 +354,13 @@ class Transfers:
                     places.append((index, page, 1))
         if node is not None:
             self._index.tree.lock(node)  # making room must not evict what this goes on from
+        counts = Counter(num_pages for _, _, num_pages in places)
         try:
-            extents = self.cache.pool.acquire_mixed(Counter(num_pages for _, _, num_pages in places), wait=False)
+            try:
+                extents = self.cache.pool.acquire_mixed(counts, wait=False)
+            except OutOfPages:
+                self.cache.collect()  # what the tree can give may be mapped still for a sequence that has ended
+                extents = self.cache.pool.acquire_mixed(counts, wait=False)
         except BaseException as error:
             if node is not None:
                 self._index.tree.unlock(node)
