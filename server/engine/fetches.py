@@ -65,8 +65,6 @@ class Rate:
 class _Wait:
     fetch: Fetch
     began_s: float
-    late_s: float
-    """When computing would have been over."""
 
 
 class Fetches:
@@ -77,8 +75,8 @@ class Fetches:
         self.num_slots = 0
         """That they will take."""
         self.counts: Counter[str] = Counter()
-        """`declined`, since computing was faster; else by how the wait ended: `done`, `late`, or `given_up` for running
-        requests or by the client."""
+        """`declined`, since computing was faster; else by how the wait ended: `done`, `late`, `unknown` to the tier that was
+        asked, or `given_up` for running requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
@@ -98,16 +96,15 @@ class Fetches:
         if not request.num_fetches:
             request.num_unfetched = fetch.known_tokens
         request.num_fetches += 1
-        request.fetched_bytes += fetch.bytes_by_tier
         now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
-        self.waiting[request] = _Wait(fetch, now_s, now_s + self._computing_s(fetch))
+        self.waiting[request] = _Wait(fetch, now_s)
         self.num_slots += request.num_slots
         return True
 
     def _is_worth(self, fetch: Fetch) -> bool:
         """Is it over before computing would be, behind those that are under way?"""
-        wanted = sum((each.bytes_by_tier for each in self._began_s), fetch.bytes_by_tier)
+        wanted = sum((each.bytes_by_tier for each in {*self._began_s, fetch}), Counter[str]())
         loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in wanted.items())
         if loading_s < self._computing_s(fetch):
             return True
@@ -122,23 +119,27 @@ class Fetches:
     def ended(self) -> list[Request]:
         """The requests that wait no longer: theirs is done, or computing would have been."""
         now_s = time.perf_counter()
-        over = [request for request, wait in self.waiting.items() if wait.fetch.done or now_s > wait.late_s]
+        over = [
+            request
+            for request, wait in self.waiting.items()
+            if wait.fetch.done or now_s > wait.began_s + self._computing_s(wait.fetch)
+        ]
         for request in over:
             fetch = self.waiting[request].fetch
-            if fetch in self._began_s:
-                began_s = self._began_s.pop(fetch)
+            began_s = self._began_s.pop(fetch, None)
+            if began_s is not None and fetch.size_bytes:
                 tier, size_bytes = max(fetch.bytes_by_tier.items(), key=lambda each: each[1] / self._loads[each[0]].per_s)
                 self._loads[tier].add(size_bytes if fetch.done else size_bytes / 2, began_s, now_s)  # half at most has come
             if not fetch.done:
                 request.num_fetches = _MOST_FETCHES
-            self.leave(request, "done" if fetch.done else "late")
+            self.leave(request, "late" if not fetch.done else "done" if fetch.size_bytes else "unknown")
         return over
 
     def leave(self, request: Request, how: str = "given_up") -> None:
         """A request waits no longer."""
         wait = self.waiting.pop(request)
-        if how != "done":
-            request.fetched_bytes -= wait.fetch.bytes_by_tier
+        if how == "done":
+            request.fetched_bytes += wait.fetch.bytes_by_tier
         wait.fetch.give_up()
         if not wait.fetch.waiting:
             self._began_s.pop(wait.fetch, None)

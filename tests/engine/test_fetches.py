@@ -155,6 +155,25 @@ def test_one_load_serves_all_requests_that_wait_for_it(harness: MakeHarness) -> 
     tier.close()
 
 
+def test_requests_wait_for_the_answer_of_a_tier_and_then_for_one_load(harness: MakeHarness) -> None:
+    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["asks"], chance=0.0)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    tier.chance = 1.0
+    for name, prompt in {"a": PROMPT, "b": PROMPT, "new": PROMPTS[1]}.items():
+        one.ask(name, prompt)
+    one.step(5)
+    assert not any(one.outputs(name) for name in ("a", "b", "new"))
+    tier.chance = 0.0
+    one.run()
+    assert [one.tokens(name) for name in "ab"] == [tokens] * 2 and one.tokens("new") == one.expected(PROMPTS[1])
+    assert [one.outputs(name)[0].cached for name in ("a", "b", "new")] == [(("faulty host", 448),)] * 2 + [()]
+    assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
+    assert ended(one) == {"unknown": 2, "done": 2}  # the second of the same prompt waits again, for the first one's load
+    one.cache.close()
+    tier.close()
+
+
 def test_requests_behind_one_that_waits_for_a_tier_begin(harness: MakeHarness, slow: FaultyTier) -> None:
     one = serving(harness, slow)
     tokens = stored(one, PROMPT)

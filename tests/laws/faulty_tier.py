@@ -1,4 +1,7 @@
-"""A tier that fails, by turns: it is slow, forgets, refuses, lies about what it has, or raises; with chance 1 it is gone."""
+"""A tier that fails, by turns: it is slow, has to find out what it has, forgets, refuses, lies, or raises.
+
+With chance 1 of that it is gone.
+"""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +12,7 @@ import torch
 from vmmkv.tiers import Tier, TierStats, Transfer
 from vmmkv.tiers.tier import missed
 
-FAULTS = ("slow", "forgets", "refuses", "lies", "raises")
+FAULTS = ("slow", "asks", "forgets", "refuses", "lies", "raises")
 
 
 class Gone(Exception):
@@ -52,9 +55,11 @@ class FaultyTier:
     def open(self, device: torch.device) -> None:
         self.tier.open(device)
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         if self.strikes("raises"):
             raise Gone
+        if self.strikes("asks"):
+            return None
         return [has != self.strikes("lies") for has in self.tier.lookup(keys)]
 
     def store(self, key: bytes) -> Transfer | None:

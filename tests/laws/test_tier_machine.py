@@ -51,7 +51,8 @@ class TierMachine(PrefixMachine):
         if fetch.waiting == 1:
             assert fetch.num_tokens >= known + least
             honest = not any("lies" in tier.faults for tier in self.tiers)
-            most = self.texts.num_confirmed(namespace, prompt[:-1]) if honest else len(prompt) - 1
+            is_known = honest and fetch.size_bytes
+            most = self.texts.num_confirmed(namespace, prompt[:-1]) if is_known else len(prompt) - 1
             assert fetch.num_tokens <= most, "what was never confirmed is fetched"
         if fetch not in self.fetches:
             self.fetches.append(fetch)

@@ -240,6 +240,22 @@ def test_one_load_serves_all_that_wait_for_it(cache, host):
     assert_reads(both[1].sequence, PROMPT[:60])
 
 
+def test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has(cache, host):
+    """As behind a network. What another fetch loads already is not loaded again."""
+    tier = FaultyTier(host, 0, ["asks"], chance=0.0)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    stored(prefix, PROMPT)
+    tier.chance = 1.0
+    fetches = [prefix.fetch(tokens) for tokens in (PROMPT, PROMPT, LONG, PROMPT)]
+    fetches.pop().give_up()
+    assert prefix.poll() and not any(fetch.done or fetch.size_bytes for fetch in fetches)
+    tier.chance = 0.0
+    assert prefix.flush() and all(fetch.done for fetch in fetches)
+    assert [(fetch.num_tokens, fetch.size_bytes // PAGE_BYTES) for fetch in fetches] == [(96, 6), (0, 0), (0, 0)]
+    cache.check()
+    assert_reads(prefix.attach(PROMPT).sequence, PROMPT[:96])
+
+
 def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool, driver):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
@@ -353,7 +369,7 @@ def test_a_tier_that_is_gone_is_a_miss_and_raises_nothing(cache, host, pool, fau
     tier.chance = 1
     fetch = prefix.fetch(PROMPT)
     prefix.flush(0.05)
-    assert fetch is None or fault in ("forgets", "refuses", "slow")
+    assert fetch is None or fault in ("asks", "forgets", "refuses", "slow")
     assert prefix.match(PROMPT) == 0
     if fetch is not None and not fetch.done:  # it never ends
         fetch.give_up()

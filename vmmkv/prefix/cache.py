@@ -258,7 +258,8 @@ class PrefixCache:
 
         None if there is less, if `worth` says no, or if there is no room on the device: attach then. Else go on with other
         work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records
-        get the same fetch. After one that loaded a part of what is known, another may go on.
+        get the same fetch. After one that loaded a part of what is known, another may go on. Where a tier must be asked over
+        a network, the fetch waits for its answer first, and is done if that is no.
 
         `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
         Cost: 3 us a page of the prompt where tiers have more of it, else 1 us for each 1,000 tokens; and what evicting takes to

@@ -84,17 +84,30 @@ class Fetch:
     When `done`, `attach` finds what was loaded: all of it, less behind a record that was missed, or nothing.
     """
 
-    def __init__(self, transfers: "Transfers", chain: KeyChain, have: list[bytearray], *, known: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        transfers: "Transfers",
+        chain: KeyChain,
+        *,
+        known: int,
+        num_tokens: int,
+        least_tokens: int,
+        worth: "Callable[[Fetch], bool] | None",
+    ) -> None:
         self.num_tokens = num_tokens
-        """How many tokens `attach` will find, or finds; no more than were known before if all was missed."""
+        """How many tokens `attach` will find, or finds; no more than were known before if all was missed. The most that can
+        be found while a tier is being asked."""
         self.done = False
         self.bytes_by_tier: Counter[str] = Counter()
-        """Of the records, by the name of the tier that has them."""
+        """Of the records, by the name of the tier that has them. Empty while a tier is being asked, and if there are none."""
         self.waiting = 1
         """Calls of `PrefixCache.fetch` that got it and did not give it up."""
         self._transfers = transfers
         self._chain = chain
-        self._have = have
+        self._least_tokens = least_tokens
+        self._worth = worth
+        self._have: list[bytearray] = []
+        """Of each page of each group: where it is, or 0."""
         self.known_tokens = known
         """How many were on the device when it began."""
         self._node: Node[Placed] | None = None
@@ -202,45 +215,26 @@ class Transfers:
         worth: Callable[[Fetch], bool] | None,
     ) -> Fetch | None:
         """Load what is needed to attach `least_tokens` more than are `known`. See PrefixCache.fetch."""
-        most = len(tokens) - 1
-        chain = self.keys.of(namespace, tokens)
-        groups = self.cache.layout.groups
-        have = [bytearray(b"\1" * (len(tokens) * group.row_bytes // PAGE_BYTES)) for group in groups]
-        if self._reach(have, most) - known < least_tokens:
-            return None
-        match = self._index.tree.match(namespace, tokens)
-        have = [bytearray(len(pages)) for pages in have]
-        for node in match.path:
-            for piece in node.pieces:
-                if piece.end_token <= match.num_tokens and not piece.value.first_token:
-                    for page in range(piece.value.page, piece.value.end_page):
-                        have[piece.group][page] = _DEVICE
-        if not self._goes_on(chain, have):
-            return None
-        sources = self._find(chain, have)
-        num_tokens = self._reach(have, most)
+        most = [bytearray(b"\1" * (len(tokens) * group.row_bytes // PAGE_BYTES)) for group in self.cache.layout.groups]
+        num_tokens = self._reach(most, len(tokens) - 1)
         if num_tokens - known < least_tokens:
             return None
-        needed = [
-            [page for page in self._needed(index, num_tokens) if have[index][page] == _TIER] for index in range(len(groups))
-        ]
-        under_way = (self._loading.get(chain.by_group[index][page]) for index, pages in enumerate(needed) for page in pages)
-        if (fetch := next(filter(None, under_way), None)) is not None:
-            fetch.waiting += 1
-            return fetch
-        fetch = Fetch(self, chain, have, known=known, num_tokens=num_tokens)
-        for index, pages in enumerate(needed):
-            for page in pages:
-                fetch.bytes_by_tier[sources[chain.by_group[index][page]].name] += RECORD_BYTES
-        if worth is not None and not worth(fetch):
-            return None
-        return fetch if self._start(fetch, match.path[-1] if match.path else None, needed, sources) else None
+        chain = self.keys.of(namespace, tokens)
+        fetch = Fetch(self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, worth=worth)
+        started = self._start(fetch)
+        if started is not None and started is not fetch:
+            started.waiting += 1
+        return started
 
     def poll(self, budget_us: float) -> None:
         """Go on with stores and loads for about `budget_us`, loads first; do one piece of work at least, if there is any."""
         self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
         self._has_worked, self._behind = False, None
         self.finish()
+        for fetch in [fetch for fetch in self._fetches if not fetch._parts]:
+            if self._start(fetch) is not fetch:  # there is nothing, or it is on its way: another call of fetch gets that
+                fetch.bytes_by_tier = Counter()
+                self._conclude(fetch)
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
         self._load()
@@ -310,18 +304,61 @@ class Transfers:
                 return num_tokens
             num_tokens = fewer
 
-    def _goes_on(self, chain: KeyChain, have: list[bytearray]) -> bool:
-        """Has a tier the first page that the device lacks of each group without a window? Nearly no new prompt gets further."""
+    def _start(self, fetch: Fetch) -> Fetch | None:
+        """Begin to load what tiers have, or wait for their answer. None if there is nothing to load, or no room.
+
+        Another fetch that loads the same already is returned in its place.
+        """
+        chain = fetch._chain
+        match = self._index.tree.match(chain.namespace, chain.tokens)
+        fetch._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in self.cache.layout.groups]
+        for node in match.path:
+            for piece in node.pieces:
+                if piece.end_token <= match.num_tokens and not piece.value.first_token:
+                    for page in range(piece.value.page, piece.value.end_page):
+                        fetch._have[piece.group][page] = _DEVICE
+        goes_on = self._goes_on(chain, fetch._have)
+        sources = self._find(chain, fetch._have) if goes_on else None
+        if sources is None:
+            if goes_on is False:
+                return None
+            self._fetches[fetch] = None
+            return fetch
+        num_tokens = self._reach(fetch._have, len(chain.tokens) - 1)
+        if num_tokens - fetch.known_tokens < fetch._least_tokens:
+            return None
+        have = fetch._have
+        needed = [
+            [page for page in self._needed(index, num_tokens) if have[index][page] == _TIER] for index in range(len(have))
+        ]
+        under_way = (self._loading.get(chain.by_group[index][page]) for index, pages in enumerate(needed) for page in pages)
+        if (other := next(filter(None, under_way), None)) is not None:
+            return other
+        wanted = Counter(sources[chain.by_group[index][page]].name for index, pages in enumerate(needed) for page in pages)
+        fetch.num_tokens = num_tokens
+        fetch.bytes_by_tier = Counter({name: num_records * RECORD_BYTES for name, num_records in wanted.items()})
+        is_worth = wanted and (fetch._worth is None or fetch._worth(fetch))
+        if is_worth and self._take(fetch, match.path[-1] if match.path else None, needed, sources):
+            return fetch
+        return None
+
+    def _goes_on(self, chain: KeyChain, have: list[bytearray]) -> bool | None:
+        """Has a tier the first page that the device lacks of each group without a window? Nearly no new prompt gets further.
+
+        None while a tier finds that out.
+        """
         nexts = [
             chain.key(index, page)
             for index, (group, pages) in enumerate(zip(self.cache.layout.groups, have, strict=True))
             if group.window is None and (page := pages.find(0)) >= 0
         ]
-        found = [self._ask([False] * len(nexts), tier.lookup, nexts) for tier in self.tiers]
-        return all(map(any, zip(*found, strict=True))) or not nexts
+        answers = [self._lookup(tier, nexts) for tier in self.tiers]
+        if all(any(found[index] for found in answers if found is not None) for index in range(len(nexts))):
+            return True
+        return None if None in answers else False
 
-    def _find(self, chain: KeyChain, have: list[bytearray]) -> dict[bytes, Tier]:
-        """Where records of pages that the device lacks are; they are marked in `have`."""
+    def _find(self, chain: KeyChain, have: list[bytearray]) -> dict[bytes, Tier] | None:
+        """Where records of pages that the device lacks are; they are marked in `have`. None while a tier finds that out."""
         sources: dict[bytes, Tier] = {}
         lacking = [
             (chain.by_group[index][page], index, page)
@@ -331,14 +368,16 @@ class Transfers:
         ]
         for tier in self.tiers:
             lacking = [each for each in lacking if each[0] not in sources]
-            found = self._ask([False] * len(lacking), tier.lookup, [key for key, _, _ in lacking])
+            found = self._lookup(tier, [key for key, _, _ in lacking])
+            if found is None:
+                return None
             for (key, index, page), has in zip(lacking, found, strict=False):
                 if has:
                     sources[key] = tier
                     have[index][page] = _TIER
         return sources
 
-    def _start(self, fetch: Fetch, node: Node[Placed] | None, needed: list[list[int]], sources: dict[bytes, Tier]) -> bool:
+    def _take(self, fetch: Fetch, node: Node[Placed] | None, needed: list[list[int]], sources: dict[bytes, Tier]) -> bool:
         """Take extents for the pages of a fetch: large ones where all their pages are needed. False if there is no room."""
         places: list[tuple[int, int, int]] = []
         for index, pages in enumerate(needed):
@@ -458,16 +497,14 @@ class Transfers:
                 index.add(fetch._chain.namespace, tokens, pieces)
                 if len(self.tiers) > 1:
                     self.queue(fetch._chain.namespace, tokens)  # the others get it too
-            self.fetched_tokens += num_tokens - fetch.known_tokens
+                self.fetched_tokens += num_tokens - fetch.known_tokens
         for part in fetch._parts:
             pool.unuse(part.extent)
             pool.drop(part.extent)
+            for _, key in part.sources:
+                del self._loading[key]
         if fetch._node is not None:
             index.tree.unlock(fetch._node)
-        for keys in fetch._chain.by_group:
-            for key in keys:
-                if self._loading.get(key) is fetch:
-                    del self._loading[key]
         fetch._parts, fetch._node = [], None
         fetch.num_tokens, fetch.done = max(num_tokens, fetch.known_tokens), True
         del self._fetches[fetch]
@@ -497,7 +534,9 @@ class Transfers:
         has: set[bytes] = set()
         for end in range(len(chain.all), 0, -_MOST_KEYS):
             keys = chain.all[max(0, end - _MOST_KEYS) : end]
-            has.update(itertools.compress(keys, self._ask([True] * len(keys), tier.lookup, keys)))
+            while (found := self._lookup(tier, keys, otherwise=True)) is None:
+                yield False
+            has.update(itertools.compress(keys, found))
             if end > _MOST_KEYS:
                 yield True
         lookup: Lookup[Placed] = Lookup(chain.namespace, chain.tokens)
@@ -513,7 +552,7 @@ class Transfers:
                     if transfer is not None:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
-                        has_room = self._ask([True], tier.lookup, [key])[0]
+                        has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
             if moves:
                 self._launch(placed.extent, moves, behind=self._behind_work())
                 has.update(move.transfer.key for move in moves)
@@ -566,6 +605,11 @@ class Transfers:
                 copy.part.num_copies -= 1
                 copy.part.failed = copy.part.failed or copy.failed
                 self._end_if_over(copy.part)
+
+    def _lookup(self, tier: Tier, keys: list[bytes], *, otherwise: bool = False) -> list[bool] | None:
+        """See Tier.lookup; `otherwise` for each if it raises."""
+        answer: list[bool] | None = [otherwise] * len(keys)
+        return self._ask(answer, tier.lookup, keys)
 
     def _ask(self, otherwise: T, call: Callable[..., T], *arguments: object) -> T:
         """What a tier answers; `otherwise` if it raises, whatever it is: a tier that fails has nothing, and takes nothing."""

@@ -55,7 +55,9 @@ class TierStats:
 
     name: str
     budget_bytes: int
+    """0 for a store with a bound of its own."""
     held_bytes: int
+    """Of a store that others use too: as far as this tier knows."""
     stored_bytes: int
     loaded_bytes: int
     evicted_records: int
@@ -82,8 +84,8 @@ class Tier(Protocol):
         """
         ...
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these it probably has; a load can miss all the same.
+    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Which of these it probably has; a load can miss all the same. None while it finds that out: ask again.
 
         It is a use of them: the last of them is evicted first.
         """
@@ -225,7 +227,7 @@ class ThreadedTier(ABC):
         """Fill `data`, rightly; called from a thread. Any error is a miss; MissedError if the record is not there."""
 
     @abstractmethod
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         """See Tier.lookup."""
 
     @abstractmethod
@@ -245,7 +247,8 @@ class ThreadedTier(ABC):
 
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store. At most half of the buffers are for stores, for a load is waited for."""
-        if self.lookup([key])[0]:
+        found = self.lookup([key])
+        if found is None or found[0]:
             return None
         with self.lock:
             has_room = self._threads is not None and self._buffers and len(self._storing) < self._num_buffers // 2
