@@ -335,7 +335,7 @@ MUTANTS = (
     Mutant(
         "records of the disk that are not verified",
         "tiers/disk.py",
-        "is_right = _checksum(key, data) == slot.checksum",
+        "is_right = checksum_of(key, data) == slot.checksum",
         "is_right = True",
         (f"{TIERS}::test_a_changed_byte_on_the_disk_is_never_returned",),
     ),

@@ -4,6 +4,7 @@ tier     the protocol and its records; read this first
 record   the keys of records: what must agree for bytes to be the same
 host     HostTier: pinned memory
 disk     DiskTier: one file of slots, found again after a restart
+shared   RedisTier, MooncakeTier: stores that engines on several machines share
 saved    rows of running sequences: in a file (Sequence.save, KVCache.restore), in host memory (VmmCache.offload)
 
 `vmmkv.prefix.transfers` copies between the device and tiers.
@@ -11,6 +12,7 @@ saved    rows of running sequences: in a file (Sequence.save, KVCache.restore), 
 
 from vmmkv.tiers.disk import DiskTier
 from vmmkv.tiers.host import HostTier
+from vmmkv.tiers.shared import MooncakeTier, RedisTier, open_store
 from vmmkv.tiers.tier import Tier, TierStats, Transfer
 
-__all__ = ["DiskTier", "HostTier", "Tier", "TierStats", "Transfer"]
+__all__ = ["DiskTier", "HostTier", "MooncakeTier", "RedisTier", "Tier", "TierStats", "Transfer", "open_store"]

@@ -16,7 +16,7 @@ import struct
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from typing import Final
 from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
-from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES
+from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES, checksum_of
 from vmmkv.tiers.tier import MissedError, ThreadedTier, touch
 from vmmkv.units import format_bytes
 
@@ -105,7 +105,7 @@ class DiskTier(ThreadedTier):
                 return
             number = self._take_slot()
         try:
-            checksum = _checksum(key, data)
+            checksum = checksum_of(key, data)
             self.write_at(self._fd, data, number * RECORD_BYTES)
             with self.lock:
                 self._generation += 1
@@ -129,7 +129,7 @@ class DiskTier(ThreadedTier):
         is_right = False
         try:
             self.read_at(self._fd, data, slot.number * RECORD_BYTES)
-            is_right = _checksum(key, data) == slot.checksum
+            is_right = checksum_of(key, data) == slot.checksum
         finally:
             with self.lock:
                 slot.num_reads -= 1
@@ -254,11 +254,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _checksum(key: bytes, data: Iterable[int]) -> int:
-    """Of a record under its key: another record in its slot does not pass for it."""
-    return zlib.crc32(data, zlib.crc32(key))  # type: ignore[arg-type]
 
 
 def _take(fd: int, size_bytes: int) -> None:

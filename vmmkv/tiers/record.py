@@ -13,6 +13,7 @@ import hashlib
 import heapq
 import itertools
 import struct
+import zlib
 from collections.abc import Hashable, Iterator
 from typing import Final
 
@@ -123,6 +124,11 @@ class KeyChain:
 def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:
     tokens.update(struct.pack("<qq", index, page))  # of one length, so that no other tokens give the same bytes
     return tokens.digest()
+
+
+def checksum_of(key: bytes, record: memoryview) -> int:
+    """Of a record under its key: another record in its place does not pass for it."""
+    return zlib.crc32(record, zlib.crc32(key))
 
 
 def checked_namespace(namespace: Hashable) -> Hashable:

@@ -344,7 +344,8 @@ class ThreadedTier(ABC):
 
     def _give_back(self, transfer: Transfer) -> None:
         with self.lock:
-            self._buffers.append(transfer.address)
+            if transfer.address:  # none was lent for what was known to miss
+                self._buffers.append(transfer.address)
             if transfer.is_store:
                 self._storing.discard(transfer.key)
 

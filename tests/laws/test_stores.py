@@ -1,0 +1,273 @@
+"""Stores that engines share: what they find of each other, and that a store which fails is a miss and is left alone."""
+
+import ctypes
+import logging
+import signal
+import socket
+import threading
+import time
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from tests.laws.test_tiers import CPU, NUM_RECORDS, found, key_of, load, payload, store
+from tests.stores import free_port, mooncake_store, redis_server, until
+from vmmkv import TierUnavailable
+from vmmkv.tiers import MooncakeTier, RedisTier, open_store, shared
+from vmmkv.tiers.record import RECORD_BYTES
+
+PASSWORD = "pa55 w/rd"
+MOONCAKE = pytest.param(mooncake_store, MooncakeTier, marks=pytest.mark.nightly, id="mooncake")
+both = pytest.mark.parametrize(("start", "kind"), [pytest.param(redis_server, RedisTier, id="redis"), MOONCAKE])
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(shared, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(shared, "_LONGEST_PAUSE_S", 0.2)
+
+
+@pytest.fixture
+def server():
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def make():
+    """Open tiers, which are closed at the end."""
+    tiers = []
+
+    def make(url, kind=RedisTier, timeout_s=0.5):
+        tiers.append(kind(url, timeout_s=timeout_s))
+        tiers[-1].open(CPU)
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+def is_left_alone(tier) -> bool:
+    try:
+        tier.lookup([key_of(0)])
+    except TierUnavailable:
+        return True
+    return False
+
+
+def works(tier) -> bool:
+    try:
+        return (store(tier, 20) or found(tier, 20) == [True]) and load(tier, 20)
+    except TierUnavailable:
+        return False
+
+
+def value_of(tier, number: int) -> str:
+    return f"vmmkv:{key_of(number).hex()}"
+
+
+@both
+def test_a_tier_finds_what_another_stored_and_not_for_ever_what_is_gone(make, start, kind, monkeypatch):
+    monkeypatch.setattr(shared, "_LACKED_S", 0.1)
+    monkeypatch.setattr(shared, "_KNOWN_S", 0.3)
+    with start() as server:
+        one, other = make(server.url, kind), make(server.url, kind)
+        assert found(other, 1) == [False]
+        assert store(one, 1)
+        until(lambda: found(other, 1) == [True])
+        assert load(other, 1) and not store(other, 1)
+        server.empty()
+        until(lambda: found(other, 1) == [False])
+        assert store(other, 1) and load(one, 1)
+        one.close(), other.close()
+
+
+@both
+def test_a_store_that_is_killed_in_the_middle_is_left_alone_and_comes_back(make, start, kind, caplog):
+    with start() as server:
+        tier = make(server.url, kind)
+        assert store(tier, 1) and found(tier, *range(2, 14))[0] is False
+        lent = [tier.store(key_of(number)) for number in range(2, 14)] + [tier.load(key_of(1)) for _ in range(8)]
+        server.kill() if kind is RedisTier else server.kill_master()
+        for transfer in lent:
+            (tier.finished if transfer.is_store else tier.drop)(transfer)
+        tier.flush()
+        until(lambda: is_left_alone(tier))
+        began_s = time.monotonic()
+        assert all(is_left_alone(tier) and tier.load(key_of(1)).missed for _ in range(1000))
+        assert time.monotonic() - began_s < 1, "a store that is gone costs time"
+        server.start() if kind is RedisTier else server.start_master()
+        until(lambda: works(tier), 20)
+        said = [record.getMessage() for record in caplog.records]
+        assert "does not answer" in said[0] and "answers again" in said[-1]
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value[:30] + bytes([value[30] ^ 1]) + value[31:],
+        lambda value: bytes([value[0] ^ 1]) + value[1:],
+        lambda value: value[:8] + bytes(8) + value[16:],
+        lambda value: value[:-1],
+        lambda value: value + b"\0",
+        lambda value: value[:7],
+        lambda value: b"",
+        lambda value: value[20:],
+        lambda value: b"\x80\x04" + value[2:],
+    ],
+    ids=["a byte", "the magic", "the length", "shorter", "longer", "a part of the header", "empty", "no header", "a pickle"],
+)
+def test_a_value_that_is_not_the_record_is_a_miss_and_is_removed(make, server, change):
+    tier, client = make(server.url), server.client()
+    assert store(tier, 1)
+    client.set(value_of(tier, 1), change(client.get(value_of(tier, 1))))
+    assert not load(tier, 1)
+    assert tier.stats().errors == 1 and not client.exists(value_of(tier, 1))
+    assert found(tier, 1) == [False]
+    assert store(tier, 1) and load(tier, 1)
+
+
+def test_a_record_under_the_name_of_another_is_a_miss(make, server):
+    """As if names of two namespaces met."""
+    tier, client = make(server.url), server.client()
+    assert store(tier, 1)
+    client.set(value_of(tier, 2), client.get(value_of(tier, 1)))
+    assert found(tier, 2) == [True] and not load(tier, 2) and load(tier, 1)
+
+
+def test_a_store_that_hangs_blocks_no_call_and_comes_back(make, server):
+    tier = make(server.url)
+    assert store(tier, 1) and found(tier, *range(2, 8))
+    server.send(signal.SIGSTOP)
+    slowest_s, transfers, end = 0.0, [], time.monotonic() + 1.5
+    while time.monotonic() < end:
+        began_s = time.monotonic()
+        if not is_left_alone(tier):
+            transfers += [tier.load(key_of(1)), tier.store(key_of(2 + len(transfers) % 6))]
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+        time.sleep(0.01)
+    assert slowest_s < 0.3 and is_left_alone(tier)
+    for transfer in filter(None, transfers):
+        tier.drop(transfer)
+    server.send(signal.SIGCONT)
+    until(lambda: works(tier))
+    assert load(tier, 1)
+
+
+def test_a_store_that_answers_byte_by_byte_is_late(make):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            client, _ = listener.accept()
+            with client:
+                client.recv(1000)
+                while True:
+                    try:
+                        client.send(b"+")
+                    except OSError:
+                        return
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        tier = make(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+        assert not is_left_alone(tier)
+        until(lambda: is_left_alone(tier), 2)
+        began_s = time.monotonic()
+        tier.close()
+        assert time.monotonic() - began_s < 1
+
+
+@pytest.mark.parametrize(
+    "options", [("--proto-max-bulk-len", "1mb"), ("--maxmemory", "8mb"), ("--maxmemory", "1")], ids=["large", "full", "none"]
+)
+def test_what_the_store_does_not_take_is_refused_and_counted(make, options):
+    with redis_server(*options) as server:
+        tier = make(server.url)
+        taken = [store(tier, number) and load(tier, number) for number in range(NUM_RECORDS)]
+        stats = tier.stats()
+        assert not all(taken) and stats.refused_records == taken.count(False) and not is_left_alone(tier)
+        assert stats.held_bytes == taken.count(True) * RECORD_BYTES
+        assert [load(tier, number) for number in range(NUM_RECORDS)] == taken
+        tier.close()
+
+
+def test_a_full_store_evicts_as_it_is_told(make):
+    with redis_server("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server:
+        tier = make(server.url)
+        assert all(store(tier, number) for number in range(5 * NUM_RECORDS))
+        kept = [load(tier, number) for number in range(5 * NUM_RECORDS)]
+        assert kept[-1] and 0 < sum(kept) < 12 and tier.stats().refused_records == 0
+        tier.close()
+
+
+def test_a_password_works_and_is_never_told(make, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    with redis_server("--requirepass", PASSWORD) as server:
+        host = server.url.removeprefix("redis://")
+        right = make(f"redis://:{PASSWORD.replace(' ', '%20').replace('/', '%2F')}@{host}")
+        assert store(right, 1) and load(right, 1)
+        wrong = make(f"redis://:{PASSWORD[:4]}wrong@{host}")
+        assert not is_left_alone(wrong)
+        until(lambda: is_left_alone(wrong))
+        with pytest.raises(ValueError, match="write redis://") as refused:
+            RedisTier(f"redis://:{PASSWORD}@{host}")
+        with pytest.raises(ValueError, match="no store has the scheme 'redi'; did you mean redis") as unknown:
+            open_store(f"redi://:{PASSWORD}@{host}")
+        told = [repr(right), repr(wrong), str(refused.value), str(unknown.value), str(right.stats()), caplog.text]
+        assert not any(PASSWORD[:4] in text for text in told) and refused.value.__suppress_context__
+        right.close(), wrong.close()
+
+
+@pytest.mark.parametrize(("kind", "url"), [(RedisTier, "redis://127.0.0.1:{}"), (MooncakeTier, "mooncake://127.0.0.1:{}")])
+def test_an_engine_starts_without_its_store(make, kind, url):
+    if kind is MooncakeTier:
+        pytest.importorskip("mooncake.store", exc_type=ImportError)
+    tier = make(url.format(free_port()), kind)
+    assert tier.lookup([key_of(1)]) is None
+    until(lambda: is_left_alone(tier))
+    assert tier.stats().errors and not tier.stats().held_bytes
+
+
+def test_tiers_of_packages_are_found_by_the_scheme_of_a_url(monkeypatch):
+    entries = [
+        EntryPoint("shelf", "tests.laws.test_stores:Shelf", shared.ENTRY_POINTS),
+        EntryPoint("gone", "no_such_package:Tier", shared.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(shared, "entry_points", lambda group: entries)
+    assert open_store("shelf://anywhere").url == "shelf://anywhere"
+    with pytest.raises(TierUnavailable, match=r"no_such_package:Tier, the tier for gone://, .*No module named"):
+        open_store("gone://")
+    for url in ("cups://", "shelf", "/tmp"):
+        with pytest.raises(ValueError, match="There are gone://, shelf://"):
+            open_store(url)
+
+
+class Shelf:
+    """The tier of a third party."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+@pytest.mark.parametrize("scheme", ["redis", "mooncake"])
+def test_a_client_that_is_missing_is_named_with_its_extra(monkeypatch, scheme):
+    monkeypatch.setattr(shared.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"no {name}")))
+    with pytest.raises(TierUnavailable, match=rf"pip install 'vmmkv\[{scheme}\]'"):
+        open_store(f"{scheme}://localhost:1")
+
+
+def test_what_is_lent_comes_back_from_a_store_that_dies(make, server):
+    tier = make(server.url)
+    assert not any(found(tier, *range(12)))
+    lent = [tier.store(key_of(number)) for number in range(12)]
+    for number, transfer in enumerate(lent):
+        ctypes.memmove(transfer.address, payload(number), RECORD_BYTES)
+        tier.finished(transfer)
+    server.kill()
+    tier.flush()
+    assert len(tier._buffers) == 32 and not tier._storing
+    server.start()
+    until(lambda: works(tier))
+    assert all(store(tier, number) and load(tier, number) for number in range(12))

@@ -1,0 +1,455 @@
+"""Stores that engines on several machines share: RedisTier, MooncakeTier, and the base of a tier over any other client.
+
+    name      "vmmkv:" and the key in hex, which hashes tokens, layout, model and namespace
+    value     | magic | length | checksum | record of 2 MiB |     checked when it is loaded; removed if it is wrong
+
+How much there may be, and what is evicted, is the store's own affair. A store that does not answer is left alone until a thread
+finds that it answers again. What can write to the store can write what models read: let only engines reach it.
+"""
+
+import importlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch
+
+from vmmkv.errors import TierUnavailable, did_you_mean
+from vmmkv.tiers.record import RECORD_BYTES, checksum_of
+from vmmkv.tiers.tier import MissedError, ThreadedTier, Tier, Transfer, missed
+from vmmkv.units import MIB
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS: Final = "vmmkv.tiers"
+"""The group of entry points by which packages add stores: its names are schemes of URLs, its objects make a `Tier` of one."""
+
+_HEADER: Final = struct.Struct("<8sQI")
+"""Magic, length of the record, and checksum of key and record."""
+
+_MAGIC: Final = b"vmmkv 1\0"
+
+_KNOWN_S: Final = 30.0
+"""For so long a record that was there is not asked for again."""
+
+_LACKED_S: Final = 2.0
+"""The same of one that was not there: another engine may store it."""
+
+_MOST_KNOWN: Final = 1 << 17
+"""Answers that are kept, of either kind."""
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+def open_store(url: str) -> Tier:
+    """The tier over the store at `url`, by its scheme. The store need not answer yet.
+
+    Raises: ValueError for a scheme that no package has, naming those that there are; TierUnavailable if its client is missing.
+    No message has the URL, which may have a password.
+    """
+    scheme = urlsplit(url).scheme if "://" in url else ""
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if scheme not in found:
+        there = ", ".join(f"{name}://" for name in sorted(found)) or "none; install vmmkv, with pip"
+        raise ValueError(
+            f"no store has the scheme {scheme!r}; {did_you_mean(scheme, found)} There are {there}. A package adds one by the "
+            f"entry point group {ENTRY_POINTS}"
+        )
+    try:
+        make = found[scheme].load()
+    except (ImportError, AttributeError) as error:
+        raise TierUnavailable(f"{found[scheme].value}, the tier for {scheme}://, cannot be imported: {error}") from error
+    tier: Tier = make(url)
+    return tier
+
+
+class Refused(Exception):
+    """The store answers and does not take a record: it is full, or the record is too large for it."""
+
+
+class SharedTier(ThreadedTier):
+    """Records in a store that other engines use too, over a client whose calls block.
+
+    A subclass says how to ask, get, put and remove; it is called from several threads. An error of the client means that the
+    store does not answer. It is then left alone for a second, and for twice as long each time, up to half a minute.
+    """
+
+    def __init__(self, where: str, *, timeout_s: float) -> None:
+        """`where`: the store, without passwords. `timeout_s`: no call takes longer."""
+        super().__init__(0)
+        self.where: Final = where
+        self.timeout_s: Final = timeout_s
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        """Records that are there, and until when that is believed."""
+        self._lacked: OrderedDict[bytes, float] = OrderedDict()
+        """Those that are not."""
+        self._asked: set[bytes] = set()
+        """Being asked for."""
+        self._asker: ThreadPoolExecutor | None = None
+        """A thread of its own: questions do not wait behind records."""
+        self._calls: dict[object, float] = {}
+        """When each call that is under way began."""
+        self._pause_s = 0.0
+        """For how long the store is left alone; 0 while it answers."""
+        self._again_s = 0.0
+        """When that is over."""
+        self._probing = False
+
+    # what a subclass does
+
+    @abstractmethod
+    def ask(self, names: Sequence[str]) -> list[bool]:
+        """Which of these values are there. None are named to learn whether the store answers."""
+
+    @abstractmethod
+    def get(self, name: str) -> Any:
+        """A value, as a buffer. Raises MissedError if it is not there."""
+
+    @abstractmethod
+    def put(self, name: str, header: bytes, record: memoryview) -> None:
+        """Keep a value of two parts. Raises Refused if the store does not take it."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Delete a value."""
+
+    def hang_up(self) -> None:
+        """End the calls under way, which are late, if the client can do that."""
+        return
+
+    # what ThreadedTier asks
+
+    def open(self, device: torch.device) -> None:
+        """See Tier.open."""
+        super().open(device)
+        with self.lock:
+            self._asker = self._asker or ThreadPoolExecutor(1, thread_name_prefix=f"vmmkv-{self.name}-ask")
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """See Tier.lookup. Raises: TierUnavailable while the store does not answer."""
+        self._check()
+        now_s = time.monotonic()
+        with self.lock:
+            found = [self._known.get(key, 0.0) > now_s for key in keys]
+            unknown = [
+                key for key, is_there in zip(keys, found, strict=True) if not is_there and self._lacked.get(key, 0.0) <= now_s
+            ]
+            if not unknown or self._asker is None:
+                return found
+            if new := [key for key in unknown if key not in self._asked]:
+                self._asked.update(new)
+                self._asker.submit(self._ask, new)
+            return None
+
+    def load(self, key: bytes) -> Transfer | None:
+        """See Tier.load."""
+        return missed(key) if self._pause_s else super().load(key)
+
+    def held_bytes(self) -> int:
+        """Of the records that are known to be there."""
+        return len(self._known) * RECORD_BYTES
+
+    def write(self, key: bytes, data: memoryview) -> None:
+        """See ThreadedTier.write."""
+        try:
+            with self._call():
+                self.put(_name(key), _HEADER.pack(_MAGIC, len(data), checksum_of(key, data)), data)
+        except Refused:
+            self._count("refused_records", 1)
+            raise
+        self._learn([key], [True])
+
+    def read(self, key: bytes, data: memoryview) -> None:
+        """See ThreadedTier.read."""
+        try:
+            with self._call():
+                value = memoryview(self.get(_name(key))).cast("B")
+        except MissedError:
+            self._learn([key], [False])
+            raise
+        record = value[_HEADER.size :]
+        if len(record) == len(data) and bytes(value[: _HEADER.size]) == _HEADER.pack(
+            _MAGIC, len(data), checksum_of(key, record)
+        ):
+            data[:] = record
+            return
+        self._learn([key], [False])
+        with self._call():
+            self.remove(_name(key))
+        raise OSError(f"{self.where} gave {len(value)} bytes for {_name(key)} that are not the record")
+
+    def close(self) -> None:
+        """See Tier.close. Waits for what is being written, unless the store does not answer."""
+        with self.lock:
+            asker, self._asker = self._asker, None
+        if asker is not None:
+            asker.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+    def _ask(self, keys: list[bytes]) -> None:
+        try:
+            with self._call():
+                found = self.ask([_name(key) for key in keys])
+            self._learn(keys, found)
+        except Exception:  # whatever it is: nothing is known of them
+            self._count("errors", 1)
+        finally:
+            with self.lock:
+                self._asked.difference_update(keys)
+
+    def _learn(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        now_s = time.monotonic()
+        with self.lock:
+            for key, is_there in zip(keys, found, strict=True):
+                self._known.pop(key, None)
+                self._lacked.pop(key, None)
+                if is_there:
+                    self._known[key] = now_s + _KNOWN_S
+                else:
+                    self._lacked[key] = now_s + _LACKED_S
+            for answers in (self._known, self._lacked):
+                while len(answers) > _MOST_KNOWN:
+                    answers.popitem(last=False)
+
+    # does it answer?
+
+    def _check(self) -> None:
+        """Raises TierUnavailable while the store is left alone; when that is over, a thread tries whether it answers."""
+        now_s = time.monotonic()
+        with self.lock:
+            is_late = now_s - min(self._calls.values(), default=now_s) > self.timeout_s
+        if is_late:
+            self._leave_alone(TimeoutError())
+        if not self._pause_s:
+            return
+        with self.lock:
+            if now_s >= self._again_s and not self._probing and self._asker is not None:
+                self._probing = True
+                self._asker.submit(self._probe)
+        raise TierUnavailable(f"{self.where} does not answer")
+
+    def _probe(self) -> None:
+        try:
+            with self._call(left_alone=False):
+                self.ask([])
+        except Exception:
+            self._count("errors", 1)
+        finally:
+            self._probing = False
+
+    @contextmanager
+    def _call(self, *, left_alone: bool = True) -> Iterator[None]:
+        """Around a call of the client: does the store answer? Raises TierUnavailable where it is left alone."""
+        if self._pause_s and left_alone:
+            raise TierUnavailable(f"{self.where} does not answer")
+        call = object()
+        with self.lock:
+            self._calls[call] = time.monotonic()
+        try:
+            yield
+        except (MissedError, Refused):
+            raise
+        except Exception as error:
+            self._leave_alone(error)
+            raise
+        finally:
+            with self.lock:
+                self._calls.pop(call, None)
+        if self._pause_s:
+            self._pause_s = 0.0
+            log.warning("%s answers again", self.where)
+
+    def _leave_alone(self, error: Exception) -> None:
+        now_s = time.monotonic()
+        with self.lock:
+            self._calls.clear()
+            if now_s < self._again_s:
+                return  # another call of the same time has found it out
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._again_s = now_s + self._pause_s
+            self._known.clear()  # it may come back empty
+            self._lacked.clear()
+        log.warning("%s does not answer (%s); asked again in %g s", self.where, type(error).__name__, self._pause_s)
+        self.hang_up()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.where}>"
+
+
+class RedisTier(SharedTier):
+    """Records in a Redis or Valkey server: `redis://:password@host:6379/0`; `rediss://` is over TLS.
+
+    Set its `maxmemory`, and `maxmemory-policy allkeys-lru`: else it refuses what it has no room for.
+    Raises: ValueError for another URL; TierUnavailable without the package `redis`.
+    """
+
+    name = "redis"
+
+    def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
+        redis = _client_of("redis", "redis")
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_read_size=MIB,
+                retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+            )
+        except ValueError:  # whose text may have a part of a password
+            raise ValueError(
+                "this is no URL of a Redis server; write redis://:password@host:6379/0, and what is no letter or digit in the "
+                "password as in %2F"
+            ) from None
+        self._errors = redis.exceptions
+        given = self._client.connection_pool.connection_kwargs
+        super().__init__(f"redis at {given.get('host', 'localhost')}:{given.get('port', 6379)}", timeout_s=timeout_s)
+
+    def ask(self, names: Sequence[str]) -> list[bool]:
+        """See SharedTier.ask. It is a use of them."""
+        if not names:
+            self._client.ping()
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            pipeline.touch(name)
+        return [bool(number) for number in pipeline.execute()]
+
+    def get(self, name: str) -> bytes:
+        """See SharedTier.get."""
+        value: bytes | None = self._client.get(name)
+        if value is None:
+            raise MissedError(name)
+        return value
+
+    def put(self, name: str, header: bytes, record: memoryview) -> None:
+        """See SharedTier.put."""
+        try:
+            self._client.set(name, b"".join((header, record)))
+        except self._errors.ResponseError as error:
+            raise Refused(str(error)) from error
+        except self._errors.ConnectionError as error:  # so it ends when a record is too large for it
+            self._client.ping()
+            raise Refused(str(error)) from error
+
+    def remove(self, name: str) -> None:
+        """See SharedTier.remove."""
+        self._client.unlink(name)
+
+    def hang_up(self) -> None:
+        """See SharedTier.hang_up."""
+        self._client.connection_pool.disconnect()
+
+    def close(self) -> None:
+        """See Tier.close."""
+        super().close()
+        self._client.close()
+
+
+class MooncakeTier(SharedTier):
+    """Records in a Mooncake store, by its master: `mooncake://host:50051`.
+
+    The memory is that of `mooncake_client` processes; an engine lends none, so its end loses nothing. Mooncake's variables
+    `MOONCAKE_PROTOCOL` (tcp or rdma), `MOONCAKE_DEVICE` and `MOONCAKE_LOCAL_HOSTNAME` say how to reach them.
+    Raises: ValueError for another URL; TierUnavailable without `mooncake-transfer-engine-non-cuda`, or libibverbs.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
+        self._module = _client_of("mooncake.store", "mooncake")
+        parts = urlsplit(url)
+        if parts.hostname is None or parts.port is None or parts.username is not None:
+            raise ValueError("this is no URL of a Mooncake master; write mooncake://host:50051")
+        super().__init__(f"mooncake at {parts.hostname}:{parts.port}", timeout_s=timeout_s)
+        self._master: Final = (parts.hostname, parts.port)
+        self._store: Any = None
+        self._connecting = threading.Lock()
+
+    def ask(self, names: Sequence[str]) -> list[bool]:
+        """See SharedTier.ask."""
+        found = self._connected().batch_is_exist([*names] or ["vmmkv"])
+        if min(found) < 0:
+            raise OSError(f"{self.where}: error {min(found)}")
+        return [bool(each) for each in found[: len(names)]]
+
+    def get(self, name: str) -> Any:
+        """See SharedTier.get."""
+        value = self._connected().get_buffer(name)
+        if value is None:
+            self.ask([])  # or does the master not answer?
+            raise MissedError(name)
+        return value
+
+    def put(self, name: str, header: bytes, record: memoryview) -> None:
+        """See SharedTier.put."""
+        error = self._connected().put_parts(name, header, record)
+        if error:
+            self.ask([])
+            raise Refused(f"error {error}")
+
+    def remove(self, name: str) -> None:
+        """See SharedTier.remove."""
+        self._connected().remove(name, force=True)
+
+    def close(self) -> None:
+        """See Tier.close."""
+        super().close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _connected(self) -> Any:
+        with self._connecting:
+            if self._store is None:
+                self._connect()
+            return self._store
+
+    def _connect(self) -> None:
+        """Raises OSError if the master does not answer."""
+        most_s = max(1, round(self.timeout_s))
+        for variable, value in (
+            ("MC_RPC_TIMEOUT_MS", 1000 * most_s),  # the client has no other way to set these
+            ("MC_RPC_CONNECT_TIMEOUT_MS", 1000 * most_s),
+            ("MC_TCP_PROGRESS_TIMEOUT_SEC", most_s),
+            ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
+        ):
+            os.environ.setdefault(variable, str(value))
+        with socket.create_connection(self._master, timeout=self.timeout_s) as connection:
+            own_address = connection.getsockname()[0]
+        store = self._module.MooncakeDistributedStore()
+        error = store.setup(
+            local_hostname=os.environ.get("MOONCAKE_LOCAL_HOSTNAME", own_address),
+            metadata_server="P2PHANDSHAKE",
+            global_segment_size=0,
+            local_buffer_size=64 * MIB,
+            protocol=os.environ.get("MOONCAKE_PROTOCOL", "tcp"),
+            rdma_devices=os.environ.get("MOONCAKE_DEVICE", ""),
+            master_server_addr="{}:{}".format(*self._master),
+        )
+        if error:
+            raise OSError(f"{self.where}: error {error} while connecting")
+        self._store = store
+
+
+def _name(key: bytes) -> str:
+    return f"vmmkv:{key.hex()}"
+
+
+def _client_of(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TierUnavailable(
+            f"{extra}:// needs a client that cannot be imported ({error}): pip install 'vmmkv[{extra}]'"
+        ) from error
