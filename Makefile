@@ -12,6 +12,8 @@ NEWEST := $(VENV)/transformers-$(NEWEST_TRANSFORMERS)
 # A load generator, in an environment of its own.
 GUIDELLM_VERSION := 0.8.1
 GUIDELLM := $(VENV)/guidellm-$(GUIDELLM_VERSION)
+# Debian's, for tests.
+PACKAGES := chromium.package redis-server.package libibverbs1.package
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 REMEDY = vmmkv needs Python 3.11 or newer: name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'
@@ -21,7 +23,7 @@ VENV_REMEDY = Install it (on Debian and Ubuntu: apt install python3-venv), or na
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench docs model chromium nightly load
+.PHONY: help serve test check bench docs model nightly load $(PACKAGES)
 # Delete a target whose recipe fails, so that a stamp never stands for half an installation.
 .DELETE_ON_ERROR:
 
@@ -39,7 +41,7 @@ help:
 serve: $(VENV)/.serve-installed
 	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
 
-test: check model
+test: check model redis-server.package
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 
 check: $(VENV)/.dev-installed
@@ -47,7 +49,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: check model chromium $(NEWEST)/.installed
+nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
@@ -65,9 +67,13 @@ docs: $(VENV)/.dev-installed
 model: $(VENV)/.dev-installed
 	$(BIN)/vmmkv fetch smollm2-135m
 
-# For the nightly tests that look at pages; they are skipped with that reason where it is missing and cannot be installed.
-chromium:
-	@tests/end_to_end/get-chromium.sh
+# What tests start or load; they are skipped with that reason where it is missing and cannot be installed.
+$(PACKAGES): %.package:
+	@tests/get-package.sh $* $(if $(filter chromium,$*),chromium-browser google-chrome)
+
+$(VENV)/.mooncake-installed: $(VENV)/.dev-installed
+	$(PIP_INSTALL) --editable '.[mooncake]'
+	@touch $@
 
 $(NEWEST)/.installed: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --no-deps --target $(NEWEST) transformers==$(NEWEST_TRANSFORMERS)
@@ -87,7 +93,7 @@ $(VENV)/.serve-installed: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev-installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing vmmkv and what developing needs into $(VENV); this takes a few minutes once."
-	$(PIP_INSTALL) --editable '.[server,hf,bench,dev,docs]'
+	$(PIP_INSTALL) --editable '.[server,hf,redis,bench,dev,docs]'
 	@touch $@ $(VENV)/.serve-installed
 
 $(VENV)/.created:

@@ -146,6 +146,10 @@ class ServeConfig:
     kv_disk_budget_bytes: Annotated[
         int | None, _PREFIXES("disk space for them, taken at the start", "SIZE", name="kv_disk_budget")
     ] = None
+    kv_store: Annotated[
+        str | None,
+        _PREFIXES("a store of prefixes that engines share, such as redis://host:6379/0 or mooncake://host:50051", "URL"),
+    ] = field(default=None, repr=False)
     host: Annotated[str, _ADDRESS("address to listen on; the default is this machine alone")] = "127.0.0.1"
     port: Annotated[int, _ADDRESS("port to listen on, 0 for any that is free")] = 8000
     log_level: Annotated[str, _LOGS("debug, info, warning or error")] = "info"
@@ -173,9 +177,10 @@ class ServeConfig:
                 )
         if bool(self.kv_disk) != (self.kv_disk_budget_bytes is not None):
             raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
-        if not self.prefix_cache and (self.kv_host_budget_bytes or self.kv_disk or self.kv_holder):
+        if not self.prefix_cache and (self.kv_holder or self.kv_host_budget_bytes or self.kv_disk or self.kv_store):
             raise ValueError(
-                "kv_holder, kv_host_budget_bytes and kv_disk are for shared prefixes: leave out prefix_cache=False, or these"
+                "kv_holder, kv_host_budget_bytes, kv_disk and kv_store are for shared prefixes: leave prefix_cache=False out, "
+                "or these"
             )
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(f"max_tokens={self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer")
@@ -362,8 +367,8 @@ OPTIONS: Final = tuple(
     for config in (ServeConfig, FrontConfig)
     for field in dataclasses.fields(config)
 )
-SECRETS: Final = ("api_keys", "admin_key")
-"""Fields that no message shows and that no other process inherits."""
+SECRETS: Final = ("api_keys", "admin_key", "kv_store")
+"""Fields that no message shows, and that no other process finds in its environment. A URL may have a password."""
 CONFIG_VARIABLE: Final = f"{PREFIX}CONFIG"
 URL_VARIABLE: Final = f"{PREFIX}URL"
 API_KEY_VARIABLE: Final = f"{PREFIX}API_KEY"

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, TypeAlias
@@ -520,14 +520,16 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, socket: str, config: str) -> Self:
-        """Start `command` with the address of the socket and the configuration as JSON. Raises: OSError."""
-        arguments = (*command, "--socket", socket, "--config", config)
+        """Start `command` with the address of the socket, and the configuration as JSON in its input. Raises: OSError."""
+        arguments = (*command, "--socket", socket)
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ  # OpenMP's spinning threads slow a busy CPU tenfold
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *arguments, stdin=DEVNULL, process_group=0, preexec_fn=die_with_parent(), env=environment
-            )
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=PIPE, process_group=0, preexec_fn=die_with_parent(), env=environment
         )
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(config.encode())  # not an argument, which all users of this machine see
+        process.stdin.close()
+        return cls(process)
 
     async def ended(self) -> str:
         """Wait for its end, and say how it ended."""

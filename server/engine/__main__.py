@@ -1,4 +1,6 @@
-"""The engine process: `python -m vmmkv.server.engine --socket ADDRESS --config JSON`, started by `vmmkv serve`.
+"""The engine process: `python -m vmmkv.server.engine --socket ADDRESS`, started by `vmmkv serve`.
+
+Its input is a ServeConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
 Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's context is lost.
 """
@@ -7,6 +9,7 @@ import argparse
 import gc
 import logging
 import math
+import sys
 from typing import Any, Final
 
 import msgspec
@@ -32,9 +35,8 @@ def main() -> int:
     """Load, then loop until told to finish."""
     parser = argparse.ArgumentParser(prog="python -m vmmkv.server.engine", description=__doc__)
     parser.add_argument("--socket", required=True, help="the ZeroMQ address that the HTTP process has bound")
-    parser.add_argument("--config", required=True, help="a ServeConfig as JSON, its model a directory")
     arguments = parser.parse_args()
-    config = msgspec.json.decode(arguments.config, type=ServeConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeConfig)
     configure_logging(config.log_level, config.log_format)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(arguments.socket)

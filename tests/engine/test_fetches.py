@@ -1,6 +1,7 @@
 """Tiers below the engine: what is evicted comes back, tokens are those without tiers, and no request waits in vain."""
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,14 +13,15 @@ import torch
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
 from tests.laws.faulty_tier import FAULTS, FaultyTier
+from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Fetch
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import fetches
+from vmmkv.server.engine import fetches, loading
 from vmmkv.server.engine.fetches import Fetches, Rate
-from vmmkv.server.engine.loading import ModelSource
+from vmmkv.server.engine.loading import ModelSource, weights_identity
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Abort
 
@@ -111,11 +113,27 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_b
         patch.setattr(DiskTier, "read_at", lambda *_: os.pread(-1, 1, 0))  # raises OSError
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
         assert llm.snapshot is not None and llm.snapshot.tiers["disk"]["errors"] and not llm.snapshot.hit_tokens
-    weights = directory / "model.safetensors"
-    before = weights.stat()
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # as if they were others
-    with LLM(directory, **disk) as llm:
+    changed = wide_rows()
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight[3, 3] += 1
+    changed.save_pretrained(tmp_path / "changed")
+    with LLM(tmp_path / "changed", **disk) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].cached_tokens == 0
+
+
+def test_an_engine_hits_what_another_computed_over_one_store(directory: Path, expected: list[list[int]]) -> None:
+    """When the store is gone, all is computed."""
+    with redis_server() as server:
+        shared = OPTIONS | {"kv_store": server.url}
+        with LLM(directory, **(shared | {"kv_budget_bytes": 256 * MIB})) as first:
+            assert answers(first.generate(PROMPTS, GREEDY)) == expected
+        with LLM(directory, **shared) as second:
+            again = second.generate(PROMPTS, GREEDY)
+            assert answers(again) == expected
+            assert [each.cached_tokens_details for each in again] == [{"redis": len(prompt) // 64 * 64} for prompt in PROMPTS]
+            assert second.snapshot is not None and second.snapshot.tiers["redis"]["loaded_bytes"]
+            server.kill()
+            assert answers(second.generate(PROMPTS, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -298,7 +316,7 @@ def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefi
 # options
 
 
-def test_models_whose_rows_differ_have_other_fingerprints(directory: Path) -> None:
+def test_models_whose_rows_differ_have_other_fingerprints(directory: Path, tmp_path: Path) -> None:
     def fingerprint(dtype: torch.dtype = torch.float32, **options: Any) -> str:
         return ModelSource(ServeConfig(model=str(directory), **options), torch.device("cpu"), dtype).fingerprint
 
@@ -306,6 +324,23 @@ def test_models_whose_rows_differ_have_other_fingerprints(directory: Path) -> No
     prints = [fingerprint(), fingerprint(torch.bfloat16), fingerprint(model_impl="transformers"), *dummies]
     assert len(set(prints)) == len(prints)
     assert fingerprint() == fingerprint(max_num_seqs=3) == prints[0]
+    copied = shutil.copytree(directory, tmp_path / "on another machine")
+    assert ModelSource(ServeConfig(model=str(copied)), torch.device("cpu"), torch.float32).fingerprint == prints[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_change_of_the_weights_goes_unseen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle, at the ends, in a tensor of odd size, and an exchange of two words."""
+    monkeypatch.setattr(loading, "_HASHED_WORDS", 16)
+    weights = {"large": torch.arange(999.0).to(dtype), "small": torch.ones(99).to(dtype)[3:6], "none": torch.ones(0)}
+    prints = {weights_identity(weights)}
+    for name, place in (("large", 0), ("large", 500), ("large", 998), ("small", 0), ("small", 2)):
+        weights[name][place] += 100
+        prints.add(weights_identity(weights))
+    weights["large"][[8, 80]] = weights["large"][[80, 8]]
+    prints.add(weights_identity(weights))
+    assert len(prints) == 7
+    assert weights_identity({name: tensor.clone() for name, tensor in weights.items()}) in prints
 
 
 def test_a_tier_that_does_not_fit_is_refused_with_what_fits(directory: Path, tmp_path: Path) -> None:
@@ -316,5 +351,13 @@ def test_a_tier_that_does_not_fit_is_refused_with_what_fits(directory: Path, tmp
     for wrong in ({"kv_disk": tmp_path}, {"kv_disk_budget_bytes": MIB << 5}):
         with pytest.raises(ValueError, match="give both"):
             LLM(directory, **OPTIONS, **wrong)
+    for url, message in {
+        "cups://": "the scheme 'cups'",
+        "redis://:secret@[": "no URL of a Redis",
+        "mooncake://[": "no URL",
+    }.items():
+        with pytest.raises(ValueError, match=message) as refused:
+            LLM(directory, kv_store=url, **OPTIONS)
+        assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="shared prefixes"):
         LLM(directory, prefix_cache=False, kv_host_budget_bytes=64 * MIB, **OPTIONS)

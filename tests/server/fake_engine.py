@@ -247,14 +247,13 @@ class FakeEngine:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
-    parser.add_argument("--config", required=True)
     parser.add_argument("--loading-s", type=float, default=0.0)
     parser.add_argument("--exit-at-start", type=int)
     parser.add_argument("--cannot-start", metavar="REASON")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--endless", action="store_true")
     arguments = parser.parse_args()
-    assert os.path.isdir(json.loads(arguments.config)["model"]), arguments.config
+    assert os.path.isdir(json.load(sys.stdin)["model"])
     if arguments.exit_at_start is not None:
         sys.exit(arguments.exit_at_start)
     engine = FakeEngine(arguments.socket)

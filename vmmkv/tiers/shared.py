@@ -10,6 +10,7 @@ finds that it answers again. What can write to the store can write what models r
 import importlib
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -21,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import torch
 
@@ -59,7 +59,7 @@ def open_store(url: str) -> Tier:
     Raises: ValueError for a scheme that no package has, naming those that there are; TierUnavailable if its client is missing.
     No message has the URL, which may have a password.
     """
-    scheme = urlsplit(url).scheme if "://" in url else ""
+    scheme = url.partition("://")[0] if "://" in url else ""
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if scheme not in found:
         there = ", ".join(f"{name}://" for name in sorted(found)) or "none; install vmmkv, with pip"
@@ -368,11 +368,12 @@ class MooncakeTier(SharedTier):
 
     def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
         self._module = _client_of("mooncake.store", "mooncake")
-        parts = urlsplit(url)
-        if parts.hostname is None or parts.port is None or parts.username is not None:
+        found = re.fullmatch(r"mooncake://([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})/?", url)
+        if found is None:
             raise ValueError("this is no URL of a Mooncake master; write mooncake://host:50051")
-        super().__init__(f"mooncake at {parts.hostname}:{parts.port}", timeout_s=timeout_s)
-        self._master: Final = (parts.hostname, parts.port)
+        self._address: Final = f"{found[1]}:{found[2]}"
+        super().__init__(f"mooncake at {self._address}", timeout_s=timeout_s)
+        self._master: Final = (found[1].strip("[]"), int(found[2]))
         self._store: Any = None
         self._connecting = threading.Lock()
 
@@ -435,7 +436,7 @@ class MooncakeTier(SharedTier):
             local_buffer_size=64 * MIB,
             protocol=os.environ.get("MOONCAKE_PROTOCOL", "tcp"),
             rdma_devices=os.environ.get("MOONCAKE_DEVICE", ""),
-            master_server_addr="{}:{}".format(*self._master),
+            master_server_addr=self._address,
         )
         if error:
             raise OSError(f"{self.where}: error {error} while connecting")

@@ -60,7 +60,7 @@ function showMemory(memory) {
     return element("li", {}, element("span", { className: `swatch ${name}` }), text, element("b", { text: bytes(size) }));
   }));
   find("saved").textContent = `${bytes(saved)} saved`;
-  const tiers = Object.entries(memory.tiers).map(([name, { held, budget }]) => `, ${name} ${bytes(held)} of ${bytes(budget)}`).join("");
+  const tiers = Object.entries(memory.tiers).map(([name, { held, budget }]) => `, ${name} ${bytes(held)}${budget ? ` of ${bytes(budget)}` : ""}`).join("");
   find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget${tiers}`;
 }
 
