@@ -347,6 +347,7 @@ def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path
     with monkeypatch.context() as patch:
         patch.setattr(engine.pool.holder.log, "drop", lambda serial: False)
         assert engine.prefix.evict(7) == 12, "the first and the second prefix"
+    engine.cache.drain()
     engine.cache.check()
     assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
     engine.close()
