@@ -223,8 +223,8 @@ class FrontConfig:
         ),
     ] = field(default=(), repr=False)
     api_key_file: Annotated[str | None, _ADDRESS("a file of API keys, one a line", "FILE")] = None
-    admin_key: Annotated[str | None, _ADDRESS("enables /kv/reset and /kv/resize, and opens all other routes", "KEY")] = field(
-        default=None, repr=False
+    admin_key: Annotated[str | None, _ADDRESS("enables /kv/reset, /kv/resize, /sleep, /wake_up; opens all routes", "KEY")] = (
+        field(default=None, repr=False)
     )
     admin_key_file: Annotated[str | None, _ADDRESS("a file with the admin key", "FILE")] = None
     max_queued_requests: Annotated[int, _LIMITS("sequences in flight beyond --max-num-seqs, before requests get 429", "N")] = (

@@ -30,11 +30,11 @@ from vmmkv.server.protocol import (
     AskMap,
     Beams,
     Failed,
-    Forget,
     FromEngine,
     Generate,
     LoadFailed,
     Loading,
+    Manage,
     Managed,
     MemoryMap,
     Message,
@@ -42,7 +42,6 @@ from vmmkv.server.protocol import (
     Outputs,
     PromptLogprobs,
     Ready,
-    Resize,
     Shutdown,
     Snapshot,
     decode_from_engine,
@@ -276,7 +275,7 @@ class EngineClient:
             self._give_work(data)
         return answers
 
-    async def manage(self, message: Forget | Resize) -> Managed:
+    async def manage(self, message: Manage) -> Managed:
         """Have the engine do this between two steps. Raises: EngineNotReady, EngineDead; RequestFailed with its reason."""
         self.require_ready()
         done: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()

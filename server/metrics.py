@@ -113,7 +113,7 @@ class Metrics(Collector):
         )
         self.refused = Counter(
             "vmmkv_requests_refused",
-            "Requests to /v1, tokenize, detokenize and kv/reset, kv/resize answered with an error before the engine had them.",
+            "Requests to /v1, tokenize, detokenize and the administrator's routes that were answered with an error at once.",
             ("code",),
             registry=self._registry,
         )
@@ -155,6 +155,9 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
         "vmmkv_kv_usage_ratio",
         "Share of the budget that live sequences use, 0 to 1.",
         value=snapshot.kv_used_bytes / max(1, snapshot.kv_budget_bytes),
+    )
+    yield GaugeMetricFamily(
+        "vmmkv_asleep", "1 while POST /sleep has given the KV memory back.", value=float(not snapshot.kv_budget_bytes)
     )
     yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)
     attach_s = {method: snapshot.attach_us.get(method, 0.0) / 1e6 for method in snapshot.attached}

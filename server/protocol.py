@@ -59,6 +59,18 @@ class Resize(Message, frozen=True, kw_only=True):
     budget_bytes: int
 
 
+class Sleep(Message, frozen=True, kw_only=True):
+    """Store what tiers lack of cached prefixes, and give all KV memory back; no request is there. `Managed` is the answer."""
+
+
+class WakeUp(Message, frozen=True, kw_only=True):
+    """Take KV memory again, as requests need it; `Managed` is the answer."""
+
+
+Manage: TypeAlias = Forget | Resize | Sleep | WakeUp
+"""What an administrator asks; done between two steps."""
+
+
 # Engine -> HTTP
 
 
@@ -202,11 +214,12 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Managed(Message, frozen=True, kw_only=True):
-    """The outcome of a `Forget` or `Resize`, in the order in which they came."""
+    """The outcome of a `Manage`, in the order in which they came."""
 
     error: str | None = None
     freed_bytes: int
     budget_bytes: int
+    """While it sleeps, that which it has again when it wakes up."""
     pool_tokens: int
     """As in `Ready`."""
 
@@ -267,7 +280,7 @@ class MemoryMap(Message, frozen=True, kw_only=True):
     """Of the engine's time."""
 
 
-ToEngine: TypeAlias = Generate | Abort | AskMap | Forget | Resize | Shutdown
+ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown
 FromEngine: TypeAlias = (
     Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
 )

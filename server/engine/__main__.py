@@ -22,7 +22,7 @@ from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
 from vmmkv.server.logs import configure_logging
-from vmmkv.server.protocol import AskMap, Forget, FromEngine, LoadFailed, Resize, Shutdown, decode_to_engine, encode
+from vmmkv.server.protocol import AskMap, FromEngine, LoadFailed, Manage, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
@@ -118,7 +118,7 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
             if wait:
                 mapper.work(math.inf)
             continue
-        if isinstance(message, Forget | Resize):
+        if isinstance(message, Manage):
             socket.send(encode(manage(loaded, message)))
         else:
             engine.receive(message)

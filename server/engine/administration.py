@@ -1,4 +1,4 @@
-"""What an operator asks of a running engine: a map of its memory, another budget, no cached prefixes.
+"""What an operator asks of a running engine: a map of its memory, another budget, no cached prefixes, a sleep.
 
     ask ── work, work, work ... ── send                 a slice of a map: slots, until SLICE_US have passed
 
@@ -14,13 +14,16 @@ from vmmkv import KVCache, VmmkvError
 from vmmkv.memory.memory_map import SlotMap, SlotState
 from vmmkv.server.engine.kv_backend import EngineCache, SlotBackend
 from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.protocol import Forget, FromEngine, Managed, MemoryMap, Resize
+from vmmkv.server.protocol import Forget, FromEngine, Manage, Managed, MemoryMap, Resize, Sleep
 from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 SLICE_US: Final = 250.0
 """Time for a map between two steps."""
+
+STORE_S: Final = 30.0
+"""Time for tiers to take what is cached before it goes."""
 
 REST: Final = 100.0
 """While there is work, the next map waits this many times as long as the last one took."""
@@ -29,27 +32,39 @@ _AT_ONCE: Final = 16
 """The most slots that are read before the clock is. A slot with a thousand extents takes 100 us."""
 
 
-def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
+def manage(loaded: Loaded, message: Manage) -> Managed:
     """Do it between two steps, and answer with what there is then. A refusal changes nothing.
 
-    Cost: a release for each page that goes back to the device; may wait for the steps in flight.
+    Cost: a release for each page that goes back to the device; may wait for the steps in flight, and to sleep also for tiers.
     """
     engine, memory, error = loaded.engine, loaded.memory, None
     before = engine.cache.stats()
     try:
-        if isinstance(message, Resize):
-            assert isinstance(memory, SlotBackend), "the server's engine has a pool"
-            memory.resize(message.budget_bytes)
-            engine.budget_changed()
-            log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
-        else:
+        if isinstance(message, Forget):
             engine.forget()
+        else:
+            assert isinstance(memory, SlotBackend), "the server's engine has a pool"
+            if isinstance(message, Resize):
+                memory.resize(message.budget_bytes)
+                log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
+            elif isinstance(message, Sleep):
+                engine.drain()
+                engine.store_all(STORE_S)
+                engine.settle()
+                memory.sleep()
+                log.info("KV cache: given back until the server is woken up")
+            else:
+                memory.wake_up()
+                log.info("KV cache: %s again", format_bytes(memory.budget_bytes))
+            engine.budget_changed()
     except VmmkvError as failure:
         error = str(failure)
     after = engine.cache.stats()
     return Managed(
         error=error,
-        freed_bytes=max(0, before.pool_held_bytes - after.pool_held_bytes),
+        freed_bytes=max(
+            0, before.pool_held_bytes - after.pool_held_bytes, before.pool_created_bytes - after.pool_created_bytes
+        ),
         budget_bytes=memory.budget_bytes,
         pool_tokens=memory.num_tokens,
     )

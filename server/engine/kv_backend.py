@@ -241,6 +241,8 @@ class SlotBackend:
         self.cache: Final = cache
         self.rows: KVRows = KVRows(cache)
         self._config: Final = config
+        self._asleep_bytes = 0
+        """The budget to have again after a sleep; 0 while awake."""
         # At once: what an earlier process left with a holder takes part of the budget, and the warm-up evicts what it needs.
         self.prefixes: Final = (
             PrefixCache(cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
@@ -263,7 +265,7 @@ class SlotBackend:
     @property
     def budget_bytes(self) -> int:
         """See KVBackend."""
-        return self.cache.pool.budget_bytes
+        return self._asleep_bytes or self.cache.pool.budget_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -283,6 +285,8 @@ class SlotBackend:
     def resize(self, budget_bytes: int) -> None:
         """Change the budget while sequences run. Raises: BudgetError for one that cannot be had; then nothing has changed."""
         pool, least_bytes = self.cache.pool, _least_bytes(self._config)
+        if self._asleep_bytes:
+            raise BudgetError("the memory is given back while the server sleeps; wake it up first")
         if budget_bytes < least_bytes:
             raise BudgetError(f"{format_bytes(budget_bytes)} do not hold one step; the least is {least_bytes} bytes")
         most_bytes = _free_bytes(pool)
@@ -291,6 +295,22 @@ class SlotBackend:
                 f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
             )
         pool.resize(budget_bytes)
+
+    def sleep(self) -> None:
+        """Give all memory back but the null page, with what is cached; addresses stay. Idempotent.
+
+        Raises: BudgetError while sequences run, and then nothing has changed.
+        """
+        if not self._asleep_bytes:
+            budget_bytes = self.cache.pool.budget_bytes
+            self.cache.pool.resize(0)
+            self._asleep_bytes = budget_bytes
+
+    def wake_up(self) -> None:
+        """Have the budget again: memory is taken as sequences grow. Idempotent."""
+        if self._asleep_bytes:
+            self.cache.pool.resize(self._asleep_bytes)
+            self._asleep_bytes = 0
 
     def close(self) -> None:
         """See KVBackend."""

@@ -37,7 +37,7 @@ from vmmkv.server.http.generation import (
 )
 from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, current_id
 from vmmkv.server.metrics import Metrics
-from vmmkv.server.protocol import Forget, Loading, Managed, Ready, Resize
+from vmmkv.server.protocol import Forget, Loading, Manage, Managed, Ready, Resize, Sleep, WakeUp
 from vmmkv.server.sampling_params import InvalidParam, RequestRefused, SamplingParams
 from vmmkv.server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 from vmmkv.units import counted
@@ -82,9 +82,12 @@ class Service:
             case Loading(stage=stage, done=done, total=total):
                 return responses.Health(status="loading", reason=f"{stage}: {done} of {total}")
             case Ready():
+                still = f"still in flight: {counted(self.queue.num_sequences, 'sequence')}"
                 if self.queue.drained_by_s is not None:
-                    still = counted(self.queue.num_sequences, "sequence")
-                    return responses.Health(status="draining", reason=f"still in flight: {still}")
+                    return responses.Health(status="draining", reason=still)
+                if self.queue.is_asleep:
+                    reason = still if self.queue.num_sequences else "POST /wake_up ends it"
+                    return responses.Health(status="asleep", reason=reason)
                 if (complaint := self.watchdog.complaint()) is not None:
                     return responses.Health(status="stuck", reason=complaint)
                 loading = self.tokenizer is None
@@ -128,7 +131,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_generation_routes(service), dependencies=needs_key)
     app.include_router(_server_routes(service), dependencies=needs_key)
     app.include_router(page.routes(service.engine, service.dashboard, service.queue), dependencies=needs_key)
-    app.include_router(_admin_routes(service.engine), dependencies=needs_key)
+    app.include_router(_admin_routes(service.engine, service.queue), dependencies=needs_key)
     errors.install(app)
     refused = service.metrics.refused
     app.add_middleware(
@@ -227,7 +230,7 @@ def _server_routes(service: Service) -> APIRouter:
     return router
 
 
-def _admin_routes(engine: EngineClient) -> APIRouter:
+def _admin_routes(engine: EngineClient, queue: AdmissionQueue) -> APIRouter:
     router = APIRouter(dependencies=[Depends(_require_administrator)])
 
     @router.post("/kv/reset")
@@ -238,13 +241,32 @@ def _admin_routes(engine: EngineClient) -> APIRouter:
     @router.post("/kv/resize")
     async def resize(body: schemas.ResizeRequest) -> responses.KVMemory:
         """Give KV memory back to the device, or take more, while requests run."""
-        return await manage(Resize(budget_bytes=body.budget_bytes))
-
-    async def manage(message: Forget | Resize) -> responses.KVMemory:
         try:
-            done: Managed = await engine.manage(message)
+            return await manage(Resize(budget_bytes=body.budget_bytes))
         except RequestFailed as error:
             raise ApiError(400, str(error), param="budget_bytes", code="invalid_value") from error
+
+    @router.post("/sleep")
+    async def sleep(level: int = 1) -> responses.KVMemory:
+        """Give all KV memory back to the device, once the requests in flight have ended; weights stay. New requests get 503."""
+        if level != 1:
+            raise errors.invalid("level", f"{level}; weights stay where they are here, which is level 1")
+        if not await queue.sleep():
+            raise ApiError(409, "The server was woken up before the requests in flight had ended.", code="woken_up")
+        try:
+            return await manage(Sleep())
+        except RequestFailed:
+            queue.is_asleep = False
+            raise
+
+    @router.post("/wake_up")
+    async def wake_up() -> responses.KVMemory:
+        """Take KV memory again, as requests need it."""
+        queue.is_asleep = False  # the engine reads what comes from now on behind this
+        return await manage(WakeUp())
+
+    async def manage(message: Manage) -> responses.KVMemory:
+        done: Managed = await engine.manage(message)
         return responses.KVMemory.model_validate(done, from_attributes=True)
 
     return router

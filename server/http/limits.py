@@ -54,7 +54,7 @@ GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 OPEN_PATHS: Final = frozenset({"/health", "/"})
 """Routes without a key: monitors have none, and the page has no data in it."""
 OPEN_FOLDER: Final = "/page/"
-COUNTED_PATHS: Final = frozenset({"/tokenize", "/detokenize", "/kv/reset", "/kv/resize"})
+COUNTED_PATHS: Final = frozenset({"/tokenize", "/detokenize", "/kv/reset", "/kv/resize", "/sleep", "/wake_up"})
 """Refusals are counted in /metrics on these and under /v1/."""
 
 _REQUEST_ID: Final = b"x-request-id"
@@ -116,6 +116,8 @@ class AdmissionQueue:
         """Of all bodies, from their first byte to the end of their answers."""
         self.drained_by_s: float | None = None
         """When the drain ends, of time.monotonic; None without one."""
+        self.is_asleep = False
+        """Its KV memory is given back, or will be when those in flight have ended."""
         self._engine = engine
         self._config = config
         self._ended = Throughput()
@@ -178,11 +180,21 @@ class AdmissionQueue:
             await asyncio.sleep(0.02)
         return not self.num_sequences
 
+    async def sleep(self) -> bool:
+        """Take no more requests until `is_asleep` is taken back, and wait for those in flight. False if it was meanwhile."""
+        self.is_asleep = True
+        while self.num_sequences and self.is_asleep:
+            await asyncio.sleep(0.02)
+        return self.is_asleep
+
     def check_room(self, num_sequences: int = 1) -> None:
-        """Raises: ApiError, 503 while draining, 429 if so many more are too many. One request is always let in alone."""
+        """Raises: ApiError, 503 while draining or asleep, 429 if so many more are too many. One is always let in alone."""
         if self.drained_by_s is not None:
             left_s = max(1, math.ceil(self.drained_by_s - time.monotonic()))
             raise errors.unavailable("The server is shutting down.", retry_after_s=left_s)
+        if self.is_asleep:
+            message = "The server sleeps: its KV memory is given back until the administrator sends POST /wake_up."
+            raise errors.unavailable(message, retry_after_s=MOST_RETRY_S)
         phase = self._engine.phase
         limit = self._config.max_queued_requests + (phase.limits.max_sequences if isinstance(phase, Ready) else 0)
         excess = self.num_sequences + num_sequences - limit

@@ -181,7 +181,7 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     """The answer of /health: 200 when `ok`, else 503 and why."""
 
-    status: Literal["ok", "loading", "draining", "stuck", "dead"]
+    status: Literal["ok", "loading", "draining", "asleep", "stuck", "dead"]
     reason: str | None = None
 
 
@@ -208,11 +208,12 @@ class DetokenizedText(BaseModel):
 
 
 class KVMemory(BaseModel):
-    """The answer of /kv/reset and /kv/resize."""
+    """The answer of the administrator's routes."""
 
     freed_bytes: int
     """Bytes that were held and are free now, or the device's again."""
     budget_bytes: int
+    """While it sleeps, that which it has again when it wakes up."""
     pool_tokens: int
     """Tokens of one sequence that the budget holds."""
 

@@ -123,9 +123,13 @@ class Harness:
                 step_tokens=step_tokens,
                 shares_prefixes=share,
                 budget_bytes=budget_pages * 2**21,
+                tiers=tiers,
+                fingerprint="model",
             )
             self.memory = open_memory(wanted)
             self.cache, rows = self.memory.cache, self.memory.rows
+            if isinstance(self.cache, KVCache):
+                self.pool = self.cache.pool
         runnable = DecoderModel(decoder_of(model), self.cache, rows) if ours else TransformersModel(model, self.cache, rows)
         self.runner = Runner(runnable, self.cache, max_rows=slots, max_tokens=step_tokens)
         if capture:

@@ -1,4 +1,4 @@
-"""The engine's map of memory: it is what is mapped, and to make it keeps no step waiting."""
+"""What an operator asks: the map of memory is what is mapped, and to make it keeps no step waiting; a sleep holds nothing."""
 
 import gc
 import math
@@ -6,11 +6,26 @@ import time
 
 import pytest
 
-from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of
+from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of, wide_rows
+from tests.server.fake_engine import READY
+from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.memory_map import SlotMap
+from vmmkv.server.engine import fetches
 from vmmkv.server.engine.__main__ import freeze_survivors
-from vmmkv.server.engine.administration import SLICE_US, MapMaker
-from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
+from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
+from vmmkv.server.engine.kv_backend import SlotBackend
+from vmmkv.server.engine.loading import Loaded
+from vmmkv.server.protocol import (
+    FromEngine,
+    Managed,
+    MemoryMap,
+    Resize,
+    Sleep,
+    Snapshot,
+    WakeUp,
+    decode_from_engine,
+    encode,
+)
 
 
 def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:
@@ -130,6 +145,55 @@ def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness
     one.step()
     assert one.engine.num_running == 2
     one.run()
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, has_tier: bool
+) -> None:
+    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)  # every fetch is waited for
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+    tiers = [HostTier(64 * PAGE_BYTES)] * has_tier
+    one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open, tiers=tiers)
+    loaded = Loaded(one.engine, READY, one.memory)
+    prompts = [prompt_of(500, seed) for seed in range(3)]
+    expected = [one.said(prompt) for prompt in prompts]
+    assert expected == [one.expected(prompt) for prompt in prompts]
+    pool, address = one.pool, one.cache.k(0).data_ptr()
+    for _ in range(2):
+        created_bytes = pool.created_bytes
+        assert created_bytes > 0
+        for freed_bytes in (created_bytes, 0):
+            assert manage(loaded, Sleep()) == Managed(
+                freed_bytes=freed_bytes, budget_bytes=64 * PAGE_BYTES, pool_tokens=one.memory.num_tokens
+            )
+            assert pool.created_bytes == 0
+            assert pool.driver.calls["create"] - pool.driver.calls["release"] == 1, "the null page"
+        last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
+        assert (last.kv_budget_bytes, last.kv_created_bytes, last.prefix_pages) == (0, 0, 0)
+        assert "wake it up" in str(manage(loaded, Resize(budget_bytes=32 * PAGE_BYTES)).error)
+        one.cache.check()
+        for _ in range(2):
+            assert manage(loaded, WakeUp()).error is None
+        fetched = one.prefix.stats().fetched_tokens
+        assert [one.said(prompt) for prompt in prompts] == expected
+        assert one.prefix.stats().fetched_tokens - fetched == has_tier * 3 * 448, "seven full pages of each"
+        assert one.cache.k(0).data_ptr() == address
+    for tier in tiers:
+        one.close()
+        tier.close()
+
+
+def test_it_does_not_sleep_while_requests_run(harness: MakeHarness) -> None:
+    one = harness(share=True, open_memory=SlotBackend.open)
+    prompt = prompt_of(100)
+    one.ask("a", prompt, 20)
+    one.step(3)
+    refused = manage(Loaded(one.engine, READY, one.memory), Sleep())
+    assert "running sequences" in str(refused.error)
+    assert refused.budget_bytes == one.pool.budget_bytes == 64 * PAGE_BYTES
+    one.run()
+    assert one.tokens("a") == one.expected(prompt, 20)
 
 
 def test_what_survives_a_full_garbage_collection_is_walked_by_no_later_one() -> None:

@@ -212,7 +212,6 @@ def test_one_that_cannot_begin_changes_no_other_of_its_step(harness: MakeHarness
 def test_there_are_slots_for_as_many_again_as_may_run(harness: MakeHarness, share: bool) -> None:
     """The device still reads the slots of ended requests when the next ones begin."""
     one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=kv_backend.SlotBackend.open, max_tokens=64)
-    one.pool = one.cache.pool
     assert one.cache.num_slots >= 6
     for index in range(9):
         one.ask(str(index), prompt_of(10, index), 6)

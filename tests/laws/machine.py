@@ -304,7 +304,7 @@ class LawMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 40))
     def resize(self, pages: int) -> None:
-        before, budget_bytes = self.pool.stats(), (1 + pages % self.most_pages) * PAGE_BYTES
+        before, budget_bytes = self.pool.stats(), pages % (1 + self.most_pages) * PAGE_BYTES
         try:
             self.attempt(lambda: self.pool.resize(budget_bytes))
         except BudgetError:

@@ -37,8 +37,10 @@ from vmmkv.server.protocol import (
     Ready,
     Resize,
     Shutdown,
+    Sleep,
     Snapshot,
     ToEngine,
+    WakeUp,
     decode_to_engine,
     encode,
 )
@@ -104,11 +106,13 @@ class FakeEngine:
         self.endless = False
         """Repeat the answer up to max_tokens."""
         self.deaf = False
+        self.fails_to_sleep = False
         """Go on when told to finish."""
         self.step_s = 0.0
         self.received: list[ToEngine] = []
         self.most_running = 0
         """Requests at once, at the worst."""
+        self.is_asleep = False
         self._running.clear()
 
     def start(self) -> None:
@@ -166,6 +170,13 @@ class FakeEngine:
             case Resize(budget_bytes=budget_bytes):
                 error = "that is too little" if budget_bytes < 1 << 21 else None
                 self._send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
+            case Sleep() | WakeUp():
+                self.is_asleep = isinstance(message, Sleep)
+                error, limits = "told to fail" if self.fails_to_sleep else None, self._ready.limits
+                self._send(
+                    Managed(error=error, freed_bytes=9, budget_bytes=limits.budget_bytes, pool_tokens=limits.pool_tokens)
+                )
+                self._send(self._snapshot())
             case Shutdown():
                 if not self.deaf:
                     self._stop.set()
@@ -228,7 +239,7 @@ class FakeEngine:
             kv_free_bytes=0,
             kv_pending_reclaim_bytes=0,
             kv_created_bytes=len(self._running) << 21,
-            kv_budget_bytes=self._ready.limits.budget_bytes,
+            kv_budget_bytes=0 if self.is_asleep else self._ready.limits.budget_bytes,
             stalls=2,
             stall_us=1500.0,
             driver_calls={"create": 3, "map": 4},

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vmmkv.server.config import FrontConfig, read_keys
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv.server.launch import answered_hosts
-from vmmkv.server.protocol import Forget, Ready, Resize
+from vmmkv.server.protocol import Abort, Forget, Ready, Resize, Sleep
 
 SILENT: dict[str, Any] = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
@@ -308,6 +309,67 @@ class TestAdministrator:
             assert (refused.status_code, refused.json()["error"]["message"]) == (400, "that is too little")
             server.engine_dies("exit code 3")
             assert server.post("/kv/reset", {}, ADMIN).status_code == 503
+
+
+class TestSleep:
+    def test_asleep_it_takes_no_requests_and_says_so_until_it_is_woken_up(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+            for path in ("/sleep", "/wake_up"):
+                assert code(server.http.post(path)) == (403, "insufficient_permissions")
+            for _ in range(2):
+                answer = server.http.post("/sleep", headers=bearer(ADMIN))
+                limits = READY.limits
+                assert answer.json() == {
+                    "freed_bytes": 9, "budget_bytes": limits.budget_bytes, "pool_tokens": limits.pool_tokens
+                }  # fmt: skip
+                refused = server.complete()
+                assert code(refused) == (503, "service_unavailable") and "POST /wake_up" in refused.json()["error"]["message"]
+                assert int(refused.headers["Retry-After"]) == MOST_RETRY_S
+                health = server.http.get("/health")
+                assert (health.status_code, health.json()["status"]) == (503, "asleep")
+                assert eventually(lambda: "vmmkv_asleep 1.0" in server.http.get("/metrics").text)
+                assert server.post("/tokenize", {"prompt": "abc"}).json()["max_model_len"] == limits.max_tokens
+            for _ in range(2):
+                assert server.http.post("/wake_up", headers=bearer(ADMIN)).status_code == 200
+                assert server.complete().status_code == 200
+                assert server.http.get("/health").status_code == 200
+                assert eventually(lambda: "vmmkv_asleep 0.0" in server.http.get("/metrics").text)
+
+    def test_it_falls_asleep_when_requests_in_flight_have_ended_and_takes_no_others_meanwhile(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
+            with in_flight(server, 1):
+                asleep = threads.submit(server.http.post, "/sleep", headers=bearer(ADMIN))
+                assert eventually(lambda: server.service.queue.is_asleep)
+                assert server.complete().status_code == 503
+                assert server.http.get("/health").json() == {"status": "asleep", "reason": "still in flight: 1 sequence"}
+                assert not asleep.done() and not server.engine.is_asleep
+            assert asleep.result(20).status_code == 200
+            assert server.engine.is_asleep
+            aborted, slept = (
+                next(at for at, message in enumerate(server.engine.received) if isinstance(message, kind))
+                for kind in (Abort, Sleep)
+            )
+            assert aborted < slept
+
+    def test_woken_up_before_it_slept_it_goes_on(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
+            with in_flight(server, 1):
+                asleep = threads.submit(server.http.post, "/sleep", headers=bearer(ADMIN))
+                assert eventually(lambda: server.service.queue.is_asleep)
+                assert server.http.post("/wake_up", headers=bearer(ADMIN)).status_code == 200
+                assert code(asleep.result(20)) == (409, "woken_up")
+                assert server.complete().status_code == 200
+            assert not any(isinstance(message, Sleep) for message in server.engine.received)
+
+    def test_what_cannot_be_done_leaves_it_awake(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+            refused = server.http.post("/sleep?level=2", headers=bearer(ADMIN))
+            assert code(refused) == (400, "invalid_value") and refused.json()["error"]["param"] == "level"
+            server.engine.fails_to_sleep = True
+            assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 500
+            assert server.complete().status_code == 200
+            server.engine_dies("exit code 3")
+            assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 503
 
 
 class TestHosts:

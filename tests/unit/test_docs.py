@@ -165,7 +165,14 @@ def test_the_server_guide_has_every_metric_and_no_other() -> None:
     exported |= {
         f"vmmkv_{name}"
         for name in (
-            *("engine_ready", "stall_seconds_total", "driver_calls_total", "requests_total", "requests_refused_total"),
+            *(
+                "engine_ready",
+                "asleep",
+                "stall_seconds_total",
+                "driver_calls_total",
+                "requests_total",
+                "requests_refused_total",
+            ),
             *("request_duration_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
             *("request_queue_time_seconds", "kv_shared_bytes", "kv_usage_ratio", "attaches_total", "attach_seconds_total"),
             *("hit_tokens_total", "fetches_total", "fetch_wait_seconds_total"),

@@ -54,7 +54,7 @@ def counts(pool):
 @pytest.mark.parametrize(
     ("error", "message", "budget_bytes"),
     [
-        *[(BudgetError, f"below one page; the least is {PAGE_BYTES} (2.0 MiB)", size) for size in (0, -1, PAGE_BYTES - 1)],
+        *[(BudgetError, f"below one page; the least is {PAGE_BYTES} (2.0 MiB)", size) for size in (-1, PAGE_BYTES - 1)],
         (BudgetError, "more than the 128.0 TiB that a process has addresses for", 10**21),
         (TypeError, "budget_bytes=5242880.0 is not a whole number; give an int", 5242880.0),
         (TypeError, "budget_bytes='64MiB' is not a whole number; give an int, such as 64 * vmmkv.MIB", "64MiB"),
@@ -66,6 +66,8 @@ def test_what_is_no_budget_is_refused(error, message, budget_bytes, pool, driver
         with pytest.raises(error, match=re.escape(message)):
             use(budget_bytes)
     assert pool.budget_bytes == 20 * PAGE_BYTES
+    with pytest.raises(BudgetError, match="below one page"):
+        Pool("cpu", 0, driver=driver)
 
 
 @pytest.mark.parametrize("device", ["gpu", "CPU", "cuda:x", "mps", "cpu:1", None])
@@ -138,6 +140,24 @@ def test_resize_evicts_the_oldest_parked_as_far_as_needed_or_nothing(pool):
     assert cache.parked() == parked[2:]
     pool.resize(4 * PAGE_BYTES)
     assert counts(pool) == (4, 4, 0)
+
+
+def test_a_budget_of_nothing_gives_all_back_but_addresses_until_there_is_another(pool, driver):
+    cache = new_cache(pool)
+    addresses = cache.k(0).data_ptr()
+    sequence = opened(cache, 2)
+    with pytest.raises(BudgetError, match="at least"):
+        pool.resize(0)
+    sequence.park()
+    pool.resize(0)
+    assert counts(pool) == (0, 0, 0)
+    assert driver.live_handles == 1, "the null page"
+    with pytest.raises(OutOfPages):
+        opened(cache, 1)
+    pool.resize(20 * PAGE_BYTES)
+    assert cache.k(0).data_ptr() == addresses
+    opened(cache, 2)
+    cache.check()
 
 
 # eviction

@@ -298,14 +298,14 @@ class Pool:
         """Give memory back to the device while running, or take more from now on.
 
         Shrinking releases free extents, after unmapping reclaimed memory and evicting parked slots, oldest first, as
-        far as is needed.
+        far as is needed. With 0 all goes back but the null page, until the next call; addresses stay.
         Cost: a release for each extent given back; may block on the fences of reclaimed memory.
         Raises: BudgetError, naming the least that works now, and then nothing has changed.
         """
         with self.lock:
             self.check_open()
             self.check_capture()
-            budget_bytes = _checked_budget(budget_bytes)
+            budget_bytes = _checked_budget(budget_bytes, may_be_zero=True)
             self._check_holder(budget_bytes)
             least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self.caches)
             if budget_bytes < least_bytes:
@@ -611,9 +611,9 @@ def _needed(num_pages: int) -> str:
     return f"{counted(num_pages, 'page')} ({format_bytes(num_pages * PAGE_BYTES)}) {'is' if num_pages == 1 else 'are'}"
 
 
-def _checked_budget(budget_bytes: int) -> int:
+def _checked_budget(budget_bytes: int, *, may_be_zero: bool = False) -> int:
     budget_bytes = whole("budget_bytes", budget_bytes)
-    if budget_bytes < PAGE_BYTES:
+    if budget_bytes < PAGE_BYTES and (budget_bytes or not may_be_zero):
         raise BudgetError(
             f"budget_bytes={budget_bytes} is below one page; the least is {PAGE_BYTES} ({format_bytes(PAGE_BYTES)})"
         )

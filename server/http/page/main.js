@@ -25,7 +25,7 @@ function showState(state) {
   const { health, memory, rates } = state;
   chat.model = state.model;
   find("model").textContent = state.device ? `${state.model} on ${state.device}` : state.model;
-  const words = { ok: "serving", loading: "loading", draining: "draining", dead: "stopped" };
+  const words = { ok: "serving", loading: "loading", draining: "draining", asleep: "asleep", dead: "stopped" };
   setStatus(health.status, words[health.status] ?? health.status, health.reason);
   charts.generated.add(rates ? rates.generated_per_s : null);
   charts.prompt.add(rates ? rates.prompt_per_s : null);
