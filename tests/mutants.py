@@ -393,6 +393,20 @@ MUTANTS = (
         "            pass\n\n    def _seals",
         (HOLDER,),
     ),
+    Mutant(
+        "what is not here stored in a tier",
+        TRANSFERS,
+        "if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):",
+        "if False:",
+        (HOLDER,),
+    ),
+    Mutant(
+        "what comes from a tier is not sealed",
+        "prefix/index.py",
+        "        if self.sealed is not None and pieces:\n",
+        "        if written is not None:\n",
+        (HOLDER,),
+    ),
     Mutant("what no seal names kept", "holder/process.py", "if serial not in named])", "if False])", (HOLDER,)),
     Mutant("two engines at once", "holder/process.py", "elif self._engine is not None:", "elif False:", (HOLDER,)),
     Mutant(

@@ -260,8 +260,8 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
     pools = []
     make = kv_backend.Pool
 
-    def made(*args: Any) -> Any:
-        pools.append(make(*args))
+    def made(*args: Any, **options: Any) -> Any:
+        pools.append(make(*args, **options))
         return pools[-1]
 
     monkeypatch.setattr(kv_backend, "Pool", made)

@@ -544,6 +544,8 @@ class Transfers:
         while len(has) < len(chain.all) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
             placed = piece.value
             keys = [] if placed.first_token else chain.by_group[piece.group][placed.page : placed.end_page]
+            if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):
+                continue  # what an earlier engine left is lost, and in the tree no more
             moves: list[_Move] = []
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
