@@ -304,8 +304,8 @@ MUTANTS = (
     Mutant(
         "a load for each that waits",
         TRANSFERS,
-        "(fetch := next(filter(None, under_way), None)) is not None:",
-        "(fetch := next(filter(None, under_way), None)) is not None and False:",
+        "(other := next(filter(None, under_way), None)) is not None:",
+        "(other := next(filter(None, under_way), None)) is not None and False:",
         (f"{TIERS_UNIT}::test_one_load_serves_all_that_wait_for_it",),
     ),
     Mutant(
@@ -363,8 +363,8 @@ MUTANTS = (
     Mutant(
         "a load that is later than computing is waited for",
         "server/engine/fetches.py",
-        "if wait.fetch.done or now_s > wait.late_s]",
-        "if wait.fetch.done]",
+        "if wait.fetch.done or now_s > wait.began_s",
+        "if wait.fetch.done or 0 > wait.began_s",
         (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
     ),
     Mutant(

@@ -1,9 +1,9 @@
-"""Fetches: requests that wait for tiers. What is known of a prompt is loaded, or computed, whichever is over first.
+"""Fetches: requests that wait for tiers. What tiers have of a prompt is loaded or computed, whichever is done first.
 
     waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 
-The bandwidth of each tier and the rate of prefill are measured as they run. Each time that computing is faster the estimate of
-the bandwidth rises a little, so that now and then a fetch measures it again.
+The bandwidth of each tier and the rate of prefill are measured while the engine runs. Each time that a fetch is declined the
+estimate of the bandwidth rises a little, so that now and then a fetch measures it again.
 """
 
 import time
@@ -17,29 +17,29 @@ from vmmkv.server.engine.kv_backend import Prefixes
 from vmmkv.server.engine.request import Request
 
 LEAST_TOKENS: Final = 256
-"""Fewer are computed: a fetch takes a step at the least."""
+"""Fewer tokens are computed: a fetch takes a step at least."""
 
 _MOST_FETCHES: Final = 2
-"""Of a request that waits: a second one goes on where that of another request ended."""
+"""For one request: a second fetch goes on where the first, which began for another request, ended."""
 
 _FIRST_TOKENS_PER_S: Final = 1000.0
 """Rate of prefill before it has been measured: then a fetch is waited for."""
 
 _LEAST_MEASURED: Final = 256
-"""Tokens of prompts in a step that measures the rate of prefill. With fewer the step takes its time for other things."""
+"""Prompt tokens of a step that measures the rate of prefill. A step with fewer spends its time on other things."""
 
 _KEPT: Final = 0.9
-"""Weight of what was measured before, beside the next measurement."""
+"""Weight of the earlier measurements beside a new one."""
 
 _HOPE: Final = 1.01
-"""By so much the estimate of a bandwidth rises each time that it was too low."""
+"""Factor by which the estimate of a bandwidth rises each time that a fetch is declined."""
 
 
 class Rate:
-    """Units a second, averaged over about the last ten pieces by their sizes. What overlaps counts as done in turn."""
+    """Units a second, averaged over about the last ten pieces of work. Time in which pieces overlap counts once."""
 
     def __init__(self, per_s: float) -> None:
-        """`per_s`: until it is measured."""
+        """`per_s`: the estimate until something is measured."""
         self._first = per_s
         self._hope = 1.0
         self._units = self._took_s = self._until_s = 0.0
@@ -50,7 +50,7 @@ class Rate:
         return self._hope * self._units / self._took_s if self._took_s else self._first
 
     def add(self, units: float, began_s: float, ended_s: float) -> None:
-        """Measure a piece of work."""
+        """Take a piece of work into the average."""
         self._hope = 1.0
         self._units = _KEPT * self._units + units
         self._took_s = _KEPT * self._took_s + ended_s - min(ended_s, max(began_s, self._until_s))
@@ -65,89 +65,102 @@ class Rate:
 class _Wait:
     fetch: Fetch
     began_s: float
+    num_tokens: int
+    """Of the request."""
 
 
 class Fetches:
-    """The requests that wait for tiers; each has a slot reserved. Without tiers there are none."""
+    """The requests that wait for tiers; each has its slots reserved. Without tiers there are none."""
 
     def __init__(self, prefix: Prefixes | None) -> None:
         self.waiting: dict[Request, _Wait] = {}
-        self.num_slots = 0
-        """That they will take."""
         self.counts: Counter[str] = Counter()
-        """`declined`, since computing was faster; else by how the wait ended: `done`, `late`, `unknown` to the tier that was
-        asked, or `given_up` for running requests or by the client."""
+        """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
+        to the tier that was asked, or `given_up` for other requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
-        """Bytes, by tier."""
+        """Bytes a second of each tier, by its name."""
         self._began_s: dict[Fetch, float] = {}
-        """Of the fetches that are under way."""
+        """When each fetch that is under way began."""
+
+    def num_slots(self, priority: float) -> int:
+        """Slots that are reserved for requests of this priority or a more urgent one."""
+        return sum(request.num_slots for request in self.waiting if request.ask.priority <= priority)
 
     def start(self, request: Request) -> bool:
-        """Does a request wait for tiers from now on? Cost: see PrefixCache.fetch. Raises: DriverError."""
+        """Start to load what tiers have of a request, if that is worth it; if so the request waits from now on.
+
+        A request for which it is not worth it is not asked about again before it has run.
+        Cost: see PrefixCache.fetch. Raises: DriverError.
+        """
         if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
             return False
         tokens, namespace = request.attachable, request.namespace
-        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, worth=self._is_worth)
+        worth = partial(self._is_worth, request)
+        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, worth=worth)
         if fetch is None:
             return False
-        if not request.num_fetches:
-            request.num_unfetched = fetch.known_tokens
         request.num_fetches += 1
         now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
-        self.waiting[request] = _Wait(fetch, now_s)
-        self.num_slots += request.num_slots
+        self.waiting[request] = _Wait(fetch, now_s, len(tokens))
         return True
 
-    def _is_worth(self, fetch: Fetch) -> bool:
-        """Is it over before computing would be, behind those that are under way?"""
+    def _is_worth(self, request: Request, fetch: Fetch) -> bool:
+        """Will a fetch, behind those that are under way, be done before its tokens could be computed?"""
         wanted = sum((each.bytes_by_tier for each in {*self._began_s, fetch}), Counter[str]())
         loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in wanted.items())
-        if loading_s < self._computing_s(fetch):
+        if loading_s < self._computing_s(fetch, len(request.attachable)):
             return True
         for tier in fetch.bytes_by_tier:
             self._loads[tier].hope()
         self.counts["declined"] += 1
+        request.num_fetches = _MOST_FETCHES
         return False
 
-    def _computing_s(self, fetch: Fetch) -> float:
-        return (fetch.num_tokens - fetch.known_tokens) / self._prefill.per_s
+    def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
+        """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
+        return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self._prefill.per_s
 
     def ended(self) -> list[Request]:
-        """The requests that wait no longer: theirs is done, or computing would have been."""
+        """The requests that wait no longer: their fetch is done, or computing would be."""
         now_s = time.perf_counter()
         over = [
             request
             for request, wait in self.waiting.items()
-            if wait.fetch.done or now_s > wait.began_s + self._computing_s(wait.fetch)
+            if wait.fetch.done or now_s > wait.began_s + self._computing_s(wait.fetch, wait.num_tokens)
         ]
         for request in over:
             fetch = self.waiting[request].fetch
             began_s = self._began_s.pop(fetch, None)
             if began_s is not None and fetch.size_bytes:
-                tier, size_bytes = max(fetch.bytes_by_tier.items(), key=lambda each: each[1] / self._loads[each[0]].per_s)
-                self._loads[tier].add(size_bytes if fetch.done else size_bytes / 2, began_s, now_s)  # half at most has come
-            if not fetch.done:
+                self._measure(fetch, began_s, now_s)
+            if fetch.done:
+                request.fetched.append(fetch)
+            else:
                 request.num_fetches = _MOST_FETCHES
             self.leave(request, "late" if not fetch.done else "done" if fetch.size_bytes else "unknown")
         return over
 
+    def _measure(self, fetch: Fetch, began_s: float, now_s: float) -> None:
+        """A fetch is done or late: take its slowest tier to have had all of the time."""
+        tier, size_bytes = max(fetch.bytes_by_tier.items(), key=lambda each: each[1] / self._loads[each[0]].per_s)
+        came_bytes = fetch.loaded_bytes[tier] if fetch.done else size_bytes / 2  # of a late one half at most
+        if came_bytes:
+            self._loads[tier].add(came_bytes, began_s, now_s)
+
     def leave(self, request: Request, how: str = "given_up") -> None:
         """A request waits no longer."""
         wait = self.waiting.pop(request)
-        if how == "done":
-            request.fetched_bytes += wait.fetch.bytes_by_tier
         wait.fetch.give_up()
         if not wait.fetch.waiting:
             self._began_s.pop(wait.fetch, None)
-        self.num_slots -= request.num_slots
         self.counts[how] += 1
         self.waited_s += time.perf_counter() - wait.began_s
 
     def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
-        """A step has computed so many tokens of prompts."""
+        """Measure the rate of prefill by a step that computed so many prompt tokens."""
         if num_tokens >= _LEAST_MEASURED:
             self._prefill.add(num_tokens, began_s, ended_s)

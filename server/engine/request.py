@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vmmkv.prefix import Fetch
 from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
 from vmmkv.server.protocol import DEVICE, FinishReason, Generate, Output
@@ -70,10 +71,8 @@ class Request:
     """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
     num_fetches: int = 0
     """How often it has waited for tiers since it arrived or was preempted."""
-    fetched_bytes: Counter[str] = field(default_factory=Counter)
-    """Of these fetches, by tier."""
-    num_unfetched: int = 0
-    """Tokens that were cached on the device before the first of them."""
+    fetched: list[Fetch] = field(default_factory=list)
+    """Those of these fetches that were done."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
@@ -176,10 +175,15 @@ class Request:
         return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
 
     def sources_of(self, num_cached: int) -> Counter[str]:
-        """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes of each tier."""
-        num_fetched = max(0, num_cached - self.num_unfetched)
-        total_bytes = self.fetched_bytes.total()
-        sources = Counter({name: num_fetched * size // total_bytes for name, size in self.fetched_bytes.items()})
+        """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes from each tier."""
+        sources: Counter[str] = Counter()
+        counted = 0
+        for fetch in self.fetched:
+            start, end = max(counted, fetch.known_tokens), min(num_cached, fetch.num_tokens)
+            if start < end:
+                for name, size_bytes in fetch.loaded_bytes.items():
+                    sources[name] += (end - start) * size_bytes // fetch.loaded_bytes.total()
+                counted = end
         sources[DEVICE] = num_cached - sources.total()
         return +sources
 
@@ -215,7 +219,7 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         self.lookup = self.awaited = None
-        self.num_fetches, self.fetched_bytes = 0, Counter()
+        self.num_fetches, self.fetched = 0, []
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

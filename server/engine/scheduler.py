@@ -64,8 +64,9 @@ class Scheduler:
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
 
-    A request whose prompt goes on in a tier waits in `fetches`, with a slot reserved, while those behind it are admitted.
-    A running request that finds no page has all fetches given up, before any request is preempted.
+    A request whose prompt goes on in a tier waits in `fetches`, with its slots reserved, while those behind it are admitted.
+    Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
+    is more urgent.
 
     A beam search takes one slot for each beam from the start, and is preempted as a whole. It begins again when a request that
     ran beside it, or preempted it, has ended.
@@ -229,7 +230,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
         self._resume(self.fetches.ended())
-        if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
+        if not self.waiting or ((self.running or self.fetches.waiting) and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
@@ -239,6 +240,8 @@ class Scheduler:
             return
         queue = self._queue()
         while num_tokens > 0 and num_left:
+            if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
+                return
             request = queue.next()
             if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
                 return
@@ -261,11 +264,9 @@ class Scheduler:
             num_tokens -= len(request.tokens) - request.memory.length
             num_slots -= request.num_slots
             num_left -= 1
-            if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
-                return
 
     def _fetch(self, request: Request) -> bool:
-        """Does a waiting request wait for tiers from now on? Raises: CannotRun."""
+        """Move a waiting request to those that wait for tiers, if tiers have enough of its prompt. Raises: CannotRun."""
         try:
             is_fetched = self.fetches.start(request)
         except Exception as error:
@@ -275,15 +276,15 @@ class Scheduler:
         return is_fetched
 
     def _resume(self, requests: list[Request]) -> bool:
-        """These wait for tiers no longer, and can be admitted; are there any?"""
+        """Let requests that have waited for tiers be admitted; are there any?"""
         for request in requests:
             self._enqueue(request, request.place)
             self._num_refused = 0
         return bool(requests)
 
-    def _give_up_fetches(self) -> bool:
-        """The memory that is being loaded into is needed for running requests; is there any?"""
-        requests = list(self.fetches.waiting)
+    def _give_up_fetches(self, priority: float = -math.inf) -> bool:
+        """Free the slots and the memory of requests that wait for tiers and are less urgent than this; are there any?"""
+        requests = [request for request in self.fetches.waiting if request.ask.priority > priority]
         for request in requests:
             self.fetches.leave(request)
         return self._resume(requests)
@@ -374,7 +375,7 @@ class Scheduler:
 
         A lower number is more urgent.
         """
-        return self._max_sequences - self.fetches.num_slots - bisect_right(self._priorities, priority)
+        return self._max_sequences - self.fetches.num_slots(priority) - bisect_right(self._priorities, priority)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -429,10 +430,13 @@ class Scheduler:
         return next(running for running in reversed(self.running) if running.ask.priority == lowest)
 
     def _preempt_for(self, request: Request) -> bool:
-        """Make room for a waiting request: read the steps in flight, slide windows, or else preempt a less urgent request.
+        """Make room for a waiting request: give up the fetches of less urgent ones, read the steps in flight, slide windows, or
+        else preempt a less urgent request.
 
         False if no running request is less urgent, or all of them together hold too little.
         """
+        if self._give_up_fetches(request.ask.priority):
+            return True
         if not self.running or self._priorities[-1] <= request.ask.priority or not self._could_fit(request):
             return False
         if not self._drain() and not self.slide_windows():

@@ -22,8 +22,9 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, loading
 from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource, weights_identity
+from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Abort
+from vmmkv.server.protocol import Abort, Generate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}
@@ -264,6 +265,60 @@ def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> Non
     tier.close()
 
 
+def test_a_more_urgent_request_takes_the_slot_of_one_that_waits_for_a_tier(harness: MakeHarness, slow: FaultyTier) -> None:
+    one = serving(harness, slow, max_sequences=1)
+    tokens = stored(one, PROMPT)
+    one.ask("low", PROMPT, priority=1)
+    one.step(2)
+    assert slow.lent
+    one.ask("urgent", PROMPTS[1])
+    one.step(30)
+    assert one.finish_reasons("urgent")[-1] == "length" and ended(one)["given_up"] == 1
+    slow.faults.clear()
+    slow.hurry()
+    one.run()
+    assert one.tokens("urgent") == one.expected(PROMPTS[1]) and one.tokens("low") == tokens
+    one.cache.close()
+
+
+def test_nothing_waits_for_the_longer_prompt_of_another_than_for_its_own(harness: MakeHarness, slow: FaultyTier) -> None:
+    one = serving(harness, slow)
+    stored(one, PROMPT)
+    one.ask("long", PROMPT)
+    one.ask("short", [*PROMPT[:320], 1, 2])
+    one.step(2)
+    waiting = one.engine._scheduler.fetches
+    assert len({wait.fetch for wait in waiting.waiting.values()}) == 1
+    assert [waiting._computing_s(wait.fetch, wait.num_tokens) for wait in waiting.waiting.values()] == [448, 322]
+    one.cache.close()
+
+
+def test_tokens_that_a_tier_has_lost_and_another_request_computes_are_the_devices(harness: MakeHarness) -> None:
+    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["forgets"], chance=0)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    tier.chance = 1
+    for name in "ab":
+        one.ask(name, PROMPT)
+    one.run()
+    assert [one.tokens(name) for name in "ab"] == [tokens] * 2 and ended(one)["done"]
+    assert [dict(one.outputs(name)[0].cached).keys() for name in "ab"] == [set(), {"device"}]
+    assert not one.engine._scheduler.fetches._loads["faulty host"]._units, "nothing came, and nothing was measured"
+
+
+def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier, budget_pages=12)
+    tokens = stored(one, PROMPT)
+    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
+    for index in range(3):
+        one.ask(f"{index}", prompt_of(300, 20 + index), 20)
+    one.step(2)
+    one.ask("known", PROMPT)
+    one.run()
+    assert one.tokens("known") == tokens and ended(one) == {"declined": 1}
+
+
 # break-even
 
 
@@ -285,22 +340,23 @@ class FakeFetch(Fetch):
 
 def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     one = Fetches(None)
+    request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
     fetch = FakeFetch(Counter(disk=1000))
-    assert one._is_worth(fetch), "nothing is known of it"
+    assert one._is_worth(request, fetch), "nothing is known of it"
     one._loads["disk"].add(1000, 0.0, 1.0)
     one._prefill.add(100, 0.0, 1.0)
     declined = 0
-    while not one._is_worth(fetch):
+    while not one._is_worth(request, fetch):
         declined += 1
     assert 50 < declined < 90
     one._loads["disk"].add(500, 1.0, 1.5)  # it took as long again
-    assert not one._is_worth(fetch)
+    assert not one._is_worth(request, fetch)
     declined += 1
     assert one.counts == {"declined": declined}
     fetch.bytes_by_tier.clear()
-    assert one._is_worth(fetch)
+    assert one._is_worth(request, fetch)
     one._began_s[FakeFetch(Counter(disk=2000))] = 0.0
-    assert not one._is_worth(fetch), "it comes behind one that takes as long"
+    assert not one._is_worth(request, fetch), "it comes behind one that takes as long"
 
 
 def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(

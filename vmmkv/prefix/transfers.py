@@ -100,6 +100,8 @@ class Fetch:
         self.done = False
         self.bytes_by_tier: Counter[str] = Counter()
         """Of the records, by the name of the tier that has them. Empty while a tier is being asked, and if there are none."""
+        self.loaded_bytes: Counter[str] = Counter()
+        """Of those that have come."""
         self.waiting = 1
         """Calls of `PrefixCache.fetch` that got it and did not give it up."""
         self._transfers = transfers
@@ -473,6 +475,9 @@ class Transfers:
         if fetch.done or part in self._parts or part.num_copies:
             return
         part.loaded = not part.failed
+        if part.loaded:
+            for tier, _ in part.sources:
+                fetch.loaded_bytes[tier.name] += RECORD_BYTES
         fetch._num_left -= 1
         if not fetch._num_left:
             self._conclude(fetch)
