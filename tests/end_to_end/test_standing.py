@@ -141,6 +141,23 @@ def test_the_administrator_empties_the_cache_and_changes_the_budget_while_it_ser
     assert standing.metric("kv_budget_bytes") == 64 << 20
 
 
+def test_asleep_it_has_given_all_memory_back_and_awake_it_answers_as_before(standing: ServerProcess) -> None:
+    def answer() -> str:
+        return standing.openai().completions.create(model=NAME, prompt="d" * 900, max_tokens=20, temperature=0).choices[0].text
+
+    before = answer()
+    texts = iter(standing.openai().completions.create(model=NAME, prompt="e", max_tokens=900, stream=True, extra_body=ENDLESS))
+    next(texts)
+    assert standing.http(ADMIN).post("/sleep", timeout=120).json()["freed_bytes"] > 0
+    assert [chunk.choices[0].finish_reason for chunk in texts][-1] == "length", "it was waited for"
+    until(lambda: standing.metric("asleep") == 1 and standing.metric("kv_created_bytes") == 0)
+    with pytest.raises(openai.InternalServerError, match="POST /wake_up"):
+        answer()
+    assert standing.http(ADMIN).post("/wake_up").status_code == 200
+    assert answer() == before
+    until(lambda: standing.metric("asleep") == 0)
+
+
 def test_a_signal_lets_those_who_run_finish_and_turns_others_away(tmp_path: Path) -> None:
     directory = tmp_path / NAME
     directory.mkdir()

@@ -168,6 +168,18 @@ def test_budgets_are_kept(path, holder):
     assert num_held(path) == 0
 
 
+def test_a_budget_of_nothing_gives_the_holders_memory_back_too(path, holder):
+    engine = Engine(path)
+    engine.serve(PROMPT)
+    engine.pool.resize(0)
+    assert (engine.pool.holder.stats().held_bytes, engine.pool.holder.log.read().live) == (0, {})
+    engine.pool.resize(BUDGET_BYTES)
+    assert engine.serve(PROMPT) == (0, 0)
+    assert engine.serve(PROMPT) == (99, 0)
+    engine.cache.check()
+    engine.close()
+
+
 def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(path, holder):
     engine = Engine(path, pages=16)
     with engine.cache.open() as sequence:
