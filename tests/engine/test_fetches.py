@@ -4,14 +4,16 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
+from tests.engine.decoder_models import model_of, small
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
@@ -31,6 +33,13 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes"
 PROMPTS = [prompt_of(500 + 40 * seed, seed) for seed in range(6)]
 """Of 7 to 10 full pages, of 64 tokens each: two of them fill the device."""
 PROMPT = PROMPTS[0]
+WIDE = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.25,
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,36 @@ def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expect
         assert answers(again) == expected
         assert sum(each.cached_tokens_details.get("host", 0) for each in again) > 1000
         assert all(sum(each.cached_tokens_details.values()) == each.cached_tokens for each in again)
+
+
+def random_model(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+HYBRID = {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 1}
+KINDS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "sliding": (lambda: random_model(small(MistralConfig, **WIDE, sliding_window=100)), True),
+    "hybrid": (lambda: random_model(small(Qwen2Config, **WIDE, **HYBRID)), True),
+    "dense, transformers' code": (lambda: random_model(small(LlamaConfig, **WIDE)), False),
+    "hybrid, transformers' code": (lambda: model_of(small(Gemma3TextConfig, **WIDE, sliding_window=90)), False),
+}
+"""Models, and whether the engine's decoder runs them."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_every_kind_say_the_same_from_a_tier(harness: MakeHarness, kind: str) -> None:
+    make, ours = KINDS[kind]
+    tier = HostTier(256 * PAGE_BYTES)
+    one = harness(make(), ours=ours, share=True, tiers=[tier], max_tokens=1024)
+    tokens = stored(one, PROMPT)
+    assert tokens == one.expected(PROMPT) and len(set(tokens)) > 2
+    one.ask("again", PROMPT)
+    one.run()
+    assert one.tokens("again") == tokens
+    ((source, num_tokens),) = one.outputs("again")[0].cached
+    assert source == "host" and num_tokens > 300
+    tier.close()
 
 
 def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_be_read(

@@ -177,33 +177,39 @@ def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(cache, ho
     assert host.stats().held_bytes == 11 * PAGE_BYTES
 
 
-@pytest.mark.parametrize("layout", [INT8, WINDOWED, FLOAT16], ids=["int8", "windowed", "float16"])
-def test_every_type_and_group_of_layers_comes_back(pool, host, layout):
-    small = [token % 50 for token in range(100)]
+TYPES = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16)},
+    **{str(each): each for each in (KVType("fp8"), KVType("fp8", "head"), KVType("int8"), KVType("int4"))},
+}
+
+
+@pytest.mark.parametrize("windows", [None, [None, 40, None, 40]], ids=["one group", "windowed"])
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_every_byte_of_every_type_comes_back(pool, host, dtype, windows):
+    """Scales among them, which lie in the rows."""
+    layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=1024, dtype=dtype, windows=windows)
+    generator = torch.Generator().manual_seed(1)
     with KVCache(layout, pool, slots=4, max_tokens=512) as cache:
         prefix = PrefixCache(cache, [host], fingerprint="model")
-        stored(prefix, small)
-        attached = fetched(prefix, small)
-        assert attached.num_tokens >= 64
-        assert_reads(attached.sequence, small[: attached.num_tokens])
-        assert prefix.stats().fetched_tokens == attached.num_tokens
-
-
-def test_scales_of_quantised_rows_come_back(pool, host):
-    with KVCache(INT8, pool, slots=4, max_tokens=512) as cache:
-        prefix = PrefixCache(cache, [host], fingerprint="model")
-        sequence = prefix.attach(PROMPT).sequence
-        sequence.grow(100)
-        scales = torch.arange(100, dtype=torch.float16).view(-1, 1).expand(100, 8)
-        sequence.k_scale(2)[:100] = scales
-        sequence.v_scale(3)[:100] = -scales
-        sequence.advance(100)
-        prefix.release(sequence, PROMPT)
+        sequence = prefix.attach(LONG[:200]).sequence
+        sequence.grow(200)
+        planes = [(layer, plane.name) for group in layout.groups for layer in group.layers for plane in group.planes]
+        written = {}
+        for layer, name in planes:
+            plane = sequence.view(layer, name)[:200]
+            rows = torch.randint(0, 256, (*plane.shape[:-1], plane.shape[-1] * plane.itemsize), generator=generator)
+            written[layer, name] = rows.to(torch.uint8)
+            plane.view(torch.uint8).copy_(written[layer, name])
+        sequence.advance(200)
+        prefix.release(sequence, LONG[:200])
         prefix.flush()
         prefix.evict()
-        sequence = fetched(prefix, PROMPT).sequence
-        assert torch.equal(sequence.k_scale(2)[: sequence.length], scales[: sequence.length])
-        assert torch.equal(sequence.v_scale(3)[: sequence.length], -scales[: sequence.length])
+        sequence = fetched(prefix, LONG[:200]).sequence
+        assert prefix.stats().fetched_tokens == sequence.length >= 100
+        for layer, name in planes:
+            start = sequence.start(layout.group_of[layer])
+            plane = sequence.view(layer, name)[: sequence.length - start].view(torch.uint8)
+            assert torch.equal(plane, written[layer, name][start : sequence.length])
 
 
 def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(cache, host):
