@@ -140,23 +140,45 @@ def test_a_poll_without_time_copies_one_extent(cache, host):
     assert not prefix.poll(0)
 
 
-def test_the_cost_of_a_poll_does_not_grow_with_the_path(host):
+class Asking(FaultyTier):
+    """From some moment on it knows of the first key that it is asked about, and has to ask about all others."""
+
+    known: bytes | None = None
+    asks = False
+
+    def lookup(self, keys):
+        if not self.asks:
+            return super().lookup(keys)
+        self.known = self.known or keys[0]
+        return [True] if [*keys] == [self.known] else None
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_cost_of_a_poll_does_not_grow_with_the_path(host, asks):
+    """While it is stored, or while a tier is asked about it."""
+
     def most_calls(num_pages):
         """Of functions, by one poll that has no time."""
         counts = [0]
         tokens = np.arange(16 * num_pages, dtype=np.int32)
+        tier = Asking(host, 0, ())
         with (
             Pool("cpu", (num_pages + 20) * PAGE_BYTES, driver=FakeDriver()) as pool,
             KVCache(LAYOUT, pool, slots=1, max_tokens=len(tokens) + 16) as cache,
         ):
-            prefix = PrefixCache(cache, [host], fingerprint=f"{num_pages}")
+            prefix = PrefixCache(cache, [tier], fingerprint=f"{num_pages}")
             sequence = prefix.attach(tokens).sequence
             for end in range(16, len(tokens) + 1, 16):  # laid in pages
                 sequence.grow(end)
             sequence.advance(len(tokens))
             prefix.release(sequence, tokens)
+            if asks:
+                prefix.flush()
+                prefix.evict()
+                tier.asks = True
+                assert prefix.fetch(tokens)
             sys.setprofile(lambda _, event, __: counts.__setitem__(-1, counts[-1] + event.endswith("call")))
-            while prefix.poll(0):
+            while prefix.poll(0) and not (asks and len(counts) > 9):
                 counts.append(0)
             sys.setprofile(None)
         return max(counts)

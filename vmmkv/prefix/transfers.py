@@ -13,6 +13,7 @@ ended. The caller holds the pool's lock.
 
 import itertools
 import math
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -108,6 +109,8 @@ class Fetch:
         self._chain = chain
         self._least_tokens = least_tokens
         self._worth = worth
+        self._asked: tuple[Tier, bytes] | None = None
+        """The tier that is being asked, and one of the keys."""
         self._have: list[bytearray] = []
         """Of each page of each group: where it is, or 0."""
         self.known_tokens = known
@@ -233,7 +236,7 @@ class Transfers:
         self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
         self._has_worked, self._behind = False, None
         self.finish()
-        for fetch in [fetch for fetch in self._fetches if not fetch._parts]:
+        for fetch in [fetch for fetch in self._fetches if self._is_answered(fetch)]:
             if self._start(fetch) is not fetch:  # there is nothing, or it is on its way: another call of fetch gets that
                 fetch.bytes_by_tier = Counter()
                 self._conclude(fetch)
@@ -319,13 +322,12 @@ class Transfers:
                 if piece.end_token <= match.num_tokens and not piece.value.first_token:
                     for page in range(piece.value.page, piece.value.end_page):
                         fetch._have[piece.group][page] = _DEVICE
-        goes_on = self._goes_on(chain, fetch._have)
-        sources = self._find(chain, fetch._have) if goes_on else None
-        if sources is None:
-            if goes_on is False:
-                return None
+        sources = self._find(fetch) if self._goes_on(fetch) else None
+        if fetch._asked is not None:
             self._fetches[fetch] = None
             return fetch
+        if sources is None:
+            return None
         num_tokens = self._reach(fetch._have, len(chain.tokens) - 1)
         if num_tokens - fetch.known_tokens < fetch._least_tokens:
             return None
@@ -344,23 +346,34 @@ class Transfers:
             return fetch
         return None
 
-    def _goes_on(self, chain: KeyChain, have: list[bytearray]) -> bool | None:
+    def _is_answered(self, fetch: Fetch) -> bool:
+        """Has the tier that a fetch has asked found out what it has? Cost: does not grow with the prompt."""
+        return fetch._asked is not None and self._lookup(fetch._asked[0], [fetch._asked[1]]) is not None
+
+    def _goes_on(self, fetch: Fetch) -> bool:
         """Has a tier the first page that the device lacks of each group without a window? Nearly no new prompt gets further.
 
-        None while a tier finds that out.
+        False also while a tier finds that out.
         """
         nexts = [
-            chain.key(index, page)
-            for index, (group, pages) in enumerate(zip(self.cache.layout.groups, have, strict=True))
+            fetch._chain.key(index, page)
+            for index, (group, pages) in enumerate(zip(self.cache.layout.groups, fetch._have, strict=True))
             if group.window is None and (page := pages.find(0)) >= 0
         ]
-        answers = [self._lookup(tier, nexts) for tier in self.tiers]
-        if all(any(found[index] for found in answers if found is not None) for index in range(len(nexts))):
-            return True
-        return None if None in answers else False
+        fetch._asked = None
+        has = [False] * len(nexts)
+        for tier in self.tiers if nexts else ():
+            if (found := self._lookup(tier, nexts)) is None:
+                fetch._asked = tier, nexts[0]
+            else:
+                has = [*map(operator.or_, has, found)]
+        if all(has):
+            fetch._asked = None
+        return all(has)
 
-    def _find(self, chain: KeyChain, have: list[bytearray]) -> dict[bytes, Tier] | None:
-        """Where records of pages that the device lacks are; they are marked in `have`. None while a tier finds that out."""
+    def _find(self, fetch: Fetch) -> dict[bytes, Tier] | None:
+        """Where records of pages that the device lacks are; they are marked. None while a tier finds that out."""
+        chain, have = fetch._chain, fetch._have
         sources: dict[bytes, Tier] = {}
         lacking = [
             (chain.by_group[index][page], index, page)
@@ -370,8 +383,11 @@ class Transfers:
         ]
         for tier in self.tiers:
             lacking = [each for each in lacking if each[0] not in sources]
+            if not lacking:
+                break
             found = self._lookup(tier, [key for key, _, _ in lacking])
             if found is None:
+                fetch._asked = tier, lacking[-1][0]
                 return None
             for (key, index, page), has in zip(lacking, found, strict=False):
                 if has:
