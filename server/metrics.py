@@ -165,6 +165,9 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _labelled("attach_seconds", "Time that attaching took, by method.", "method", attach_s)
     yield _labelled("driver_calls", "Driver calls by kind.", "call", snapshot.driver_calls)
     yield _labelled("hit_tokens", "Tokens of prompts found, by where: the device, or a tier.", "source", snapshot.hit_tokens)
+    yield _labelled(
+        "resumed_tokens", "Rows of preempted requests, by where they came back from.", "source", snapshot.resumed_tokens
+    )
     yield _labelled("fetches", "Loads for prompts, by how each ended, or declined.", "outcome", snapshot.fetches)
     yield CounterMetricFamily(
         "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6

@@ -106,6 +106,9 @@ class LoadFailed(Message, frozen=True, kw_only=True):
 DEVICE: Final = "device"
 """Where cached tokens were that did not come from a tier."""
 
+RECOMPUTED: Final = "recomputed"
+"""Stands for where the rows of a preempted request were that were nowhere."""
+
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """New tokens of one request; the last one has a finish reason. On the wire an array without names.
@@ -256,6 +259,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """Total time of attaching, by method."""
     hit_tokens: dict[str, int] = {}
     """Prompt tokens found in the prefix cache, by where they were, since the start."""
+    resumed_tokens: dict[str, int] = {}
+    """Rows that preempted requests had, by where they came back from: as `hit_tokens`, or `RECOMPUTED`."""
     fetches: dict[str, int] = {}
     """Loads that requests waited for, by how that ended: see `Fetches.counts`."""
     fetch_wait_us: float = 0.0

@@ -26,6 +26,7 @@ TIERS = "tests/laws/test_tiers.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 FETCHES = "tests/engine/test_fetches.py"
+SWAPS = f"{FETCHES}::test_what_preempted_requests_generated_comes_back_from_a_tier"
 HOLDER = "tests/unit/test_holder.py"
 
 
@@ -373,6 +374,20 @@ MUTANTS = (
         " or self._give_up_fetches():",
         ":",
         (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
+    ),
+    Mutant(
+        "what requests generate stored only once they are preempted",
+        "server/engine/engine.py",
+        "        self._scheduler.insert_generated()\n",
+        "",
+        (SWAPS,),
+    ),
+    Mutant(
+        "rows stored for tiers whose step has not been read back",
+        "server/engine/scheduler.py",
+        "self._insert(self._prefix, request, request.confirmed_tokens)",
+        "self._insert(self._prefix, request, request.tokens)",
+        (SWAPS,),
     ),
     # what outlives the process
     Mutant(

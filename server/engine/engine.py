@@ -333,6 +333,7 @@ class Engine:
                 self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
+        self._scheduler.insert_generated()
         self.poll_tiers(self._step_us / 4)
 
     def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
@@ -578,6 +579,7 @@ class Engine:
                 attached={} if prefix is None else prefix.attached,
                 attach_us={} if prefix is None else prefix.attach_us,
                 hit_tokens=dict(scheduler.hit_tokens),
+                resumed_tokens=dict(scheduler.resumed_tokens),
                 fetches=dict(scheduler.fetches.counts),
                 fetch_wait_us=scheduler.fetches.waited_s * 1e6,
                 tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},

@@ -52,7 +52,7 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request, from its arrival to its end. Its tokens outlive its memory: a preempted one is computed again from them."""
+    """A request, from its arrival to its end. Its tokens outlive its memory: a preempted one comes back by them."""
 
     ask: Generate
     stop_ids: frozenset[int]
@@ -82,6 +82,8 @@ class Request:
     """Tokens that have been sent."""
     num_admitted: int = 0
     """How often it has begun: more than once if it was preempted."""
+    num_lost: int = 0
+    """Rows that had been read back when it was last preempted."""
     place: int = 0
     """Its place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
     num_overtaken: int = 0
@@ -339,6 +341,8 @@ class RequestTable:
         """Those, and the ones that launched steps will sample."""
         self.num_confirmed = np.zeros(1 + num_slots, np.int64)
         """Rows that were attached, or computed by steps that have been read back."""
+        self.num_inserted = np.zeros(1 + num_slots, np.int64)
+        """Of them, those that the prefix cache has by `attach` or `insert`."""
         self.max_tokens = np.zeros(1 + num_slots, np.int64)
         """Tokens with which a request is done. The last one is never written: nothing attends to it."""
         self.epochs = np.zeros(1 + num_slots, np.int64)
@@ -358,7 +362,7 @@ class RequestTable:
         self.requests[slot] = request
         self.tokens_ST[slot, : len(tokens)] = tokens
         self.num_known[slot] = self.num_coming[slot] = len(tokens)
-        self.num_confirmed[slot] = num_rows
+        self.num_confirmed[slot] = self.num_inserted[slot] = num_rows
         self.max_tokens[slot] = request.max_tokens
         self.epochs[slot] += 1
         self.places[slot] = request.place
@@ -374,7 +378,8 @@ class RequestTable:
         self.epochs[slot] += 1
         self.num_constrained -= int(self.constrained[slot])
         self.constrained[slot] = False
-        self.num_known[slot] = self.num_coming[slot] = self.num_confirmed[slot] = self.max_tokens[slot] = 0
+        for counts in (self.num_known, self.num_coming, self.num_confirmed, self.num_inserted, self.max_tokens):
+            counts[slot] = 0
         return tokens
 
     def tokens(self, slot: int, end: int | None = None) -> TokenIds:

@@ -14,10 +14,11 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
-from vmmkv.server.engine.fetches import Fetches
+from vmmkv.server.engine.fetches import LEAST_TOKENS, Fetches
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
+from vmmkv.server.protocol import RECOMPUTED
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class Scheduler:
     there is room (chunked prefill, as in Sarathi-Serve).
 
     A request is admitted when there is memory for its whole prompt, and grows as it generates. When a running request finds no
-    page and no step in flight may free some, the newest request of the lowest priority is preempted. It waits, with its tokens,
-    and is computed again later (recompute, as in vLLM). The prefix cache keeps its full pages until they are needed.
+    page and no step in flight may free some, the newest request of the lowest priority is preempted. It waits, with its tokens.
+    The prefix cache keeps its full pages until they are needed. What is gone by then is loaded from tiers, or computed again.
 
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
@@ -93,6 +94,8 @@ class Scheduler:
         self.fetches: Final = Fetches(prefix)
         self.hit_tokens: Counter[str] = Counter()
         """Tokens of prompts that were cached when their requests began, by where they were."""
+        self.resumed_tokens: Counter[str] = Counter()
+        """Rows that preempted requests had, by where they were when these began again; `RECOMPUTED` if nowhere."""
         self._cache = cache
         self._prefix = prefix
         self._sampler = sampler
@@ -100,6 +103,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._drain = drain
         self._is_idle = is_idle
+        self._has_tiers = prefix is not None and bool(prefix.stats().tiers)
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
@@ -191,9 +195,20 @@ class Scheduler:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
         if self._prefix is not None:
             tokens = request.confirmed_tokens[: len(request.prompt)]
-            self._prefix.insert(request.memory, tokens)
+            self._insert(self._prefix, request, tokens)
             if len(tokens) == len(request.prompt):
                 self._num_refused = 0  # requests that share it need less now
+
+    def insert_generated(self) -> None:
+        """In slack, for tiers to store: insert what the request that would be preempted first has generated."""
+        if self._prefix is None or not self._has_tiers or self._windowed:
+            return
+        table, slots = self.table, self._decoding
+        behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]
+        requests = [request for slot in behind.tolist() if (request := table.requests[slot]) is not None]
+        if requests:
+            request = max(requests, key=_urgency)
+            self._insert(self._prefix, request, request.confirmed_tokens)
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone. Its memory goes back once the device is done with it.
@@ -226,6 +241,10 @@ class Scheduler:
         if has_moved:
             self._num_refused = 0
         return has_moved
+
+    def _insert(self, prefix: Prefixes, request: Request, tokens: TokenIds) -> None:
+        prefix.insert(request.memory, tokens)
+        self.table.num_inserted[request.memory.slot] = len(tokens)
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
@@ -330,6 +349,9 @@ class Scheduler:
         """A waiting request runs from now on."""
         if request.num_admitted == 0:
             request.cached = tuple(request.sources_of(min(num_known, len(request.prompt))).items())
+        else:
+            num_kept = min(num_known, request.num_lost)
+            self.resumed_tokens += request.sources_of(num_kept) + Counter({RECOMPUTED: request.num_lost - num_kept})
         self.hit_tokens += request.sources_of(num_known)
         self._dequeue(request)
         request.place = next(self._places)
@@ -458,9 +480,10 @@ class Scheduler:
         return wanted_bytes <= stats.pool_budget_bytes - stats.pool_used_bytes + given_bytes
 
     def _preempt(self, request: Request, *, max_others: int) -> None:
-        """Take its memory; it waits to be computed again. A beam search waits until at most `max_others` run."""
+        """Take its memory; it waits to begin again. A beam search waits until at most `max_others` run."""
         if request.beams is not None:
             request.max_others = max_others
+        request.num_lost = len(request.confirmed_tokens)
         self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
         self._enqueue(request, -next(self._places))
         self.num_preempted += 1

@@ -204,6 +204,7 @@ class Harness:
             confirmed, known, coming, end = (
                 int(each[slot]) for each in (table.num_confirmed, table.num_known, table.num_coming, table.max_tokens)
             )
+            assert table.num_inserted[slot] <= confirmed, "only what has been read back is shared"
             if owner is None:
                 assert confirmed == known == coming == end == 0
                 continue

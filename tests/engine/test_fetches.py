@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from vmmkv.errors import BudgetError
 from vmmkv.prefix import Fetch
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import fetches, loading
+from vmmkv.server.engine import fetches, loading, scheduler
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource, weights_identity
 from vmmkv.server.engine.request import Request
@@ -356,6 +357,42 @@ def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarne
     one.ask("known", PROMPT)
     one.run()
     assert one.tokens("known") == tokens and ended(one) == {"declined": 1}
+
+
+@pytest.fixture
+def prompt_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are stored and fetched page by page, all that is queued in the slack of one step."""
+    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(fetches, "LEAST_TOKENS", 16)
+    poll_tiers = Engine.poll_tiers
+    monkeypatch.setattr(Engine, "poll_tiers", lambda self, *_: poll_tiers(self, float("inf")))
+
+
+CROWD = {str(seed): prompt_of(8, seed) for seed in range(4)}
+"""16 tokens fill a page, and all need one in the same step."""
+
+
+def crowded(harness: MakeHarness, tiers: Sequence[Any] = (), *, budget_pages: int = 16) -> Harness:
+    """An engine that has answered them all."""
+    model = wide_rows(num_hidden_layers=8)
+    one = harness(model, ours=True, share=True, tiers=tiers, budget_pages=budget_pages, max_tokens=128)
+    for name, prompt in CROWD.items():
+        one.ask(name, prompt, 84)
+    one.run()
+    assert not one.failures()
+    return one
+
+
+def test_what_preempted_requests_generated_comes_back_from_a_tier(harness: MakeHarness, prompt_stores: None) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    roomy, plain, swapping = crowded(harness, budget_pages=64), crowded(harness), crowded(harness, [tier])
+    for name in CROWD:
+        assert plain.tokens(name) == swapping.tokens(name) == roomy.tokens(name)
+    assert plain.engine._scheduler.resumed_tokens.keys() == {"recomputed"}
+    num_preempted, resumed = swapping.engine._scheduler.num_preempted, swapping.engine._scheduler.resumed_tokens
+    assert num_preempted and resumed["recomputed"] <= 16 * num_preempted < resumed["host"], "one page each was not stored yet"
+    swapping.cache.close()
+    tier.close()
 
 
 # break-even

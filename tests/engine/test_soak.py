@@ -11,7 +11,8 @@ import pytest
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from tests.laws.faulty_tier import FaultyTier
 from vmmkv import PAGE_BYTES, HostTier
-from vmmkv.server.engine import fetches
+from vmmkv.driver.host import HostDriver
+from vmmkv.server.engine import fetches, scheduler
 from vmmkv.server.protocol import Abort, Beams, Failed, Outputs, PromptLogprobs
 
 MAX_TOKENS = 2048
@@ -114,9 +115,34 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     soak(count, seed, lookahead)
 
 
-@pytest.mark.parametrize(("count", "seed"), [(250, 1), pytest.param(2000, None, marks=pytest.mark.nightly)])
-def test_the_same_with_a_tier_that_fails(count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+class LateFence:
+    """A fence that has passed some looks at fences later, as if the device were busy. Those made before it pass first."""
+
+    made = passed = 0
+    chance = random.Random(2)
+
+    def __init__(self, *_: object) -> None:
+        LateFence.made = self.place = self.made + 1
+
+    def done(self) -> bool:
+        LateFence.passed = min(self.made, self.passed + self.chance.choice([0, 0, 0, 1]))
+        return self.place <= self.passed
+
+    def wait(self) -> None:
+        LateFence.passed = max(self.place, self.passed)
+
+    def order(self, streams: object = ()) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("count", "seed", "is_late"), [(250, 1, False), (250, 2, True), pytest.param(2000, None, True, marks=pytest.mark.nightly)]
+)
+def test_the_same_with_a_tier_that_fails(count: int, seed: int | None, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = random.Random(1)
+    if is_late:
+        monkeypatch.setattr(HostDriver, "fence", LateFence)
+    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 1)
     monkeypatch.setattr(fetches, "LEAST_TOKENS", 1)
     monkeypatch.setattr(fetches.Fetches, "_is_worth", lambda *_: True)
     monkeypatch.setattr(fetches.Fetches, "_computing_s", lambda *_: own.choice([0.0, 0.01, 9.0]))

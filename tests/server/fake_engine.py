@@ -246,6 +246,7 @@ class FakeEngine:
             prefix_hit_tokens=5,
             prefix_pages=6,
             hit_tokens={"device": 1, "host": 4},
+            resumed_tokens={"recomputed": 3},
             fetches={"done": 2},
             fetch_wait_us=3000.0,
             tiers={"host": dict.fromkeys(_TIER_NUMBERS, 7) | {"budget_bytes": 1 << 30, "held_bytes": 1 << 21}},

@@ -147,6 +147,7 @@ class TestMetrics:
             "vmmkv_stalls_total 2.0", "vmmkv_stall_seconds_total 0.0015", 'vmmkv_driver_calls_total{call="map"} 4.0',
             "vmmkv_preemptions_total 0.0", "vmmkv_prompt_tokens_total 0.0", "vmmkv_generation_tokens_total 3.0",
             "vmmkv_prefix_hit_tokens_total 5.0", "vmmkv_prefix_pages 6.0", "vmmkv_request_duration_seconds_count 1.0",
+            'vmmkv_resumed_tokens_total{source="recomputed"} 3.0',
             'vmmkv_hit_tokens_total{source="host"} 4.0', 'vmmkv_fetches_total{outcome="done"} 2.0',
             "vmmkv_fetch_wait_seconds_total 0.003", 'vmmkv_tier_held_bytes{tier="host"} 2.097152e+06',
             'vmmkv_tier_evicted_records_total{tier="host"} 7.0', 'vmmkv_tier_errors_total{tier="host"} 7.0',

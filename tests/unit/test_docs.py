@@ -175,7 +175,7 @@ def test_the_server_guide_has_every_metric_and_no_other() -> None:
             ),
             *("request_duration_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"),
             *("request_queue_time_seconds", "kv_shared_bytes", "kv_usage_ratio", "attaches_total", "attach_seconds_total"),
-            *("hit_tokens_total", "fetches_total", "fetch_wait_seconds_total"),
+            *("hit_tokens_total", "resumed_tokens_total", "fetches_total", "fetch_wait_seconds_total"),
         )
     }
     exported |= {f"vmmkv_tier_{name}{'' if name in metrics.TIER_GAUGES else '_total'}" for name in metrics.OF_TIERS}
