@@ -279,7 +279,7 @@ def _first(context: Context, shape: Shape) -> None:
 
 def _measure_first(context: Context, engine: _Engine, name: str, length: int, tier: str, *, without_tier: bool) -> None:
     prompts = [
-        np.array(random_tokens(context.model, context.settings.seed, length, 10, number), np.int32)
+        np.array(random_tokens(context.model, context.settings.seed, length, 10, length, number), np.int32)
         for number in range(1 + context.settings.repeat)
     ]
     engine.check(context, prompts[:1])
@@ -291,6 +291,8 @@ def _measure_first(context: Context, engine: _Engine, name: str, length: int, ti
     for source, of_source in runs.items():
         if source != tier and not without_tier:
             continue
+        if source == "computed" and any(run.cached_tokens for run in of_source):
+            raise WrongNumbers("a prompt that was to be computed was known in part")
         bound_s = prefill_s(context.model, 0, length) if source == "computed" else None
         add = context.recorder.samples
         add(name, source, "first token", "ms", [1e3 * run.served[0].first_s for run in of_source], bound_s and 1e3 * bound_s)

@@ -33,8 +33,11 @@ _MAX_COMPARED: Final = 32
 _MAX_OVERTAKEN: Final = 16
 """How many requests with a longer cached prefix may begin before an older one."""
 
-_MIN_AWAITED: Final = 256
-"""Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again."""
+_MIN_AWAITED: Final = 128
+"""Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again.
+
+128 requests of Llama-3.1-8B that share 200 tokens took 0.86 s on an H200, and 0.94 s when each computed them.
+"""
 
 
 _place: Final = attrgetter("place")
