@@ -64,7 +64,7 @@ _POLL_US: Final = 200.0
 """Time for tiers while there is nothing to do but to wait."""
 
 _NAP_S: Final = 1e-4
-"""Between two looks at tiers: their threads need Python's lock."""
+"""Pause between two polls of the tiers, whose threads need Python's lock."""
 
 _NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
 _NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
@@ -337,7 +337,7 @@ class Engine:
         self.poll_tiers(self._step_us / 4)
 
     def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
-        """Go on with stores to tiers and loads from them for about so long; False if there are none, or the device failed."""
+        """Go on with stores to tiers and loads from them for `budget_us`; False if none are left, or the device failed."""
         try:
             return self._prefix is not None and self._prefix.poll(budget_us)
         except DriverError:

@@ -37,16 +37,16 @@ from vmmkv.units import PAGE_BYTES, ceil_div
 T = TypeVar("T")
 
 _SPARE_WINDOWS: Final = 16
-"""Left for attaching, which copies through windows too and must not wait."""
+"""Windows that are left for attaching, which copies through them too and must not wait."""
 
 _LOAD_WINDOWS: Final = 16
-"""Left for loads, which stores that wait for running work must not hold up."""
+"""Windows that stores leave for loads: stores may have to wait for running work."""
 
 _MOST_AHEAD: Final = 64
 """Extents whose records are asked for before they can be copied."""
 
 _MOST_QUEUED: Final = 1024
-"""Paths that wait to be stored; of more the oldest are not."""
+"""Paths that wait to be stored in a tier. Beyond that the oldest is dropped."""
 
 _MOST_KEYS: Final = 64
 """Keys of a path that are hashed, or looked up, before it is seen whether there is time for more."""
@@ -56,33 +56,33 @@ _DEVICE, _TIER = 1, 2
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """An extent that is being loaded, of records side by side."""
+    """An extent that is being loaded, from one record for each page."""
 
     fetch: "Fetch"
     group: int
     page: int
     extent: Extent
     sources: list[tuple[Tier, bytes]]
-    """Of each page."""
+    """Of each page, the tier and the key."""
     num_asked: int = 0
-    """Of them the first have been asked for."""
+    """How many of them have been asked for."""
     coming: list["_Move"] = field(default_factory=list)
-    """Asked for, and not being copied yet."""
+    """Records that were asked for and are not being copied yet."""
     num_copies: int = 0
-    """Launched, and not ended."""
+    """Copies that were launched and have not ended."""
     failed: bool = False
     loaded: bool = False
 
     @property
     def pages(self) -> range:
-        """Of the slot."""
+        """Pages of a slot under which it will stand."""
         return range(self.page, self.page + self.extent.num_pages)
 
 
 class Fetch:
     """A load of records into the tree, for all that wait for it. Made by `PrefixCache.fetch`, which counts who waits.
 
-    When `done`, `attach` finds what was loaded: all of it, less behind a record that was missed, or nothing.
+    When it is `done`, `attach` finds what was loaded, up to the first record that was missed.
     """
 
     def __init__(
@@ -96,8 +96,7 @@ class Fetch:
         worth: "Callable[[Fetch], bool] | None",
     ) -> None:
         self.num_tokens = num_tokens
-        """How many tokens `attach` will find, or finds; no more than were known before if all was missed. The most that can
-        be found while a tier is being asked."""
+        """How many tokens `attach` finds when it is done. Until then an upper bound."""
         self.done = False
         self.bytes_by_tier: Counter[str] = Counter()
         """Of the records, by the name of the tier that has them. Empty while a tier is being asked, and if there are none."""
@@ -112,17 +111,17 @@ class Fetch:
         self._asked: tuple[Tier, bytes] | None = None
         """The tier that is being asked, and one of the keys."""
         self._have: list[bytearray] = []
-        """Of each page of each group: where it is, or 0."""
+        """Of each group, for each page: where it is, or 0."""
         self.known_tokens = known
-        """How many were on the device when it began."""
+        """How many tokens were on the device when it began."""
         self._node: Node[Placed] | None = None
-        """What the device had already, locked."""
+        """The node that it goes on from, locked."""
         self._parts: list[_Part] = []
         self._num_left = 0
 
     @property
     def size_bytes(self) -> int:
-        """Of all records."""
+        """Bytes of all its records."""
         return self.bytes_by_tier.total()
 
     def give_up(self) -> None:
@@ -151,7 +150,7 @@ class _Copy:
     fence: Fence
     moves: list[_Move]
     part: _Part | None
-    """It is loaded by them; None for a store."""
+    """The extent that they load; None for stores."""
     failed: bool
 
 
@@ -174,25 +173,28 @@ class Transfers:
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
         """Of each tier the paths that are to be stored there, the oldest first: see `_storing`."""
         self._newest: dict[int, KeyChain] = {}
-        """Of running sequences, by slot: what was inserted last, so that it is not hashed again."""
+        """By slot of a running sequence: its tokens that were inserted last, so that they are not hashed again."""
         self._parts: dict[_Part, None] = {}
-        """Those that are not being copied yet, in order."""
+        """Extents that wait for records, in order."""
         self._copies: deque[_Copy] = deque()
         """The oldest first."""
         self._fetches: dict[Fetch, None] = {}
         self._loading: dict[bytes, Fetch] = {}
-        """What each record that is on its way is part of."""
+        """By key of a record that is being loaded: its fetch."""
         self._end_ns = 0.0
-        """Of the budget of a poll."""
+        """When the time of this poll is over."""
         self._has_worked = False
-        """In this poll."""
+        """Has this poll done a piece of work?"""
         self._behind: Fence | None = None
         """See `_behind_work`."""
 
     # what the prefix cache asks
 
     def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None) -> None:
-        """These tokens were inserted, perhaps of a running sequence. Cost: they are compared with those of the last time."""
+        """Store inserted tokens, of the sequence in `slot` if it runs, when there is time.
+
+        Cost: they are compared with those that were inserted before for the slot.
+        """
         before = None if slot is None else self._newest.get(slot)
         chain = None if before is None or before.namespace != namespace else before.grown(tokens)
         if chain is None:
@@ -208,7 +210,7 @@ class Transfers:
                 del stores[first]
 
     def leave(self, slot: int) -> None:
-        """A slot's sequence has ended."""
+        """The sequence in a slot has ended."""
         self._newest.pop(slot, None)
 
     def fetch(
@@ -264,7 +266,7 @@ class Transfers:
         return [copy.fence for copy in self._copies]
 
     def stats(self) -> tuple[TierStats, ...]:
-        """What the tiers say of themselves, without those that raise."""
+        """The statistics of each tier, without those that raise."""
         found = (self._ask(None, tier.stats) for tier in self.tiers)
         return tuple(each for each in found if isinstance(each, TierStats))
 
@@ -282,7 +284,7 @@ class Transfers:
         return Counter(part.extent for fetch in self._fetches for part in fetch._parts)
 
     def locks(self) -> Counter[Node[Placed]]:
-        """The nodes that fetches go on from."""
+        """How often each node is locked, since fetches go on from it."""
         return Counter(fetch._node for fetch in self._fetches if fetch._node is not None)
 
     # loading
@@ -294,7 +296,7 @@ class Transfers:
         return range(start, ceil_div(num_tokens * group.row_bytes, PAGE_BYTES))
 
     def _reach(self, have: list[bytearray], most: int) -> int:
-        """The most tokens, up to `most`, of which every needed page is there."""
+        """The largest number of tokens, up to `most`, for which each needed page is there."""
         num_tokens = most
         while True:
             fewer = num_tokens
@@ -479,7 +481,7 @@ class Transfers:
             self._launch(part.extent, come, part=part)
 
     def _leave(self, part: _Part) -> None:
-        """Load no more of an extent."""
+        """Stop loading an extent."""
         del self._parts[part]
         for move in part.coming:
             self._ask(None, move.tier.drop, move.transfer)

@@ -47,7 +47,7 @@ class _Slot:
     generation: int
     checksum: int
     num_reads: int = 0
-    """Under way: it is not overwritten."""
+    """Under way; while there are any it is not overwritten."""
 
 
 class DiskTier(ThreadedTier):

@@ -20,13 +20,13 @@ from vmmkv.units import format_bytes
 class _Held:
     address: int
     num_loads: int = 0
-    """Under way: it is not evicted."""
+    """Under way; while there are any it is not evicted."""
 
 
 class HostTier:
     """Up to `budget_bytes` of host memory, all of it taken when the first cache opens it.
 
-    The least recently used record goes first; what was used once is kept like everything else.
+    The least recently used record goes first. A record that was used once is kept as any other.
     The memory is pinned if the cache is on a GPU.
     Cost: pinning takes 0.3 s for each GiB, once; a call takes a microsecond for each record.
     Raises: BudgetError for a budget below one record, or above the memory that this process may take, naming what fits.

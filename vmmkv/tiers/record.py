@@ -56,7 +56,7 @@ class Keys:
 
 
 class KeyChain:
-    """Some tokens of a namespace, and the keys of the pages that their rows fill, which are hashed when they are asked for."""
+    """The keys of the pages that the rows of some tokens fill. They are hashed when they are asked for."""
 
     def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
         self.namespace: Final = namespace
@@ -66,7 +66,7 @@ class KeyChain:
         self._in_order: list[bytes] = []
         self._by_group: list[list[bytes]] = [[] for _ in layout.groups]
         self._state = hashlib.blake2b(identity, digest_size=KEY_BYTES)
-        """Behind `_num_hashed` tokens."""
+        """After `_num_hashed` tokens."""
         self._num_hashed = 0
         self._ends: Iterator[tuple[int, int, int]] | None = None
         """Of the pages that are not hashed yet, in order: end, group, page."""
@@ -88,7 +88,7 @@ class KeyChain:
 
     @property
     def all(self) -> list[bytes]:
-        """The same in the order of their last tokens."""
+        """The keys of all groups, in the order of the last tokens of their pages."""
         self.hash_some(None)
         return self._in_order
 
@@ -104,7 +104,7 @@ class KeyChain:
         return len(self._in_order) < sum(map(self._num_pages, range(len(self._by_group))))
 
     def key(self, index: int, page: int) -> bytes:
-        """One of them alone, of a group's page. Cost: 1 us for each 1,000 tokens."""
+        """The key of one page of a group. Cost: 1 us for each 1,000 tokens."""
         state = hashlib.blake2b(self._identity, digest_size=KEY_BYTES)
         state.update(self.tokens[: self._end(index, page)].data)
         return _digest(state, index, page)
@@ -132,7 +132,7 @@ def checksum_of(key: bytes, record: memoryview) -> int:
 
 
 def checked_namespace(namespace: Hashable) -> Hashable:
-    """The same. Raises ValueError for anything that has no one spelling in every process."""
+    """Return a namespace that every process spells alike. Raises ValueError for any other."""
     if isinstance(namespace, tuple):
         for part in namespace:
             checked_namespace(part)

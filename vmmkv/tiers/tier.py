@@ -34,9 +34,9 @@ class Transfer:
     key: bytes
     is_store: bool
     address: int = 0
-    """Of RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss."""
+    """Where its RECORD_BYTES bytes of host memory begin, which a device copies from and to. 0 for a miss."""
     future: Future[None] | None = None
-    """Of a load: done when the bytes are there; it has an error if they never will be. None: they are."""
+    """Of a load: done when the bytes are there, with an error if they will never be. None if they are there already."""
 
     @property
     def ended(self) -> bool:
@@ -78,9 +78,9 @@ class Tier(Protocol):
     name: str
 
     def open(self, device: torch.device) -> None:
-        """Get ready for copies from and to a device; called for each cache that uses it, before anything else.
+        """Get ready for copies from and to a device. Each cache that uses the tier calls it first.
 
-        Raises: BudgetError, if the memory or the disk that it may take is not there.
+        Raises: BudgetError, if the memory or the disk space of its budget cannot be had.
         """
         ...
 
@@ -92,19 +92,19 @@ class Tier(Protocol):
         ...
 
     def store(self, key: bytes) -> Transfer | None:
-        """Memory to put a record's bytes into. None if it has the record, or no room now."""
+        """Lend memory for a record's bytes. None if the tier has the record, or no room now."""
         ...
 
     def load(self, key: bytes) -> Transfer | None:
-        """A record's bytes are on their way. None if there is no room for it now: ask again."""
+        """Begin to load a record into memory that is lent. None if there is no room now: ask again."""
         ...
 
     def finished(self, transfer: Transfer) -> None:
-        """A store's bytes are in the memory, and the tier keeps them; a load's have been copied out of it."""
+        """End a transfer: what was stored is kept, what was loaded has been copied. Its memory goes back."""
         ...
 
     def drop(self, transfer: Transfer) -> None:
-        """Give a transfer up, whether or not it has ended. A store leaves nothing behind."""
+        """Give a transfer up, whether or not it has ended. Its memory goes back, and nothing is stored."""
         ...
 
     def stats(self) -> TierStats:
@@ -172,7 +172,7 @@ def check_returned(name: str, num_transfers: int) -> None:
 
 
 def touch(records: OrderedDict[bytes, T], keys: Sequence[bytes]) -> list[bool]:
-    """Which of these keys there are. They become the last used ones, the last of them the first to go: see Tier.lookup."""
+    """See Tier.lookup. `records`: the least recently used first."""
     found = [key in records for key in keys]
     for key, has in zip(reversed(keys), reversed(found), strict=True):
         if has:
@@ -181,11 +181,11 @@ def touch(records: OrderedDict[bytes, T], keys: Sequence[bytes]) -> list[bool]:
 
 
 class MissedError(Exception):
-    """A tier has not, or no longer, what is loaded."""
+    """The tier has no such record, or has it no longer."""
 
 
 def missed(key: bytes) -> Transfer:
-    """A load of what is not there."""
+    """A load that has ended as a miss."""
     future: Future[None] = Future()
     future.set_exception(MissedError(key.hex()))
     return Transfer(key, False, 0, future)
@@ -194,7 +194,7 @@ def missed(key: bytes) -> Transfer:
 class ThreadedTier(ABC):
     """A tier whose reads and writes block: they run in a few threads, between its store and buffers of host memory.
 
-    A subclass reads and writes one record, and knows what there is. It counts what it evicts in `counts`.
+    A subclass reads and writes one record, and knows which records there are. It counts its evictions in `counts`.
     """
 
     name = "threaded"
@@ -203,12 +203,12 @@ class ThreadedTier(ABC):
         self.budget_bytes: Final = budget_bytes
         self.counts: Counter[str] = Counter()
         self.lock: Final = threading.Lock()
-        """Of the buffers, and of what a subclass knows."""
+        """Guards the buffers, and what a subclass knows of its records."""
         self._num_buffers = num_buffers
         self._num_threads = num_threads
         self._memory: torch.Tensor | None = None
         self._buffers: list[int] = []
-        """Addresses of those that are free."""
+        """Addresses of the free ones."""
         self._num_lent = 0
         """Transfers that the caller has neither finished nor dropped."""
         self._storing: set[bytes] = set()
@@ -246,7 +246,7 @@ class ThreadedTier(ABC):
                 self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"vmmkv-{self.name}")
 
     def store(self, key: bytes) -> Transfer | None:
-        """See Tier.store. At most half of the buffers are for stores, for a load is waited for."""
+        """See Tier.store. At most half of the buffers are lent for stores: requests wait for loads."""
         found = self.lookup([key])
         if found is None or found[0]:
             return None
@@ -355,6 +355,6 @@ class ThreadedTier(ABC):
 
 
 def read_counts(counts: Counter[str]) -> dict[str, int]:
-    """What every tier counts, as TierStats has it."""
+    """The fields of TierStats that are counts."""
     names = "stored_bytes", "loaded_bytes", "evicted_records", "missed_records", "refused_records", "errors"
     return {name: counts[name] for name in names}
