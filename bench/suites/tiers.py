@@ -4,6 +4,7 @@ bandwidth    stores into a tier and loads from it by PrefixCache, beside bare co
 first        the first token of a prompt that is computed, or known to the device, or to a tier
 beside       decoding alone, and beside loads and stores
 working_set  conversations that take four times the device's memory, by what tiers there are
+swap         requests that are preempted: computed again, or loaded
 restart      first tokens behind an engine that was killed, and left its rows with a holder
 
 Cases: `none`, `host`, `disk`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
@@ -242,12 +243,15 @@ class _Engine(EngineSystem):
         share_off(right, again, moved, self.dtype, what)
 
 
+def _prompt(context: Context, length: int, *names: int) -> TokenIds:
+    """Random tokens; of the same length and names the same, else with no beginning in common."""
+    return np.array(random_tokens(context.model, context.settings.seed, length, *names, length), np.int32)
+
+
 def _others(context: Context, prompts: Sequence[TokenIds]) -> list[TokenIds]:
     """Prompts with the last tokens of these, behind other ones."""
-    begins = [
-        random_tokens(context.model, context.settings.seed, len(each) - _OWN_TOKENS, 11, n) for n, each in enumerate(prompts)
-    ]
-    return [np.array([*begin, *each[-_OWN_TOKENS:]], np.int32) for begin, each in zip(begins, prompts, strict=True)]
+    begins = [_prompt(context, len(each) - _OWN_TOKENS, 11, number) for number, each in enumerate(prompts)]
+    return [np.concatenate((begin, each[-_OWN_TOKENS:])) for begin, each in zip(begins, prompts, strict=True)]
 
 
 @contextmanager
@@ -278,10 +282,7 @@ def _first(context: Context, shape: Shape) -> None:
 
 
 def _measure_first(context: Context, engine: _Engine, name: str, length: int, tier: str, *, without_tier: bool) -> None:
-    prompts = [
-        np.array(random_tokens(context.model, context.settings.seed, length, 10, length, number), np.int32)
-        for number in range(1 + context.settings.repeat)
-    ]
+    prompts = [_prompt(context, length, 10, number) for number in range(1 + context.settings.repeat)]
     engine.check(context, prompts[:1])
     runs: defaultdict[str, list[ServedRun]] = defaultdict(list)
     for prompt in prompts[1:]:
@@ -303,7 +304,7 @@ def _measure_first(context: Context, engine: _Engine, name: str, length: int, ti
 
 def _working_set(context: Context, shape: Shape) -> None:
     """Conversations in rounds: in each of them every conversation says something more."""
-    settings, recorder = context.settings, context.recorder
+    settings = context.settings
     count, turns, begin, more, out = (
         (8, 2, (1030, 1100), (300, 400), 4) if settings.small else (64, 4, (1600, 2400), (200, 400), 64)
     )
@@ -324,25 +325,18 @@ def _working_set(context: Context, shape: Shape) -> None:
         )
         text = f"{count} conversations of {turns} turns, {num_tokens // count} tokens each, a quarter of them on the device"
         name = context.name("working_set", text)
-        first: list[ServedRun] = []
-        for case, system, sizes in (
-            ("none", "no tier", {}),
-            ("host", "host tier", {"host": pages * PAGE_BYTES}),
-            ("disk", "host and disk tiers", {"host": pages // 2 * PAGE_BYTES, "disk": pages * PAGE_BYTES}),
-        ):
-            if settings.wants_case(case):
-                with recorder.guarded(name, system), _engine(context, weights, limits, sizes) as engine:
-                    if sizes:
-                        engine.check(context, talks[0][0][:2])
-                    runs = []
-                    for number, talk in enumerate(talks[1:], 1):
-                        recorder.note(f"{name}, {system}, run {number} of {settings.repeat}")
-                        runs.append(_rounds(engine, talk, out))
-                    first = first or runs
-                    strict = not settings.on_gpu
-                    same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first, strict=True)]
-                    _add_rows(recorder, name, system, runs)
-                    recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
+        systems = {
+            "none": ("no tier", {}),
+            "host": ("host tier", {"host": pages * PAGE_BYTES}),
+            "disk": ("host and disk tiers", {"host": pages // 2 * PAGE_BYTES, "disk": pages * PAGE_BYTES}),
+        }
+
+        def serve(engine: _Engine) -> list[ServedRun]:
+            if engine.tiers:
+                engine.check(context, talks[0][0][:2])
+            return [_rounds(engine, talk, out) for talk in talks[1:]]
+
+        _compare(context, name, weights, limits, systems, serve)
 
 
 Talks = list[list[TokenIds]]
@@ -367,15 +361,42 @@ def _rounds(engine: _Engine, talks: Talks, num_out: int) -> ServedRun:
     return whole
 
 
-def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
-    add = recorder.samples
-    add(name, system, "throughput", "tok/s", [sum(len(each.tokens) for each in run.served) / run.seconds for run in runs])
-    add(name, system, "total", "s", [run.seconds for run in runs])
-    add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
-    add(name, system, "prompt tokens attached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
-    for source in dict.fromkeys(source for run in runs for source in run.cached_by_source):
-        found = [100 * run.cached_by_source.get(source, 0) / run.prompt_tokens for run in runs]
-        add(name, system, f"prompt tokens attached, {source}", "%", found)
+def _compare(
+    context: Context,
+    name: str,
+    weights: Weights,
+    limits: EngineLimits,
+    systems: Mapping[str, tuple[str, Mapping[str, int]]],
+    serve: Callable[[_Engine], list[ServedRun]],
+) -> None:
+    """The rows of engines that are alike but for their tiers. `systems`: by case, their name, and the bytes of tiers."""
+    recorder, first = context.recorder, list[ServedRun]()
+    for case, (system, sizes) in systems.items():
+        if not context.settings.wants_case(case):
+            continue
+        with recorder.guarded(name, system), _engine(context, weights, limits, sizes) as engine:
+            recorder.note(f"{name}, {system}")
+            runs = serve(engine)
+            first = first or runs
+            strict = not context.settings.on_gpu
+            same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first, strict=True)]
+            rows = {
+                ("throughput", "tok/s"): [sum(len(each.tokens) for each in run.served) / run.seconds for run in runs],
+                ("total", "s"): [run.seconds for run in runs],
+                ("first token", "ms"): [1e3 * each.first_s for run in runs for each in run.served],
+                ("prompt tokens attached", "%"): [100 * run.cached_tokens / run.prompt_tokens for run in runs],
+                ("same answers as the first system", "%"): [100 * each for each in same],
+            }
+            for source in dict.fromkeys(source for run in runs for source in run.cached_by_source):
+                found = [100 * run.cached_by_source.get(source, 0) / run.prompt_tokens for run in runs]
+                rows[f"prompt tokens attached, {source}", "%"] = found
+            for (metric, unit), samples in rows.items():
+                recorder.samples(name, system, metric, unit, samples)
+            assert engine.snapshot is not None, "it tells after each run"
+            recorder.figure(name, system, "preempted", "requests", engine.snapshot.preemptions / len(runs), len(runs))
+            num_lost = sum(engine.snapshot.resumed_tokens.values())
+            for source, num_tokens in engine.snapshot.resumed_tokens.items():
+                recorder.figure(name, system, f"rows of preempted requests, {source}", "%", 100 * num_tokens / num_lost)
 
 
 def _beside(context: Context, shape: Shape) -> None:
@@ -478,6 +499,26 @@ class _Copies:
         return {metric: num_bytes / 1e9 / (ended_s - began_s) for metric, num_bytes in moved_bytes.items()}
 
 
+def _swap(context: Context, shape: Shape) -> None:
+    """Requests whose prompts fit side by side, and whose answers do not: the newest are preempted, and begin again."""
+    settings = context.settings
+    count, length, out, num_fitting = (5, 1000, 40, 3) if settings.small else (32, 4096, 512, 14)
+    runs = [[_prompt(context, length, 15, number, index) for index in range(count)] for number in range(settings.repeat)]
+
+    def serve(engine: _Engine) -> list[ServedRun]:
+        asks = [tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts) for prompts in runs]
+        return [engine.run(Workload(name="swap", text="", asks=of_run)) for of_run in asks]
+
+    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+        layout = weights.source.layout
+        budget_bytes = layout.pages_for(num_fitting * (length + out)) * PAGE_BYTES
+        limits = EngineLimits(budget_bytes=budget_bytes, max_tokens=length + out, max_num_seqs=count)
+        tier_bytes = count * layout.pages_for(length + out) * PAGE_BYTES
+        name = context.name("swap", f"{count} requests of {length} tokens in, {out} out, room for {num_fitting}")
+        systems = {"none": ("recompute", {}), "host": ("swap", {"host": tier_bytes})}
+        _compare(context, name, weights, limits, systems, serve)
+
+
 # engines that are killed
 
 
@@ -485,8 +526,7 @@ def _restart(context: Context, shape: Shape) -> None:
     """An engine over a holder is killed while it computes; the next one is asked what that one knew."""
     settings, recorder = context.settings, context.recorder
     count, length, budget_bytes = (2, 1100, 64 * MIB) if settings.small else (4, 8192, 12 * GIB)
-    drawn = (random_tokens(context.model, settings.seed, length, 14, number) for number in range(count + 1))
-    *prompts, last = [np.array(tokens, np.int32) for tokens in drawn]
+    *prompts, last = [_prompt(context, length, 14, number) for number in range(count + 1)]
     name = context.name("restart", f"{count} prompts of {length} tokens, 1 out, each alone")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="vmmkv-bench-")))
@@ -585,5 +625,6 @@ PARTS: Final[Mapping[str, Callable[[Context, Shape], None]]] = {
     "first": _first,
     "beside": _beside,
     "working_set": _working_set,
+    "swap": _swap,
     "restart": _restart,
 }

@@ -29,7 +29,7 @@ from bench.workloads import Ask, TokenIds, Workload
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import STEP_TOKENS, assemble
-from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
+from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 from vmmkv.tiers import Tier
 from vmmkv.units import MIB
 
@@ -258,6 +258,8 @@ class EngineSystem:
         self._said: deque[FromEngine] = deque()
         self._num_open = 0
         self._cached: Counter[str] = Counter()
+        self.snapshot: Snapshot | None = None
+        """The engine's counts since it was started, at the end of the last run or later."""
         config = ServeConfig(
             model=weights.config.model,
             device=weights.config.device,
@@ -269,7 +271,7 @@ class EngineSystem:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_cache=prefix_cache,
         )
-        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=SYSTEMS[memory], tiers=tiers)
+        self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=SYSTEMS[memory], tiers=tiers)
         self.loop: Final = self.loaded.engine
 
     def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
@@ -286,6 +288,12 @@ class EngineSystem:
         self._said.clear()
         held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
         return ServedRun(run.served, run.seconds, run.running, self._cached.total(), self._cached, held_bytes)
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, Snapshot):
+            self.snapshot = message
+        else:
+            self._said.append(message)
 
     @property
     def num_running(self) -> int:
