@@ -176,7 +176,7 @@ def _parser() -> Parser:
     add("--steps", type=int, help="of append and transformers, steps that are measured")
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
     cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed; of "
-    cases += "tiers: none, host, disk"
+    cases += "tiers: none, host, disk, redis"
     add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
     library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)

@@ -101,6 +101,7 @@ QUESTIONS: Final = (
             ("Conversations beyond the device's memory", "throughput", "no tier", ("host tier", "host and disk tiers")),
             ("A known prompt's first token", "first token", "computed", ("device", "host tier", "disk tier")),
             ("Decoding", "throughput", "alone", ("beside loads", "beside stores", "beside both")),
+            ("Preemption", "throughput", "recompute", ("swap",)),
             ("Behind an engine that was killed, first token", "first token", "warm", ("restarted",)),
             ("Loads", "load", "one copy", ("host tier",)),
         )

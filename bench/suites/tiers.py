@@ -7,14 +7,18 @@ working_set  conversations that take four times the device's memory, by what tie
 swap         requests that are preempted: computed again, or loaded
 restart      first tokens behind an engine that was killed, and left its rows with a holder
 
-Cases: `none`, `host`, `disk`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
+Cases: `none`, `host`, `disk`, `redis`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
 """
 
 import multiprocessing
+import shutil
+import socket
+import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -48,11 +52,11 @@ from vmmkv.prefix import Fetch
 from vmmkv.server import LLM
 from vmmkv.server.engine.kv_backend import SlotBackend
 from vmmkv.server.engine.loading import choose_dtype
-from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
-from vmmkv.tiers.tier import host_memory
+from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
+from vmmkv.tiers.tier import ThreadedTier, host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 
-CASES: Final = ("none", "host", "disk")
+CASES: Final = ("none", "host", "disk", "redis")
 _OWN_TOKENS: Final = 16
 """Of a prompt, left when the others are replaced to see that they matter."""
 
@@ -61,6 +65,20 @@ def check(settings: Settings) -> None:
     """Raises: ValueError for cases that there are not."""
     if settings.parts and (unknown := [case for case in settings.cases if case not in CASES]):
         raise ValueError(f"no case {', '.join(unknown)}; tiers has {', '.join(CASES)}")
+    if settings.parts and "redis" in settings.cases and (why := absent(settings)):
+        raise ValueError(f"the case redis cannot run: {why['redis']}")
+
+
+def absent(settings: Settings) -> dict[str, str]:
+    """What is left out because something that it needs is missing, and why."""
+    if shutil.which("redis-server") is None:
+        return {"redis": "there is no program redis-server"}
+    return {} if find_spec("redis") else {"redis": "the package redis is not installed"}
+
+
+def _cases(settings: Settings, *cases: str) -> list[str]:
+    """Those that are wanted and can run."""
+    return [case for case in cases if settings.wants_case(case) and case not in absent(settings)]
 
 
 def run(recorder: Recorder) -> None:
@@ -83,6 +101,8 @@ def _opened(settings: Settings, sizes: Mapping[str, int]) -> Iterator[list[Tier]
         for case, size_bytes in sizes.items():
             if case == "host":
                 tiers.append(HostTier(size_bytes))
+            elif case == "redis":
+                tiers.append(open_store(stack.enter_context(_redis(size_bytes))))
             else:
                 path = stack.enter_context(TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir))
                 tiers.append(DiskTier(path, size_bytes))
@@ -90,10 +110,30 @@ def _opened(settings: Settings, sizes: Mapping[str, int]) -> Iterator[list[Tier]
         yield tiers
 
 
+@contextmanager
+def _redis(size_bytes: int) -> Iterator[str]:
+    """The URL of a server that keeps so many bytes in memory."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    most_bytes = size_bytes * 3 // 2 + 64 * MIB  # a record takes 2.5 MiB there, and connections have buffers
+    limits = ["--save", "", "--maxmemory", str(most_bytes), "--maxmemory-policy", "allkeys-lru"]
+    command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--loglevel", "warning", *limits]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            while server.poll() is None:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+                    break
+                time.sleep(0.01)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            server.kill()
+
+
 def _written(tiers: Sequence[Tier]) -> None:
-    """Wait until disks have what they were given."""
+    """Wait until disks and stores have what they were given."""
     for tier in tiers:
-        if isinstance(tier, DiskTier):
+        if isinstance(tier, ThreadedTier):
             tier.flush()
 
 
@@ -103,15 +143,15 @@ def _written(tiers: Sequence[Tier]) -> None:
 def _bandwidth(context: Context, shape: Shape) -> None:
     """The link alone; then each tier, by whole prefixes."""
     settings, recorder = context.settings, context.recorder
-    for case, num_tokens in (("none", 2048), ("host", 16_384), ("disk", 4096)):
-        if settings.wants_case(case):
-            num_bytes = (64 if settings.small else num_tokens) * shape.layout.row_bytes
-            name = f"{shape.name} bandwidth: prefixes of {format_bytes(num_bytes)}"
-            with recorder.guarded(name, case):
-                if case == "none":
-                    _measure_link(recorder, name, num_bytes)
-                else:
-                    _measure_tier(recorder, name, shape, case, num_bytes // shape.layout.row_bytes)
+    for case in _cases(settings, *CASES):
+        num_tokens = 64 if settings.small else {"none": 2048, "host": 16_384}.get(case, 4096)
+        num_bytes = num_tokens * shape.layout.row_bytes
+        name = f"{shape.name} bandwidth: prefixes of {format_bytes(num_bytes)}"
+        with recorder.guarded(name, case):
+            if case == "none":
+                _measure_link(recorder, name, num_bytes)
+            else:
+                _measure_tier(recorder, name, shape, case, num_tokens)
 
 
 def _measure_link(recorder: Recorder, name: str, size_bytes: int) -> None:
@@ -270,7 +310,7 @@ def _first(context: Context, shape: Shape) -> None:
     limits = EngineLimits(
         budget_bytes=64 * MIB if settings.small else 12 * GIB, max_tokens=max(lengths) + _OWN_TOKENS, max_num_seqs=8
     )
-    cases = [case for case in ("host", "disk") if settings.wants_case(case)]
+    cases = _cases(settings, "host", "disk", "redis")
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         for case in cases:
             with _engine(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
@@ -502,7 +542,7 @@ class _Copies:
 def _swap(context: Context, shape: Shape) -> None:
     """Requests whose prompts fit side by side, and whose answers do not: the newest are preempted, and begin again."""
     settings = context.settings
-    count, length, out, num_fitting = (5, 1000, 40, 3) if settings.small else (32, 4096, 512, 14)
+    count, length, out, num_fitting = (5, 1010, 40, 4) if settings.small else (32, 4096, 512, 14)
     runs = [[_prompt(context, length, 15, number, index) for index in range(count)] for number in range(settings.repeat)]
 
     def serve(engine: _Engine) -> list[ServedRun]:

@@ -184,7 +184,7 @@ def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_device_holds(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "tiers", "bandwidth", "first", "beside", "working_set")
+    rows = measured(tmp_path, "tiers", "bandwidth", "first", "beside", "working_set", "swap")
     assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
     attached = found(rows, "prompt tokens attached")
     for tier in ("host tier", "disk tier"):
@@ -192,6 +192,7 @@ def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_de
     working_set = "tiny llama-3.1-8b working_set"
     assert attached[working_set, "no tier"] < 20 < attached[working_set, "host tier"]
     assert set(found(rows, "same answers as the first system").values()) == {100}
+    assert all(count > 0 for (workload, _), count in found(rows, "preempted").items() if "swap" in workload)
     beside = {
         row.system: row.metric for row in rows if row.unit == "GB/s" and " beside" in row.workload and row.summary.p20 > 0
     }
