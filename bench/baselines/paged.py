@@ -307,6 +307,8 @@ class PagedPrefixes:
         node = next(node for node in match.path if node.end >= num_tokens)
         return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
+    has_tiers = False
+
     def fetch(self, tokens: TokenIds, **_: object) -> None:
         """There are no tiers."""
 

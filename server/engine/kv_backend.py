@@ -144,6 +144,10 @@ class PrefixHit(Protocol):
 class Prefixes(Protocol):
     """Rows of earlier sequences. See `vmmkv.prefix.PrefixCache`, which says what each method does and costs."""
 
+    @property
+    def has_tiers(self) -> bool:
+        """Is what is inserted stored outside the device too?"""
+
     def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
         """How many of the first tokens are cached, at each call."""
 

@@ -106,7 +106,6 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._drain = drain
         self._is_idle = is_idle
-        self._has_tiers = prefix is not None and bool(prefix.stats().tiers)
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
@@ -204,7 +203,7 @@ class Scheduler:
 
     def insert_generated(self) -> None:
         """In slack, for tiers to store: insert what the request that would be preempted first has generated."""
-        if self._prefix is None or not self._has_tiers or self._windowed:
+        if self._prefix is None or not self._prefix.has_tiers or self._windowed:
             return
         table, slots = self.table, self._decoding
         behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]

@@ -27,7 +27,8 @@ from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource, weights_identity
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Abort, Generate
+from vmmkv.server.protocol import Abort, Generate, Snapshot
+from vmmkv.tiers import TierStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}
@@ -196,6 +197,22 @@ def test_a_tier_that_fails_is_counted_and_changes_no_token(harness: MakeHarness,
         assert one.prefix.stats().tier_errors
     if fault == "forgets":
         assert sum(output.cached_tokens for output in one.outputs()) < 2 * 64 * (7 + 8 + 9)
+
+
+def test_a_tier_whose_stats_raise_is_left_out_of_the_metrics_and_used_all_the_same(harness: MakeHarness) -> None:
+    class Mute(HostTier):
+        def stats(self) -> TierStats:
+            raise OSError("injected")
+
+    tier = Mute(64 * PAGE_BYTES)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    assert one.said(PROMPT) == tokens and one.outputs("alone")[-8].cached == (("host", 448),)
+    one.engine.report()
+    (snapshot,) = one.sent[-1:]
+    assert isinstance(snapshot, Snapshot) and snapshot.tiers == {} and snapshot.tier_errors
+    assert one.prefix.has_tiers
+    tier.close()
 
 
 # waiting

@@ -246,6 +246,11 @@ class PrefixCache:
 
     # tiers
 
+    @property
+    def has_tiers(self) -> bool:
+        """Is what is inserted stored in tiers?"""
+        return self._index.transfers is not None
+
     def fetch(
         self,
         tokens: Tokens,

@@ -333,14 +333,14 @@ class Transfers:
         num_tokens = self._reach(fetch._have, len(chain.tokens) - 1)
         if num_tokens - fetch.known_tokens < fetch._least_tokens:
             return None
-        have = fetch._have
+        have, keys = fetch._have, chain.by_group
         needed = [
             [page for page in self._needed(index, num_tokens) if have[index][page] == _TIER] for index in range(len(have))
         ]
-        under_way = (self._loading.get(chain.by_group[index][page]) for index, pages in enumerate(needed) for page in pages)
+        under_way = (self._loading.get(keys[index][page]) for index, pages in enumerate(needed) for page in pages)
         if (other := next(filter(None, under_way), None)) is not None:
             return other
-        wanted = Counter(sources[chain.by_group[index][page]].name for index, pages in enumerate(needed) for page in pages)
+        wanted = Counter(sources[keys[index][page]].name for index, pages in enumerate(needed) for page in pages)
         fetch.num_tokens = num_tokens
         fetch.bytes_by_tier = Counter({name: num_records * RECORD_BYTES for name, num_records in wanted.items()})
         is_worth = wanted and (fetch._worth is None or fetch._worth(fetch))
@@ -375,10 +375,10 @@ class Transfers:
 
     def _find(self, fetch: Fetch) -> dict[bytes, Tier] | None:
         """Where records of pages that the device lacks are; they are marked. None while a tier finds that out."""
-        chain, have = fetch._chain, fetch._have
+        have, keys = fetch._have, fetch._chain.by_group
         sources: dict[bytes, Tier] = {}
         lacking = [
-            (chain.by_group[index][page], index, page)
+            (keys[index][page], index, page)
             for index, pages in enumerate(have)
             for page in range(len(pages))
             if not pages[page]
