@@ -44,7 +44,7 @@ class Mutant(NamedTuple):
     also: tuple[tuple[str, str, str], ...] = ()
 
 
-SEALED = "prefix/sealed.py"
+SEALED, SAVED = "prefix/sealed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
 TRANSFERS, RECORD = "prefix/transfers.py", "tiers/record.py"
@@ -388,6 +388,44 @@ MUTANTS = (
         "self._insert(self._prefix, request, request.confirmed_tokens)",
         "self._insert(self._prefix, request, request.tokens)",
         (SWAPS,),
+    ),
+    # rows in host memory
+    Mutant(
+        "limits of what was to be offloaded not taken back",
+        SAVED,
+        "sequence.cache.memory.raise_limits({sequence.slot: limit})",
+        "pass",
+        (FAILURES,),
+    ),
+    Mutant("shared pages offloaded and restored for each", SAVED, "if owner is not part.span:", "if False:", (FAILURES,)),
+    Mutant("an owner's pages past what is shared", SAVED, "if mapping.end_page <= part.shared_end}", "}", (FAILURES,)),
+    Mutant(
+        "large extents past what is shared",
+        SHARING,
+        "large_end = whole_end if large_end is None else min(large_end, whole_end)",
+        "large_end = whole_end",
+        (FAILURES,),
+    ),
+    Mutant(
+        "memory mapped ahead for offloaded rows",
+        "cache.py",
+        "self.table.lengths[slot] = self.table.ends[slot] = 0",
+        "self.table.lengths[slot] = 0",
+        (FAILURES,),
+    ),
+    Mutant(
+        "offloaded rows restored over what is still mapped",
+        SAVED,
+        "                sequence.cache.make_bare(sequence.slot)\n",
+        "",
+        (FAILURES,),
+    ),
+    Mutant(
+        "a fetch in a pool full of what has just ended",
+        TRANSFERS,
+        "                self.cache.collect()  #",
+        "                pass  #",
+        (TIERS_UNIT,),
     ),
     # what outlives the process
     Mutant(

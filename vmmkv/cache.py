@@ -929,7 +929,8 @@ class KVCache(_Planes):
     def make_bare(self, slot: int) -> None:
         """Wait until what was reclaimed under a slot is unmapped. Raises: DriverError."""
         while not self.memory.is_bare(slot):
-            self.wait_for_reclaim()
+            waited = self.wait_for_reclaim()
+            assert waited, f"what is mapped under slot {slot} was not reclaimed"
             self.collect()
 
     def park_sequence(self, sequence: Sequence, num_tokens: int) -> ParkedSlot:

@@ -287,8 +287,9 @@ class OffloadWorld(PrefixWorld):
         self.run()
         self.fork()
         for live in self.known:
-            live.sequence.grow(len(PROMPT) + 3)
-            self.write(live, 3)
+            live.sequence.grow(self.max_tokens)
+            self.write(live, self.max_tokens - len(PROMPT))
+        self.used_bytes = self.pool.used_bytes
         self.said = [[*live.tokens] for live in self.known]
 
     def offload(self) -> None:
@@ -298,9 +299,12 @@ class OffloadWorld(PrefixWorld):
     def leave(self) -> None:
         self.part()
         self.offload()
+        self.cache.map_ahead(lookahead_tokens=9)
+        assert not self.cache.limits.any(), "memory is mapped ahead for sequences that are not there"
 
     def come_back(self) -> None:
         self.offloaded.restore()
+        assert self.pool.used_bytes == self.used_bytes, "what was shared came back as several"
         for live, said in zip(self.known, self.said, strict=True):
             live.tokens, live.stamps = [*said], self.texts.stamps("red", said)
 
