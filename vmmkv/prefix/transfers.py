@@ -573,13 +573,14 @@ class Transfers:
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
                 if key not in has and has_room:
+                    behind = self._behind_work()  # which can fail, and so comes before a tier lends memory
                     transfer = self._ask(None, tier.store, key)
                     if transfer is not None:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
             if moves:
-                self._launch(placed.extent, moves, behind=self._behind_work())
+                self._launch(placed.extent, moves, behind=behind)
                 has.update(move.transfer.key for move in moves)
             if has_room:
                 done = piece_place(piece)
