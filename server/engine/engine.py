@@ -331,9 +331,9 @@ class Engine:
             self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
             if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
                 self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
+            self._scheduler.insert_generated()
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
-        self._scheduler.insert_generated()
         self.poll_tiers(self._step_us / 4)
 
     def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
