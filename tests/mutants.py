@@ -23,6 +23,7 @@ PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
 FAILURES = "tests/laws/test_failures.py"
 PREFIX_UNIT = "tests/unit/test_prefix.py"
 TIERS = "tests/laws/test_tiers.py"
+STORES = "tests/laws/test_stores.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 FETCHES = "tests/engine/test_fetches.py"
@@ -47,7 +48,7 @@ class Mutant(NamedTuple):
 SEALED, SAVED = "prefix/sealed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
-TRANSFERS, RECORD = "prefix/transfers.py", "tiers/record.py"
+TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
 OTHERS = (f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record",)
 
 RAISED_BEHIND = "                for fence in behind.values():\n                    fence.order(self.streams)\n"
@@ -367,6 +368,41 @@ MUTANTS = (
         "if wait.fetch.done or now_s > wait.began_s",
         "if wait.fetch.done or 0 > wait.began_s",
         (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
+    ),
+    Mutant(
+        "a tier that finds out what it has is taken to have nothing",
+        TRANSFERS,
+        "return None if None in answers else False",
+        "return False",
+        (f"{TIERS_UNIT}::test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has",),
+    ),
+    Mutant(
+        "values of a store that are not verified",
+        SHARED,
+        "if len(record) == len(data) and header == _HEADER.pack(_MAGIC, len(data), checksum_of(key, record)):",
+        "if len(record) == len(data):",
+        (f"{STORES}::test_a_value_that_is_not_the_record_is_a_miss_and_is_removed",),
+    ),
+    Mutant(
+        "a store that is late is waited for",
+        SHARED,
+        "        if is_late:\n",
+        "        if False:\n",
+        (f"{STORES}::test_a_store_that_answers_byte_by_byte_is_late",),
+    ),
+    Mutant(
+        "a store that does not answer is asked for every record",
+        SHARED,
+        "return missed(key) if self._pause_s else super().load(key)",
+        "return super().load(key)",
+        (f"{STORES}::test_a_store_that_is_killed_in_the_middle_is_left_alone_and_comes_back",),
+    ),
+    Mutant(
+        "weights whose words change places",
+        "server/engine/loading.py",
+        "each * factors[: len(each)]",
+        "each",
+        (f"{FETCHES}::test_no_change_of_the_weights_goes_unseen",),
     ),
     Mutant(
         "memory that is being loaded into is kept from running requests",

@@ -486,7 +486,7 @@ def test_no_change_of_the_weights_goes_unseen(dtype: torch.dtype, monkeypatch: p
     for name, place in (("large", 0), ("large", 500), ("large", 998), ("small", 0), ("small", 2)):
         weights[name][place] += 100
         prints.add(weights_identity(weights))
-    weights["large"][[8, 80]] = weights["large"][[80, 8]]
+    weights["large"][[8, 24]] = weights["large"][[24, 8]]
     prints.add(weights_identity(weights))
     assert len(prints) == 7
     assert weights_identity({name: tensor.clone() for name, tensor in weights.items()}) in prints

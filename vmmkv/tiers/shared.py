@@ -179,10 +179,8 @@ class SharedTier(ThreadedTier):
         except MissedError:
             self._learn([key], [False])
             raise
-        record = value[_HEADER.size :]
-        if len(record) == len(data) and bytes(value[: _HEADER.size]) == _HEADER.pack(
-            _MAGIC, len(data), checksum_of(key, record)
-        ):
+        header, record = bytes(value[: _HEADER.size]), value[_HEADER.size :]
+        if len(record) == len(data) and header == _HEADER.pack(_MAGIC, len(data), checksum_of(key, record)):
             data[:] = record
             return
         self._learn([key], [False])
@@ -191,12 +189,17 @@ class SharedTier(ThreadedTier):
         raise OSError(f"{self.where} gave {len(value)} bytes for {_name(key)} that are not the record")
 
     def close(self) -> None:
-        """See Tier.close. Waits for what is being written, unless the store does not answer."""
+        """See Tier.close. Waits `timeout_s` for what is being written."""
         with self.lock:
             asker, self._asker = self._asker, None
-        if asker is not None:
-            asker.shutdown(wait=True, cancel_futures=True)
-        super().close()
+        late = threading.Timer(self.timeout_s, self._leave_alone, [TimeoutError()])
+        late.start()
+        try:
+            if asker is not None:
+                asker.shutdown(wait=True, cancel_futures=True)
+            super().close()
+        finally:
+            late.cancel()
 
     def _ask(self, keys: list[bytes]) -> None:
         try:
