@@ -440,7 +440,8 @@ class VmmCache(Cache):  # type: ignore[misc]
 
         So does whatever else reads rows: `states`, `crop`, a deep copy. Pages that a deep copy shares stay while it has them,
         and come back as pages of their own. On failure all is as before.
-        Cost: blocks while the rows are copied; pinning takes 0.3 s for each GiB. Pages are free when work launched so far ends.
+        Cost: blocks while the rows are copied. Pinning takes 0.3 s for each GiB, once: torch keeps the memory.
+        Pages are free when work launched so far ends.
         Raises: BudgetError if the host lacks the memory; DriverError; RuntimeError for an unfinished pass.
         """
         self._check_between_passes()
