@@ -31,7 +31,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,22 @@ if TYPE_CHECKING:
     from vmmkv.prefix.index import PrefixIndex
 
 
+_Positions: TypeAlias = npt.NDArray[np.int64] | None
+"""Of the rows that were there after a compaction, and of the row behind them. None: of each row it is its number."""
+
+
+def _positions(known: _Positions, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Of the first `num_tokens` rows, and of the row behind them: these follow one another where they are not known."""
+    if known is None:
+        return np.arange(num_tokens + 1)
+    return np.append(known[: num_tokens + 1], known[-1] + 1 + np.arange(num_tokens + 1 - len(known)))
+
+
+def _cut(known: _Positions, num_tokens: int) -> _Positions:
+    """Of a sequence that is cut. One without tokens begins anew."""
+    return known[: num_tokens + 1] if known is not None and num_tokens else None
+
+
 @dataclass(eq=False, slots=True)
 class ParkedSlot:
     """A slot whose sequence has ended and whose mappings stay, until it is adopted or evicted."""
@@ -62,6 +78,8 @@ class ParkedSlot:
     tenant: Hashable
     stamp: int
     """The pool's clock when it was parked."""
+    positions: "_Positions"
+    """Of its rows, if they were compacted."""
     fence: Fence
     """Behind all work that may still touch it. Whatever reads it since then renews the fence."""
     num_pages: int
@@ -105,9 +123,12 @@ class Sequence(_Planes):
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
     while the sequence lives (law 6). Every method raises Closed after `close` or `park`.
+
+    A row holds a token. `compact` drops rows of tokens that the sequence has seen: from then on `length`, `limit` and
+    `max_tokens` count rows, and `position` the tokens seen.
     """
 
-    __slots__ = ("_rows", "cache", "closed", "max_tokens", "slot", "tenant")
+    __slots__ = ("_rows", "cache", "closed", "known_positions", "max_tokens", "slot", "tenant")
 
     def __init__(self, cache: "KVCache", slot: int, max_tokens: int, tenant: Hashable) -> None:
         self.cache = cache
@@ -116,12 +137,24 @@ class Sequence(_Planes):
         self.max_tokens = max_tokens
         self.tenant = tenant
         self.closed = False
+        self.known_positions: _Positions = None
+        """Internal: see `positions`."""
 
     @property
     def length(self) -> int:
-        """Tokens written."""
+        """Tokens written and kept: rows."""
         self._check_live()
         return int(self.cache.table.lengths[self.slot])
+
+    @property
+    def position(self) -> int:
+        """Tokens seen, which is the position of the next one: `length`, and the tokens that `compact` dropped."""
+        length, known = self.length, self.known_positions
+        return length if known is None else int(known[-1]) + length + 1 - len(known)
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The position of each row's token: [length], ascending. Cost: grows with the length; no driver call."""
+        return _positions(self.known_positions, self.length)[:-1]
 
     @property
     def limit(self) -> int:
@@ -189,7 +222,58 @@ class Sequence(_Planes):
             cache.memory.reclaim_from(self.slot, num_tokens)
             cache.forget_rows(self.slot, num_tokens)
             cache.table.lengths[self.slot] = num_tokens
+            self.known_positions = _cut(self.known_positions, num_tokens)
             cache.memory.assert_owned(self.slot)
+
+    def compact(self, keep: npt.ArrayLike | torch.Tensor) -> None:
+        """Keep some rows only: they move to the front in their order, and pages wholly past them and the guard are reclaimed.
+
+        `keep`: a mask [length] of bools, or the numbers of at least one row in ascending order; a tensor of any device, an
+        array or a list. Rows are dropped in all layers and heads. `position` stays as it is, and `limit` falls. Keys keep the
+        rotation that they were written with. What was inserted into a prefix tree stays there; nothing more is inserted.
+
+        Cost: reads `keep`, which waits for the device; for each group and each 32 MiB of rows that move a gather and a copy,
+        launched on the caller's current stream; a fence if any page is reclaimed. No map or unmap, but that pages which others
+        hold, too, are exchanged first: as `own_from`. Temporary memory of at most 32 MiB. None if all rows are kept.
+        Raises: ValueError for what names no rows, and for a layout with windows, which count rows; OutOfPages, DriverError,
+        GraphCapture.
+        """
+        cache = self.cache
+        with cache.pool.lock:
+            self._check_live()
+            cache.check_capture()
+            if any(group.window is not None for group in cache.layout.groups):
+                raise ValueError("this layout has windows, which count rows: only full attention can have rows dropped")
+            rows = self._rows_to_keep(keep)
+            if len(rows) == self.length:
+                return
+            moved = rows != np.arange(len(rows))
+            first = int(moved.argmax()) if moved.any() else len(rows)
+            positions = _positions(self.known_positions, self.length)
+            sharing.own_from(cache.memory, self.slot, first, len(rows))
+            sharing.compact(cache.memory, self.slot, rows, first)
+            cache.forget_rows(self.slot, first)
+            cache.table.lengths[self.slot] = len(rows)
+            self.known_positions = np.append(positions[rows], positions[-1])
+            cache.memory.assert_owned(self.slot)
+
+    def _rows_to_keep(self, keep: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int64]:
+        given = keep.detach().cpu().numpy() if isinstance(keep, torch.Tensor) else np.asarray(keep)
+        length = self.length
+        if given.dtype == np.bool_:
+            if given.shape != (length,):
+                raise ValueError(f"keep: a mask of shape {given.shape}; the sequence in slot {self.slot} has {length} rows")
+            rows = np.flatnonzero(given)
+        else:
+            rows = wholes("keep", given)
+            if rows.ndim != 1 or (rows[:-1] >= rows[1:]).any() or not ((rows >= 0) & (rows < length)).all():
+                raise ValueError(
+                    f"keep={keep!r}: give the numbers of rows in ascending order, each once, of {length} that the sequence in "
+                    f"slot {self.slot} has; or a mask of them"
+                )
+        if not len(rows):
+            raise ValueError("keep names no row; truncate(0) takes back all tokens, and close() ends the sequence")
+        return rows
 
     def own_from(self, num_tokens: int) -> None:
         """Exchange shared pages that hold rows from `num_tokens` on, as far as `truncate(num_tokens)` keeps them.
@@ -207,7 +291,7 @@ class Sequence(_Planes):
         num_tokens = self._check_kept(num_tokens)
         self.cache.check_windows(self.slot, num_tokens)
         self.cache.check_capture()
-        sharing.own_from(self.cache.memory, self.slot, num_tokens)
+        sharing.own_from(self.cache.memory, self.slot, num_tokens, num_tokens)
         return num_tokens
 
     def advance_start(self, group: int, start_token: int | None = None) -> None:
@@ -563,6 +647,7 @@ class KVCache(_Planes):
                 for source, target in pairs:
                     self.forget_rows(target.slot, first)
                     sharing.copy_rows(self.memory, source.slot, target.slot, first, end)
+                    target.known_positions = _cut(source.known_positions, end)
 
     def restore(
         self,
@@ -852,7 +937,7 @@ class KVCache(_Planes):
         try:
             parked.fence.order(self.memory.streams)
             sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
-            sharing.own_from(self.memory, slot, num_tokens)
+            sharing.own_from(self.memory, slot, num_tokens, num_tokens)
             committed = self.memory.committed(slot, from_first=not num_tokens)
             self.memory.raise_limits({slot: min(committed, end)})
         except BaseException:
@@ -871,6 +956,7 @@ class KVCache(_Planes):
         self.memory.use(slot)
         self._adopted_slots += 1
         sequence = self._open_at(slot, end, parked.tenant)
+        sequence.known_positions = _cut(parked.positions, num_tokens)
         self.table.lengths[slot] = num_tokens
         self.memory.assert_owned(slot)
         return sequence
@@ -941,7 +1027,8 @@ class KVCache(_Planes):
         self._leave_slot(slot)
         self.memory.unuse(slot)
         num_pages = self.memory.num_pages(slot)
-        parked = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), fence, num_pages)
+        positions = _cut(sequence.known_positions, num_tokens)
+        parked = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), positions, fence, num_pages)
         self._list(parked)
         return parked
 
@@ -1150,6 +1237,7 @@ class KVCache(_Planes):
                 self.table.starts[:, slot] = self.table.starts[:, parent.slot]
                 copy_bytes = functools.partial(sharing.copy_slot_bytes, self.memory, parent.slot)
                 forks.append(self.open_with(slot, end, parent.tenant, parent.length, pages, copy_bytes))
+                forks[-1].known_positions = parent.known_positions
         except BaseException:
             for fork in forks:
                 self.end_sequence(fork)

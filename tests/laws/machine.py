@@ -207,9 +207,36 @@ class LawMachine(RuleBasedStateMachine):
             self.forget_evicted()
         else:
             self.forget_evicted()
+            live.number()
             del live.stamps[num_tokens:], live.tokens[num_tokens:]
+            live.number()
             if live.inserted is not None:
                 live.inserted = min(live.inserted, num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, kept=st.sets(st.integers(0, MAX_TOKENS), min_size=1), as_mask=st.booleans())
+    def compact(self, pick: int, kept: set[int], as_mask: bool) -> None:
+        live = self.live[pick % len(self.live)]
+        length = live.sequence.length
+        rows = [row for row in range(length) if row in kept]
+        keep = torch.tensor([row in kept for row in range(length)], dtype=torch.bool) if as_mask else rows
+        if not rows or any(group.window for group in live.cache.layout.groups):
+            with pytest.raises(ValueError, match=r"names no row|windows"):
+                live.sequence.compact(keep)
+            return
+        self.verify([live])
+        try:
+            self.attempt(lambda: live.sequence.compact(keep))
+        except OutOfPages:  # a page that others hold too has to be exchanged
+            assert self.shares_pages
+            self.forget_evicted()
+            return
+        self.forget_evicted()
+        if len(rows) < length:
+            live.number()
+            live.at = [live.at[row] for row in (*rows, length)]
+            live.stamps, live.tokens = ([each[row] for row in rows if each] for each in (live.stamps, live.tokens))
+            live.inserted = None
 
     @precondition(lambda self: self.live)
     @rule(pick=picks, short=st.integers(0, 2))
@@ -245,7 +272,7 @@ class LawMachine(RuleBasedStateMachine):
         assert (sequence.slot, sequence.length) == (kept.parked.slot, num_tokens)
         starts = kept.starts if num_tokens else [0] * len(kept.starts)
         stamps, tokens = kept.stamps[:num_tokens], kept.tokens[:num_tokens]
-        self.live.append(Live(kept.cache, sequence, kept.owner, stamps, starts, kept.bases, tokens=tokens))
+        self.live.append(Live(kept.cache, sequence, kept.owner, stamps, starts, kept.bases, tokens=tokens, at=kept.at))
         self.forget_evicted()
         self.verify(self.live[-1:])
         with pytest.raises(Evicted):
@@ -267,6 +294,7 @@ class LawMachine(RuleBasedStateMachine):
     def rests(self, live: Live, parked: ParkedSlot) -> None:
         """The slot of a sequence is parked."""
         self.ended(live)
+        live.number()
         live.parked, live.is_cut = parked, parked.length < len(live.stamps)
         del live.stamps[parked.length :], live.tokens[parked.length :]
         self.kept.append(live)
@@ -363,6 +391,8 @@ class LawMachine(RuleBasedStateMachine):
     def rows_are_where_and_what_they_were(self) -> None:
         for live in self.live:
             assert live.sequence.length == len(live.stamps)
+            live.number()
+            assert [*live.sequence.positions(), live.sequence.position] == live.at
             check_addresses(self.driver, live)
             if self.real_memory:
                 verify_written(live, every=SAMPLE)

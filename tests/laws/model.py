@@ -79,12 +79,26 @@ class Live:
     stream: torch.Stream | None = None
     """Where it was last worked on, on a simulated device."""
     tokens: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=lambda: [0])
+    """The position of each token, and of the next one; see `number`."""
     inserted: int | None = None
     """How many of the tokens the prefix cache knows; None if it does not know the sequence."""
     parked: ParkedSlot | None = None
     """Its slot, once it has ended there."""
     is_cut: bool = False
     """Had it more tokens than were parked? Then the last page can be shared, and is exchanged when the slot is adopted."""
+
+    def number(self) -> None:
+        """Tokens that were appended follow one another; those that were cut, and all behind them, are to come again."""
+        self.at = self.at[: len(self.stamps) + 1] if self.stamps else [0]
+        while len(self.at) <= len(self.stamps):
+            self.at.append(self.at[-1] + 1)
+
+    @property
+    def is_compacted(self) -> bool:
+        """Has it seen tokens that it has no rows of?"""
+        self.number()
+        return self.at[-1] > len(self.stamps)
 
     def first_number(self) -> int:
         """The least number of this owner."""

@@ -251,6 +251,22 @@ class SimulatedDriver(FakeDriver):
 
         self._enqueue(act, [stream], spans)
 
+    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
+        """See Driver.gather. The target is no memory of the driver's."""
+        super().gather(target_TE, source_SE, rows_T)
+        stream, row_bytes = self.current, source_SE.shape[1] * source_SE.itemsize
+        first, target = source_SE.data_ptr(), target_TE.data_ptr()
+        addresses = [first + row * row_bytes for row in rows_T.tolist()]
+
+        def act() -> None:
+            self._staged[stream, target] = [
+                run._replace(start=run.start + index * row_bytes)
+                for index, address in enumerate(addresses)
+                for run in self.read(address, row_bytes)
+            ]
+
+        self._enqueue(act, [stream], [(address, address + row_bytes) for address in addresses])
+
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write."""
         values = dict(values)

@@ -150,6 +150,12 @@ class World:
             if group.window is not None:
                 self.sequence.advance_start(index)
 
+    def compact(self) -> None:
+        """The newest sequence keeps some rows."""
+        live, rows = self.known[-1], [0, 1, 3, 4, 7, 9]
+        live.sequence.compact(rows)
+        live.stamps, live.tokens = ([each[row] for row in rows if each] for each in (live.stamps, live.tokens))
+
     def parked(self, num_tokens: int | None = None, *, long: bool = False) -> None:
         if long:
             self.long()
@@ -193,7 +199,7 @@ class PrefixWorld(World):
 
     def say(self, live: Live, tokens: list[int]) -> None:
         live.tokens += tokens
-        live.stamps = self.texts.stamps("red", live.tokens)
+        live.stamps += self.texts.stamps("red", live.tokens)[len(live.stamps) :]
         append(self.driver, live, range(live.sequence.length, len(live.tokens)))
         live.sequence.advance(len(tokens))
 
@@ -374,6 +380,7 @@ OPERATIONS = {
     "grow_evicting": Operation(grows(12), World.parked_foreign, pages=24, evicts=True),
     "map_ahead": Operation(lambda world: world.cache.map_ahead(lookahead_tokens=3), World.leave_pages_pending, partial=True),
     "truncate": Operation(lambda world: world.sequence.truncate(1)),
+    "compact": Operation(World.compact, World.long, layouts=("one_group",), absorbs=True),
     "advance_start": Operation(World.advance_windows, World.long),
     "park": Operation(lambda world: world.sequence.park()),
     "adopt": Operation(adopts(None), World.parked),
@@ -411,6 +418,8 @@ OPERATIONS = {
         lambda world: (world.run(), world.fork()),
         layouts=("even", "one_group", "two_groups"),
     ),
+    "compact_aliased": of_prefixes(World.compact, PrefixWorld.alias, layouts=("one_group",), absorbs=True),
+    "compact_inserted": of_prefixes(World.compact, PrefixWorld.run, layouts=("one_group",), absorbs=True),
     "adopt_unasked": of_prefixes(
         lambda world: world.know(world.cache.adopt(world.cache.parked()[0], 5, tenant="red"), PROMPT[:5]),
         PrefixWorld.park_and_fork,
@@ -477,9 +486,13 @@ def test_every_call_of_an_operation_can_fail_and_nothing_changes(name, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS if name != "two_groups"] + ["two_groups"]
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if layout == OPERATIONS[name].layouts[-1] else pytest.mark.nightly)
+        for name, layout in CASES
+        if OPERATIONS[name].world is World
+    ],
 )
-@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.world is World])
 def test_the_undoing_can_fail_too(name, layout):
     operation = OPERATIONS[name]
     for first in range(calls_of(operation, layout)[0]):

@@ -75,9 +75,9 @@ class PrefixMachine(LawMachine):
         live = [live for live in self.live if live.inserted is not None or not known]
         return live[pick % len(live)] if live else None
 
-    def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None) -> Live:
+    def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None, stamps: list[int] | None = None) -> Live:
         assert sequence.length == len(tokens)
-        stamps = self.texts.stamps(sequence.tenant, tokens)
+        stamps = self.texts.stamps(sequence.tenant, tokens) if stamps is None else stamps
         live = opened(self.cache, sequence, owner=TENANTS.index(sequence.tenant), stamps=stamps)
         live.tokens, live.inserted = list(tokens), inserted
         self.live.append(live)
@@ -177,8 +177,10 @@ class PrefixMachine(LawMachine):
             pass
         else:
             for fork in forks:
-                self.opened(fork, live.tokens, inserted=None)
+                self.opened(fork, live.tokens, inserted=None, stamps=live.stamps)
                 assert self.live[-1].starts == live.starts
+                live.number()
+                self.live[-1].at = live.at
 
     # on
 
@@ -200,7 +202,8 @@ class PrefixMachine(LawMachine):
         self.forget_evicted()
         new = range(sequence.length, wanted)
         live.tokens += tokens[: len(new)]
-        live.stamps = self.texts.stamps(sequence.tenant, live.tokens)
+        text = (sequence.tenant, *live.stamps) if live.is_compacted else sequence.tenant
+        live.stamps += self.texts.stamps(text, live.tokens)[sequence.length :]
         self.compute(live, new)
         sequence.advance(len(new))
 
@@ -249,7 +252,7 @@ class PrefixMachine(LawMachine):
                 with pytest.raises(ValueError, match="two tenants"):
                     self.cache.copy_rows([(source.sequence, target.sequence)], 0, 0)
             return
-        first = min(first, num_common(source.tokens, target.tokens))
+        first = min(first, num_common(source.stamps, target.stamps))
         end = min(first + more, len(source.tokens), target.sequence.limit)
         try:
             self.attempt(lambda: self.cache.copy_rows([(source.sequence, target.sequence)], first, end))
@@ -261,8 +264,10 @@ class PrefixMachine(LawMachine):
             target.tokens = source.tokens[:end]
             target.stamps = source.stamps[:end]
             target.starts = [max(pair) for pair in zip(source.starts, target.starts, strict=True)]
+            source.number()
+            target.at = source.at[: end + 1]
             if target.inserted is not None:
-                target.inserted = min(target.inserted, first)
+                target.inserted = None if source.is_compacted else min(target.inserted, first)
 
     # the tree
 

@@ -128,6 +128,14 @@ REFUSALS = [
     (ValueError, "num_tokens=-1: the sequence in slot 1", lambda c, s, p: s.truncate(-1)),
     (TypeError, NO_NUMBER, lambda c, s, p: s.truncate(0.5)),
     (TypeError, NO_NUMBER, lambda c, s, p: s.park(0.5)),
+    (ValueError, "give the numbers of rows in ascending order, each once, of 20", lambda c, s, p: s.compact([3, 2])),
+    (ValueError, "keep=[2, 2]: give the numbers", lambda c, s, p: s.compact([2, 2])),
+    (ValueError, "keep=[0, 20]: give the numbers", lambda c, s, p: s.compact([0, 20])),
+    (ValueError, "keep=[-1]: give the numbers", lambda c, s, p: s.compact([-1])),
+    (ValueError, "keep=3: give the numbers", lambda c, s, p: s.compact(3)),
+    (ValueError, "keep names no row; truncate(0) takes back all", lambda c, s, p: s.compact([])),
+    (ValueError, "keep: a mask of shape (19,); the sequence in slot 1 has 20 rows", lambda c, s, p: s.compact([True] * 19)),
+    (TypeError, "are not whole numbers but float64", lambda c, s, p: s.compact([0.0, 1.0])),
     (ValueError, "group 0 has no window: all its rows are needed", lambda c, s, p: s.advance_start(0)),
     (ValueError, "group=1: this cache has groups 0 to 0", lambda c, s, p: s.start(1)),
     (TypeError, NO_NUMBER, lambda c, s, p: s.start(0.0)),
@@ -474,6 +482,71 @@ def test_truncating_owned_pages_needs_no_page(cache, driver):
     cache.check()
 
 
+# fewer rows
+
+
+@pytest.mark.parametrize("guard_tokens", [0, 5])
+def test_the_memory_of_dropped_rows_returns(pool, driver, guard_tokens):
+    with KVCache(LAYOUT, pool, slots=2, max_tokens=128, guard_tokens=guard_tokens) as cache:
+        sequence = written(cache, 120)
+        calls = Calls(driver)
+        sequence.compact(torch.arange(120) % 3 == 0)
+        assert calls.made() == {"write": 1}  # the limit; neither map nor unmap
+        cache.drain()
+        wanted_pages = -(-(40 + guard_tokens) * ROW_BYTES // PAGE_BYTES)
+        assert cache.stats().mapped_bytes == pool.stats().used_bytes == wanted_pages * PAGE_BYTES
+        assert (sequence.length, sequence.position, sequence.limit) == (40, 120, wanted_pages * 16 - guard_tokens)
+        assert sequence.k(3)[:40, 0, 0].tolist() == list(range(0, 120, 3))
+        cache.check()
+
+
+def test_position_counts_the_tokens_seen_and_goes_back_with_the_rows(cache, tmp_path):
+    sequence = written(cache, 20)
+    sequence.compact([0, 1, 5, 9])
+    sequence.advance(2)
+    assert (sequence.positions().tolist(), sequence.position) == ([0, 1, 5, 9, 20, 21], 22)
+    sequence.compact([1, 3, 4])
+    (fork,) = cache.fork(sequence)
+    fork.save(tmp_path / "one")
+    sequence = cache.adopt(sequence.park())
+    for each in (sequence, fork, cache.restore(tmp_path / "one")):
+        assert (each.positions().tolist(), each.position, each.length) == ([1, 9, 20], 22, 3)
+        assert each.k(0)[:2, 0, 0].tolist() == [1, 9]
+    fork.truncate(2)
+    assert (fork.positions().tolist(), fork.position) == ([1, 9], 20)
+    fork.truncate(1)
+    assert (fork.positions().tolist(), fork.position) == ([1], 9)
+    fork.truncate(0)
+    assert fork.position == 0
+    before = sequence.positions()
+    sequence.compact([0, 1, 2])  # all
+    assert sequence.positions().tolist() == before.tolist()
+    assert cache.adopt(sequence.park(2)).position == 20
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
+def test_no_row_is_written_before_it_is_read(pool, monkeypatch, chunk_rows):
+    monkeypatch.setattr("vmmkv.memory.sharing._CHUNK_BYTES", chunk_rows * ROW_BYTES)
+    narrow = Group(layers=(4,), planes=tuple(Plane(name=name, heads=1, dim=96, dtype=torch.float32) for name in "kv"))
+    with KVCache(KVLayout(groups=(*LAYOUT.groups, narrow)), pool, slots=1, max_tokens=100) as cache:
+        for _ in range(5):
+            sequence = written(cache, 100)
+            rows = (torch.rand(100) < torch.rand(())).nonzero()[:, 0]
+            if len(rows):
+                sequence.compact(rows)
+                for layer, sign in itertools.product(range(5), (1, -1)):
+                    kept = (sequence.k if sign == 1 else sequence.v)(layer)[: len(rows)]
+                    assert torch.equal(kept, sign * rows.float().view(-1, 1, 1).expand_as(kept))
+            sequence.close()
+
+
+def test_rows_of_a_layout_with_windows_are_not_dropped(windowed):
+    sequence = written(windowed, 50)
+    with pytest.raises(ValueError, match="this layout has windows, which count rows"):
+        sequence.compact([0])
+    assert sequence.k(0)[:50, 0, 0].tolist() == list(range(50))
+
+
 # ahead of need
 
 
@@ -647,6 +720,7 @@ def test_use_of_an_ended_sequence_is_refused(cache):
     uses = [
         *(lambda s: s.length, lambda s: s.limit, lambda s: s.start(), lambda s: s.k(0), lambda s: s.grow(1)),
         *(lambda s: s.advance(), lambda s: s.truncate(0), lambda s: s.advance_start(0), lambda s: s.park()),
+        *(lambda s: s.compact([0]), lambda s: s.position, lambda s: s.positions()),
     ]
     for sequence, use in itertools.product((closed, parked), uses):
         with pytest.raises(Closed, match=f"slot {sequence.slot} was closed or parked; open or adopt another"):
@@ -764,6 +838,7 @@ def test_while_a_graph_is_captured_memory_stays_as_it_is(pool, driver, monkeypat
     for use in (
         *(cache.open, cache.map_ahead, cache.drain, cache.close, sequence.park, sequence.close, empty.close),
         *(lambda: sequence.grow(100), lambda: sequence.truncate(1), lambda: sequence.own_from(1)),
+        lambda: sequence.compact([0]),
         *(lambda: cache.adopt(parked), lambda: cache.fork(sequence), lambda: cache.fork_batch([sequence])),
         *(lambda: cache.open_batch(3), lambda: cache.open(tenant="red"), lambda: pool.resize(4 * PAGE_BYTES)),
         *(lambda: sequence.advance_start(1), lambda: cache.copy_rows([(source, sequence)], 0, 20)),

@@ -252,6 +252,23 @@ def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
     assert calls.made() == {"write": 1}  # the limit, which is a fence too
 
 
+def test_what_was_inserted_stays_when_its_sequence_is_compacted(prefix, cache, driver):
+    sequence = begin(prefix, PROMPT[:60])
+    sequence.compact([*range(20), 40, 41, 59])
+    assert prefix.match(PROMPT) == 48  # whole pages
+    assert sequence.k(0)[:23, 0, 0].tolist() == [*range(1, 21), 41, 42, 60]
+    for use in (prefix.insert, prefix.park, prefix.release):
+        with pytest.raises(ValueError, match="was compacted, so its rows are no prefix"):
+            use(sequence, PROMPT[:23])
+    with pytest.raises(ValueError, match="was compacted"):
+        prefix.insert(sequence, PROMPT[:20])
+    again = prefix.attach(PROMPT[:60])
+    assert again.num_tokens == 48
+    assert_reads(again.sequence, 48)
+    prefix.release(sequence)
+    assert_reads(again.sequence, 48)
+
+
 # forks
 
 

@@ -197,6 +197,13 @@ class Driver(Protocol):
         """
         ...
 
+    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
+        """Copy row `rows_T[t]` of the source to row t of the target, in order on the caller's current stream.
+
+        Both are the device's, and do not overlap; the target is contiguous. Not counted in `calls`.
+        """
+        ...
+
     def new_stream(self) -> torch.Stream:
         """A stream besides the caller's, for copies that run beside its work. It lasts as long as the process."""
         ...

@@ -7,11 +7,13 @@ An extent with more than one holder is never written (law 3): rows are appended 
 is cut inside one first gets a page of its own (`own_from`). The caller holds the pool's lock.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv.driver.base import Fence
@@ -20,7 +22,7 @@ from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
 from vmmkv.memory.mapper import Target
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.slot_memory import SlotMemory
-from vmmkv.units import PAGE_BYTES, ceil_div, counted
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
 
 Pages: TypeAlias = ReadOnlyDict[int, Extent]
 """Extents by the page of a slot under which they stand, of one group."""
@@ -102,8 +104,8 @@ def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> 
     memory.reclaim_run(slot, ends, fence)
 
 
-def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
-    """Give a slot its own pages for the rows from `num_tokens` on, as far as they stay when it is cut there.
+def own_from(memory: SlotMemory, slot: int, first: int, num_tokens: int) -> None:
+    """Give a slot its own pages for the rows from `first` on, as far as they stay when it is cut to `num_tokens`.
 
     A page that others hold too is exchanged for one with the same bytes. There is no atomic exchange of a mapping: the old
     one is unmapped first, and so this waits for all work launched so far.
@@ -111,7 +113,7 @@ def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
     two copies. On failure all is as before. Raises: OutOfPages, DriverError.
     """
     for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
-        for mapping in list(span.live_rows_from(num_tokens)):
+        for mapping in list(span.live_rows_from(first)):
             if mapping.page < end and mapping.extent.shared:
                 with memory.copying():
                     _exchange(memory, mapping)
@@ -153,6 +155,39 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
         if first_byte < end_byte:
             copy_slot_bytes(memory, source, span.index, first_byte, end_byte - first_byte, span.address + first_byte)
     memory.table.lengths[target] = end_token
+
+
+_CHUNK_BYTES: Final = 32 * MIB
+
+
+def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: int) -> None:
+    """Move `rows` of a slot, in ascending order, to its front, and reclaim the pages wholly past them and the guard.
+
+    The first `first` of them stay where they are; the pages that the others move to are the slot's own (`own_from`). Chunk by
+    chunk the rows are gathered outside and copied back: no row is written before it is read, for rows only move to the front.
+    Cost: for each group and each 32 MiB of rows that move a gather and a copy, launched on the caller's current stream; a
+    fence if any page is reclaimed.
+    """
+    device = memory.pool.device
+    moved_T = torch.from_numpy(rows[first:]).to(device)
+    largest = max(span.group.row_bytes for span in memory.spans(slot))
+    chunk_rows = min(max(1, _CHUNK_BYTES // largest), len(moved_T))
+    buffer = torch.empty(chunk_rows * largest, dtype=torch.uint8, device=device)
+    with memory.copying():
+        for span in memory.spans(slot) if chunk_rows else ():
+            row_bytes = span.group.row_bytes
+            rows_SE = memory.arenas[span.index].rows(slot, 0, int(rows[-1]) + 1).view(-1, row_bytes)
+            for at in range(0, len(moved_T), chunk_rows):
+                chunk_T = moved_T[at : at + chunk_rows]
+                chunk_TE = buffer[: len(chunk_T) * row_bytes].view(-1, row_bytes)
+                # Numbers of 8 bytes: torch copies number by number.
+                memory.pool.driver.gather(chunk_TE.view(torch.int64), rows_SE.view(torch.int64), chunk_T)
+                memory.pool.driver.copy(span.address + (first + at) * row_bytes, chunk_TE.data_ptr(), chunk_TE.numel())
+    with contextlib.suppress(DriverError):  # then the pages stay as if they were mapped ahead; but the device is lost
+        try:
+            memory.reclaim_from(slot, len(rows))
+        except DriverError:  # the moves cannot be taken back
+            memory.reclaim_from(slot, len(rows))
 
 
 def _exchange(memory: SlotMemory, old: Mapping) -> None:

@@ -187,7 +187,8 @@ class PrefixCache:
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
         Cost: host work by the number of tokens; no driver call, but a fence with a holder. Raises ValueError if the sequence
-        has fewer tokens, did not come from `attach`, or had other tokens inserted; Closed if it has ended; GraphCapture.
+        has fewer tokens, did not come from `attach`, was compacted, or had other tokens inserted; Closed if it has ended;
+        GraphCapture.
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
@@ -231,6 +232,8 @@ class PrefixCache:
                 f"{sequence!r} did not come from attach() of this prefix cache; what came from open() or fork() is no "
                 "prefix's, and ends by close()"
             )
+        if sequence.known_positions is not None:
+            raise ValueError(f"{sequence!r} was compacted, so its rows are no prefix; end it by release() without tokens")
         tokens = _checked(tokens)
         num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
         if not num_inserted <= num_tokens <= sequence.length:

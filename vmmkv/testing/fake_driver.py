@@ -251,6 +251,16 @@ class FakeDriver:
         if self.over is not None:
             self.over.copy(target, source, size_bytes)
 
+    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
+        """See Driver.gather. The rows must be mapped."""
+        row_bytes = source_SE.shape[1] * source_SE.itemsize
+        for row in rows_T.tolist():
+            address = source_SE.data_ptr() + row * row_bytes
+            if not self.is_accessible(address, row_bytes):
+                raise LawBroken(f"a copy touches {span_text(address, row_bytes)}, which is not all mapped")
+        if self.over is not None:
+            self.over.gather(target_TE, source_SE, rows_T)
+
     def new_stream(self) -> torch.Stream:
         """See Driver.new_stream."""
         return torch.Stream(stream_id=0, device_index=-1, device_type=0) if self.over is None else self.over.new_stream()

@@ -2,7 +2,8 @@
 
 A file holds one sequence, and is written whole and read back whole:
 
-    header    what must agree: layout, fingerprint; and how many tokens there are, from which row on in each group
+    header    what must agree: layout, fingerprint; how many tokens there are, from which row on in each group; positions of
+              rows that were compacted
     rows      of each group, in chunks of 32 MiB, with a checksum behind each
 
 Host memory holds the same chunks. Pages that sequences of a batch share are kept once there, and are shared again.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from vmmkv.driver.base import Driver, Fence
@@ -116,6 +118,8 @@ def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
         raise ValueError(f"{sequence!r} has nothing to save")
     identity = Keys(cache.layout, fingerprint).identity.hex()
     header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
+    if sequence.known_positions is not None:
+        header["positions"] = sequence.known_positions.tolist()
     buffer = host_memory(_CHUNK_BYTES, cache.device)
     fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
     try:
@@ -165,7 +169,10 @@ def restore(
             slot = cache.clear_run(1)
             cache.memory.table.starts[:, slot] = header["starts"]
             copy_bytes = _written_from(cache.pool.driver, next_chunk)
-            return cache.open_with(slot, end, tenant, num_tokens, [{} for _ in header["starts"]], copy_bytes)
+            sequence = cache.open_with(slot, end, tenant, num_tokens, [{} for _ in header["starts"]], copy_bytes)
+            if "positions" in header:
+                sequence.known_positions = np.array(header["positions"])
+            return sequence
 
 
 def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
