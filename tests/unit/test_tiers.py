@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +301,58 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     assert prefix.flush(5) and fetch.done
     cache.check()
     assert fetch.num_tokens < 96
+    assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
+
+
+class FailsAfter(Future):
+    """A load that fails behind so many looks at it, as a thread may at any moment."""
+
+    def __init__(self, num_looks):
+        super().__init__()
+        self.num_looks = num_looks
+
+    def done(self):
+        is_done = super().done()
+        self.num_looks -= not is_done
+        if not is_done and not self.num_looks:
+            self.set_exception(OSError("the disk is broken"))
+        return is_done
+
+
+@pytest.mark.parametrize("num_looks", [1, 2, 3, 4])
+def test_a_load_that_fails_between_two_looks_at_it_is_a_miss(cache, host, monkeypatch, num_looks):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    load = host.load
+
+    def load_one_that_fails(key):
+        transfer = load(key)
+        if not futures:
+            transfer.future = FailsAfter(num_looks)
+            futures.append(transfer.future)
+        return transfer
+
+    futures: list[Future] = []
+    monkeypatch.setattr(host, "load", load_one_that_fails)
+    assert fetched(prefix, PROMPT).num_tokens == 0
+    assert isinstance(futures[0].exception(), OSError)
+
+
+def test_a_fetch_whose_extents_cannot_be_created_ends_as_a_miss(cache, host, driver):
+    tier = FaultyTier(host, 0, ["asks"], chance=0.0)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    stored(prefix, PROMPT)
+    cache.drain()
+    cache.pool.resize(PAGE_BYTES)
+    cache.pool.resize(32 * PAGE_BYTES)
+    tier.chance = 1.0
+    fetch = prefix.fetch(PROMPT)
+    tier.chance = 0.0
+    driver.fail_at = {driver.num_calls + 2}
+    with pytest.raises(Exception, match="told to fail"):
+        prefix.poll()
+    assert prefix.flush(1) and fetch.done and not fetch.num_tokens
+    cache.check()
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 

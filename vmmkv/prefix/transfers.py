@@ -239,9 +239,13 @@ class Transfers:
         self._has_worked, self._behind = False, None
         self.finish()
         for fetch in [fetch for fetch in self._fetches if self._is_answered(fetch)]:
-            if self._start(fetch) is not fetch:  # there is nothing, or it is on its way: another call of fetch gets that
-                fetch.bytes_by_tier = Counter()
-                self._conclude(fetch)
+            started = None
+            try:
+                started = self._start(fetch)
+            finally:
+                if started is not fetch:  # there is nothing, or it is on its way: another call of fetch gets that
+                    fetch.bytes_by_tier = Counter()
+                    self._conclude(fetch)
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
         self._load()
@@ -468,11 +472,11 @@ class Transfers:
                 else:
                     part.coming.append(_Move(part.num_asked * RECORD_BYTES, tier, transfer))
                     part.num_asked += 1
+            come = [move for move in part.coming if move.transfer.ended]  # first: a thread may end one while this looks
             part.failed = part.failed or any(move.transfer.missed for move in part.coming)
             if part.failed:
                 self._leave(part)
                 continue
-            come = [move for move in part.coming if move.transfer.ended]
             if not come or (lends and len(come) < len(part.coming)):
                 continue
             part.coming = [move for move in part.coming if move not in come]
