@@ -220,7 +220,7 @@ def test_a_password_works_and_is_never_told(make, caplog, monkeypatch):
         until(lambda: is_left_alone(wrong))
         with pytest.raises(ValueError, match="write redis://") as refused:
             RedisTier(f"redis://:{PASSWORD}@{host}")
-        with pytest.raises(ValueError, match="no store has the scheme 'redi'; did you mean redis") as unknown:
+        with pytest.raises(ValueError, match=r"no store has the scheme 'redi'; there are .* did you mean redis") as unknown:
             open_store(f"redi://:{PASSWORD}@{host}")
         told = [repr(right), repr(wrong), str(refused.value), str(unknown.value), str(right.stats()), caplog.text]
         assert not any(PASSWORD[:4] in text for text in told) and refused.value.__suppress_context__
@@ -247,7 +247,7 @@ def test_tiers_of_packages_are_found_by_the_scheme_of_a_url(monkeypatch):
     with pytest.raises(TierUnavailable, match=r"no_such_package:Tier, the tier for gone://, .*No module named"):
         open_store("gone://")
     for url in ("cups://", "shelf", "/tmp"):
-        with pytest.raises(ValueError, match="There are gone://, shelf://"):
+        with pytest.raises(ValueError, match="there are gone://, shelf://"):
             open_store(url)
 
 

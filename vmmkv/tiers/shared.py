@@ -62,10 +62,10 @@ def open_store(url: str) -> Tier:
     scheme = url.partition("://")[0] if "://" in url else ""
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if scheme not in found:
-        there = ", ".join(f"{name}://" for name in sorted(found)) or "none; install vmmkv, with pip"
+        there = ", ".join(f"{name}://" for name in sorted(found)) or "none: install vmmkv, with pip"
         raise ValueError(
-            f"no store has the scheme {scheme!r}; {did_you_mean(scheme, found)} There are {there}. A package adds one by the "
-            f"entry point group {ENTRY_POINTS}"
+            f"no store has the scheme {scheme!r}; there are {there}; packages add theirs by the entry points {ENTRY_POINTS}. "
+            + did_you_mean(scheme, found)
         )
     try:
         make = found[scheme].load()
