@@ -345,14 +345,18 @@ class Engine:
             return False
 
     def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = lambda: time.sleep(1e-3)) -> None:
-        """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true."""
+        """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true.
+
+        What is left then goes on beside the next steps.
+        """
         until_s, is_stored = time.monotonic() + timeout_s, not self.poll_tiers()
         if is_stored:
             return
         while not (is_stored or time.monotonic() > until_s or wait()):
             self.report(only_if_due=True)
             is_stored = not self.poll_tiers()
-        self.settle()
+        if is_stored:
+            self.settle()
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""

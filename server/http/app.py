@@ -251,6 +251,7 @@ def _admin_routes(engine: EngineClient, queue: AdmissionQueue) -> APIRouter:
         """Give all KV memory back to the device, once the requests in flight have ended; weights stay. New requests get 503."""
         if level != 1:
             raise errors.invalid("level", f"{level}; weights stay where they are here, which is level 1")
+        engine.require_ready()
         if not await queue.sleep():
             raise ApiError(409, "The server was woken up before the requests in flight had ended.", code="woken_up")
         try:

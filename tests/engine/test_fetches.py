@@ -291,6 +291,15 @@ def test_a_client_that_goes_leaves_nothing_in_a_tier(harness: MakeHarness, slow:
     assert not slow.lent and not one.cache.stats().pool_used_bytes
 
 
+def test_a_request_that_comes_waits_for_no_store(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = serving(harness, FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["refuses"], chance=1.0))
+    one.said(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.cache, "drain", lambda: pytest.fail("it waits for copies"))
+        one.engine.store_all(wait=lambda: True)
+    assert one.said(PROMPT) == one.expected(PROMPT)
+
+
 def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: MakeHarness, slow: FaultyTier) -> None:
     one = serving(harness, slow, budget_pages=12)
     tokens = stored(one, PROMPT)

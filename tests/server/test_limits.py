@@ -22,7 +22,7 @@ from vmmkv.server.config import FrontConfig, read_keys
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv.server.launch import answered_hosts
-from vmmkv.server.protocol import Abort, Forget, Ready, Resize, Sleep
+from vmmkv.server.protocol import Abort, Forget, Loading, Ready, Resize, Sleep
 
 SILENT: dict[str, Any] = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
@@ -367,6 +367,10 @@ class TestSleep:
             assert code(refused) == (400, "invalid_value") and refused.json()["error"]["param"] == "level"
             server.engine.fails_to_sleep = True
             assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 500
+            assert server.complete().status_code == 200
+            ready, server.client.phase = server.client.phase, Loading(stage="weights", done=0, total=1)
+            assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 503
+            server.client.phase = ready
             assert server.complete().status_code == 200
             server.engine_dies("exit code 3")
             assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 503

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -117,9 +118,14 @@ def test_no_byte_of_a_tenant_reaches_another_one(path, holder):
 
 def test_a_namespace_that_is_not_the_same_in_another_process_is_refused(path, holder):
     engine = Engine(path)
-    with pytest.raises(ValueError, match="must be the same in another process"):
-        engine.prefix.attach(PROMPT, namespace=frozenset({"red"}))
+    for namespace in (frozenset({"red"}), User("red"), (User("red"), 1)):
+        with pytest.raises(ValueError, match="must be the same in another process"):
+            engine.prefix.attach(PROMPT, namespace=namespace)
     engine.close()
+
+
+class User(NamedTuple):
+    name: str
 
 
 def test_a_smaller_budget_keeps_what_was_sealed_last(path, holder):
@@ -141,6 +147,23 @@ def test_a_second_engine_is_refused_and_told_which_one_it_is(path, holder):
     assert engine.ask("serve", PROMPT) == (0, 0), "the first one goes on"
     engine.kill()
     Pool("cpu", 8 * PAGE_BYTES, holder=path).close()
+
+
+def test_a_child_made_by_fork_does_not_keep_the_holder(path, holder):
+    read, write = os.pipe()
+    pool = Pool("cpu", 8 * PAGE_BYTES, holder=path)
+    if (child := os.fork()) == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        assert pool.holder.stats().num_handles == 0, "the parent keeps it"
+        pool.close()
+        Pool("cpu", 8 * PAGE_BYTES, holder=path).close()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")

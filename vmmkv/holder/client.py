@@ -15,6 +15,7 @@ import json
 import os
 import select
 import socket
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ class HolderClient:
     def __init__(self, path: str | os.PathLike[str], device: torch.device) -> None:
         self.path: Final = Path(path)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _connections.add(self._connection)
         try:
             self._connection.settimeout(_TIMEOUT_S)
             try:
@@ -219,3 +221,15 @@ class HolderClient:
             call=call,
             code="HOLDER_GONE",
         )
+
+
+_connections: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """After fork(): a child that kept a connection open would keep the holder, also when its parent is gone."""
+    for connection in list(_connections):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

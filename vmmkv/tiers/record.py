@@ -133,7 +133,7 @@ def checksum_of(key: bytes, record: memoryview) -> int:
 
 def checked_namespace(namespace: Hashable) -> Hashable:
     """Return a namespace that every process spells alike. Raises ValueError for any other."""
-    if isinstance(namespace, tuple):
+    if type(namespace) is tuple:
         for part in namespace:
             checked_namespace(part)
     elif namespace is not None and type(namespace) not in (str, bytes, int):
