@@ -63,6 +63,11 @@ def _positions(known: _Positions, num_tokens: int) -> npt.NDArray[np.int64]:
     return np.append(known[: num_tokens + 1], known[-1] + 1 + np.arange(num_tokens + 1 - len(known)))
 
 
+def num_unmoved(rows: npt.NDArray[np.int64]) -> int:
+    """How many of these rows stay where they are in a compaction to them."""
+    return int((rows == np.arange(len(rows))).sum())  # no row moves back, so that all behind one that moves do too
+
+
 def _cut(known: _Positions, num_tokens: int) -> _Positions:
     """Of a sequence that is cut. One without tokens begins anew."""
     return known[: num_tokens + 1] if known is not None and num_tokens else None
@@ -244,11 +249,10 @@ class Sequence(_Planes):
             cache.check_capture()
             if any(group.window is not None for group in cache.layout.groups):
                 raise ValueError("this layout has windows, which count rows: only full attention can have rows dropped")
-            rows = self._rows_to_keep(keep)
+            rows = self.rows_to_keep(keep)
             if len(rows) == self.length:
                 return
-            moved = rows != np.arange(len(rows))
-            first = int(moved.argmax()) if moved.any() else len(rows)
+            first = num_unmoved(rows)
             positions = _positions(self.known_positions, self.length)
             sharing.own_from(cache.memory, self.slot, first, len(rows))
             sharing.compact(cache.memory, self.slot, rows, first)
@@ -257,7 +261,8 @@ class Sequence(_Planes):
             self.known_positions = np.append(positions[rows], positions[-1])
             cache.memory.assert_owned(self.slot)
 
-    def _rows_to_keep(self, keep: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int64]:
+    def rows_to_keep(self, keep: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int64]:
+        """Internal: the numbers of the rows that `keep` names. See `compact`."""
         given = keep.detach().cpu().numpy() if isinstance(keep, torch.Tensor) else np.asarray(keep)
         length = self.length
         if given.dtype == np.bool_:

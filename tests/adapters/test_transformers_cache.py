@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.adapters.models import MODELS, assert_same, forward, gemma3, generated, llama, prompts
+from tests.attending import attending_by
 from vmmkv import MIB, Closed, LayoutError, Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 
@@ -332,6 +333,74 @@ def test_there_is_nothing_to_see_before_the_first_token(cache: VmmCache, small: 
         assert other.get_mask_sizes(5, 0) == (5, 0)
     forward(small, cache, IDS)
     assert cache.is_initialized
+
+
+def logits_without(model: Any, cache: DynamicCache, dropped: torch.Tensor, ids: torch.Tensor, window: int) -> torch.Tensor:
+    """Of a pass whose tokens do not see `dropped` in layers of full attention, where every row is still there."""
+    past, new = cache.get_seq_length(), ids.shape[1]
+    seen = torch.arange(past + new)[None, :] <= torch.arange(past, past + new)[:, None]
+    passed = torch.arange(past + new)[None, :] <= torch.arange(past, past + new)[:, None] - window
+    masks = {"full_attention": seen.index_fill(1, dropped, False), "sliding_attention": seen & ~passed}
+    first = max(0, past - window + 1)  # what the cache gives layers with windows
+    masks = {name: mask[None, None, :, first if "sliding" in name else 0 :] for name, mask in masks.items()}
+    return forward(model, cache, ids, attention_mask=masks if "gemma" in model.config.model_type else masks["full_attention"])
+
+
+@pytest.mark.parametrize("attention", nightly_but(["vmmkv", "sdpa"], ["sdpa"]))
+@pytest.mark.parametrize("kind", ["grouped", "sliding and full, head size 256"])
+def test_after_a_compaction_the_logits_are_those_without_the_dropped_keys(pool: Pool, kind: str, attention: str) -> None:
+    model = MODELS[kind]()
+    window = getattr(model.config, "sliding_window", None) or 8192
+    own, ids = DynamicCache(config=model.config), prompts(90)["input_ids"]
+    with VmmCache(model.config, pool) as cache, attending_by(model, attention):
+        forward(model, cache, ids)
+        with attending_by(model, "sdpa"):
+            forward(model, own, ids)
+        kept = torch.rand(90) < 0.4
+        cache.compact(kept)
+        dropped, position = (~kept).nonzero()[:, 0], 90
+        for num_new in (1, 7, 1):
+            ids = prompts(num_new, seed=num_new)["input_ids"]
+            with attending_by(model, "sdpa"):
+                expected = logits_without(model, own, dropped, ids, window)
+            torch.testing.assert_close(forward(model, cache, ids), expected, atol=2e-5, rtol=1e-4)
+            position += num_new
+            assert cache.get_seq_length() == position
+        length = int(kept.sum()) + 9
+        assert max(cache.states(layer)[0].shape[2] for layer in range(4)) == length
+        cache.compact(torch.arange(length) != length - 2)  # once more
+        ids = prompts(1, seed=9)["input_ids"]
+        with attending_by(model, "sdpa"):
+            expected = logits_without(model, own, torch.cat([dropped, torch.tensor([97])]), ids, window)
+        torch.testing.assert_close(forward(model, cache, ids), expected, atol=2e-5, rtol=1e-4)
+        with pytest.raises(ValueError, match="it would go back before 99 tokens"):
+            cache.crop(-2)
+        cache.crop(-1)
+        cache.check()
+
+
+def test_a_compacted_batch_goes_on_as_beams_and_copies(pool: Pool) -> None:
+    """Every page that rows moved in is its sequence's own, also where pages were shared."""
+    model = MODELS["pages of 32 tokens"]()
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, prompts(100)["input_ids"])
+        cache.batch_repeat_interleave(3)
+        forward(model, cache, prompts(1, 1, 1)["input_ids"])
+        with copy.deepcopy(cache) as other:
+            before = [states.clone() for states in other.states(0)]
+            cache.compact([0, 1, *range(50, 80), 100])
+            expected = [states[:, :, [0, 1, *range(50, 80), 100]] for states in before]
+            for ours, theirs in zip(cache.states(0), expected, strict=True):
+                assert torch.equal(ours, theirs)
+            for order in ([2, 0, 1], [1, 1, 0]):
+                cache.reorder_cache(torch.tensor(order))
+                forward(model, cache, prompts(1, 1, 1)["input_ids"])
+                expected = [states[order] for states in expected]
+                for ours, theirs in zip(cache.states(0), expected, strict=True):
+                    assert torch.equal(ours[:, :, :33], theirs)
+            for ours, theirs in zip(other.states(0), before, strict=True):
+                assert torch.equal(ours, theirs)
+        cache.check()
 
 
 def test_it_can_be_iterated_as_a_dynamic_cache(pool: Pool) -> None:

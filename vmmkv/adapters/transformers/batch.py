@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vmmkv.cache import KVCache, Sequence
+from vmmkv.cache import KVCache, Sequence, num_unmoved
 from vmmkv.errors import LayoutError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
@@ -172,7 +172,7 @@ class Lineage:
         return Lineage(tuple(range(len(parents))), common, num_tokens if forked else self.own_from)
 
     def share(self, num_tokens: int) -> "Lineage":
-        """After another batch has forked all sequences at `num_tokens` tokens."""
+        """After another batch has forked all sequences at `num_tokens` tokens, or rows of them were dropped."""
         return Lineage(self.parents, self.common, num_tokens)
 
     def cut(self, num_tokens: int) -> "Lineage":
@@ -283,7 +283,8 @@ class WindowRows:
     """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
 
     It has no cache until `open` sees keys and values, which tell the shape and the type. Row numbers are token numbers less
-    `_dropped`: of a first prompt longer than the window the first tokens are not written.
+    `_dropped`: of a first prompt longer than the window the first tokens are not written, and a compaction drops tokens. Then
+    that holds of the tokens behind it.
     """
 
     def __init__(self, layers: tuple[int, ...], window: int | None, *, pool: Pool, slots: int, max_tokens: int) -> None:
@@ -353,7 +354,7 @@ class WindowRows:
     def replace(self, forks: list[Sequence]) -> list[Sequence]:
         """These forks of the sequences, or none, take their place. Returns the sequences, which the caller closes."""
         replaced = self.sequences
-        self._take(forks, self._dropped)
+        self._take(forks, self._dropped if forks else 0)
         return replaced
 
     def beside(self, forks: list[Sequence]) -> "WindowRows":
@@ -431,8 +432,8 @@ class WindowRows:
         return self._views
 
     def first_token(self, num_past: int) -> int:
-        """The first token seen by one with `num_past` before it."""
-        return 0 if self.window is None else max(0, num_past - self.window + 1)
+        """The first token seen by one with `num_past` before it; as if those that were dropped had been the first."""
+        return self._dropped if self.window is None else max(0, num_past - self.window + 1)
 
     def advance(self, num_tokens: int) -> None:
         """All layers have been written up to `num_tokens` tokens."""
@@ -475,6 +476,16 @@ class WindowRows:
             whole_STE = plane.as_strided(size, (*plane.stride()[:2], 1), 0)  # all layers' rows as they lie
             part_BTE = whole_STE[first_slot : first_slot + len(self.sequences), first : first + count]
             yield part_BTE, to_B, part_BTE.index_select(0, from_B)
+
+    def compact(self, rows: npt.NDArray[np.int64]) -> None:
+        """Keep these rows of each sequence. All or none. See Sequence.compact."""
+        first, memory = num_unmoved(rows), self.cache.memory
+        with self.pool.lock:
+            for sequence in self.sequences:
+                sharing.own_from(memory, sequence.slot, first, len(rows))  # all that can find no page
+        self._dropped += self.sequences[0].length - len(rows)
+        for sequence in self.sequences:
+            sequence.compact(rows)
 
     def check_kept(self, num_tokens: int) -> None:
         """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""

@@ -35,6 +35,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from typing import Any, Final, NoReturn
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import cache_utils
@@ -103,6 +104,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         """Of the pass under way, if there is one."""
         self._written: set[int] = set()
         """Layers that it has written."""
+        self._compacted_tokens = 0
+        """How many tokens there were at the last compaction."""
         self._record_past = False
         """Do windows keep the rows that they have passed until `crop`?"""
         self._lineage: Lineage | None = None
@@ -408,6 +411,11 @@ class VmmCache(Cache):  # type: ignore[misc]
         if not num_tokens:
             self._end()
             return
+        if num_tokens < self._compacted_tokens:
+            raise ValueError(
+                f"crop({removed}): it would go back before {self._compacted_tokens} tokens, of which rows were dropped then; "
+                f"crop to these at least, or reset()"
+            )
         self._follow_stream()
         self.restore()
         assert self._lineage is not None, "there are tokens"
@@ -421,6 +429,28 @@ class VmmCache(Cache):  # type: ignore[misc]
             rows.slide(num_tokens)
         self._num_tokens, self._lineage = num_tokens, self._lineage.cut(num_tokens)
 
+    def compact(self, keep: npt.ArrayLike | Tensor) -> None:
+        """Drop all rows but these in the layers of full attention, and give their memory back. See Sequence.compact.
+
+        `keep`: a mask, or row numbers in ascending order, counted over the keys that `states` gives; the same for all rows of
+        the batch. Keys keep their rotation, and new tokens their positions: `get_seq_length` counts the tokens seen. For
+        batches without padding, since the attention mask tells nothing of rows that moved.
+        All or none. Raises: ValueError for no tokens, or no layer of full attention; else as Sequence.compact.
+        """
+        self._check_between_passes()
+        full = [rows for rows in self._groups if rows.window is None and rows.sequences]
+        if not full:
+            raise ValueError("the cache has no tokens yet, or every layer has a window: there are no rows to drop")
+        self._follow_stream()
+        self.restore()
+        kept = full[0].sequences[0].rows_to_keep(keep)
+        if len(kept) == full[0].sequences[0].length:
+            return
+        for rows in full:
+            rows.compact(kept)
+        assert self._lineage is not None, "there are tokens"
+        self._compacted_tokens, self._lineage = self._num_tokens, self._lineage.share(self._num_tokens)
+
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
         self._check_open()
@@ -430,7 +460,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         self._follow_stream()
         for rows in self._groups:
             self._replaced += rows.replace([])
-        self._num_tokens, self._lineage, self._offloaded = 0, None, None
+        self._num_tokens, self._compacted_tokens, self._lineage, self._offloaded = 0, 0, None, None
         self._written.clear()
         self._indices.clear()
         self._close_replaced()
