@@ -122,16 +122,3 @@ def test_a_first_cache_can_fail_at_any_call_and_the_undoing_too(pool, driver, nu
         cache.check()
         cache.close()
     assert driver.calls["create"] - 8 == driver.calls["zero"] - 8 == 1, "the page was made or zeroed twice"
-
-
-@pytest.mark.parametrize("number", range(sum(CLOSING_CALLS.values())))
-def test_a_close_that_fails_is_finished_by_the_next(pool, driver, number):
-    cache, calls = new_cache(pool), Calls(driver)
-    driver.fail_at = {driver.num_calls + number}
-    with pytest.raises(DriverError, match="told to fail"):
-        cache.close()
-        pool.close()
-    assert not pool.closed
-    cache.close()
-    pool.close()
-    assert calls.made() == CLOSING_CALLS | {"fence": calls.made()["fence"]}

@@ -113,18 +113,6 @@ def test_the_last_holder_frees_an_extent_once(pool):
         pool.hold(extent)
 
 
-def test_an_acquire_that_fails_midway_leaves_nothing_behind(pool, driver):
-    pool.drop(pool.acquire(1)[0])
-    driver.fail_at = {driver.num_calls + 2}
-    with pytest.raises(DriverError):
-        pool.acquire(4)
-    assert counts(pool) == (1, 0, 1)
-    driver.fail_at = {driver.num_calls + 2, driver.num_calls + 3}
-    with pytest.raises(DriverError):
-        pool.acquire(4)  # the second created extent cannot be released either: it stays free
-    assert counts(pool) == (2, 0, 2)
-
-
 # resizing
 
 
