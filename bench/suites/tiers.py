@@ -7,7 +7,8 @@ working_set  conversations that take four times the device's memory, by what tie
 swap         requests that are preempted: computed again, or loaded
 restart      first tokens behind an engine that was killed, and left its rows with a holder
 
-Cases: `none`, `host`, `disk`, `redis`. In `working_set` a disk tier lies behind a host tier; elsewhere each tier is alone.
+Cases: `none`, `host`, `disk`, `redis`, `vllm`. Only `working_set` has `vllm`, with its own offloading to host memory. There a
+disk tier lies behind a host tier; elsewhere each tier is alone.
 """
 
 import multiprocessing
@@ -23,13 +24,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, synchronize
-from bench.suites.serve import Context
+from bench.suites.serve import Context, lacks_vllm
 from bench.suites.serve.generate import random_tokens
 from bench.suites.serve.models import Weights, prefill_s
 from bench.suites.serve.systems import (
@@ -56,7 +57,10 @@ from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
 from vmmkv.tiers.tier import ThreadedTier, host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 
-CASES: Final = ("none", "host", "disk", "redis")
+if TYPE_CHECKING:
+    from bench.suites.serve.outside import Vllm
+
+CASES: Final = ("none", "host", "disk", "redis", "vllm")
 _OWN_TOKENS: Final = 16
 """Of a prompt, left when the others are replaced to see that they matter."""
 
@@ -65,15 +69,19 @@ def check(settings: Settings) -> None:
     """Raises: ValueError for cases that there are not."""
     if settings.parts and (unknown := [case for case in settings.cases if case not in CASES]):
         raise ValueError(f"no case {', '.join(unknown)}; tiers has {', '.join(CASES)}")
-    if settings.parts and "redis" in settings.cases and (why := absent(settings)):
-        raise ValueError(f"the case redis cannot run: {why['redis']}")
+    for case, why in absent(settings).items():
+        if settings.parts and case in settings.cases:
+            raise ValueError(f"the case {case} cannot run: {why}")
 
 
 def absent(settings: Settings) -> dict[str, str]:
     """What is left out because something that it needs is missing, and why."""
+    lacking = {"vllm": lacks_vllm(settings)}
     if shutil.which("redis-server") is None:
-        return {"redis": "there is no program redis-server"}
-    return {} if find_spec("redis") else {"redis": "the package redis is not installed"}
+        lacking["redis"] = "there is no program redis-server"
+    elif find_spec("redis") is None:
+        lacking["redis"] = "the package redis is not installed"
+    return {case: why for case, why in lacking.items() if why}
 
 
 def _cases(settings: Settings, *cases: str) -> list[str]:
@@ -276,11 +284,11 @@ class _Engine(EngineSystem):
         _written(self.tiers)
         super().forget()
 
-    def check(self, context: Context, prompts: Sequence[TokenIds]) -> None:
-        """Hold first tokens of prompts that the tiers know against those before. Raises: WrongNumbers."""
-        moved, right, again = map(self.likeliest, (_others(context, prompts), prompts, prompts))
-        what = f"first tokens of prompts in {' and '.join(tier.name for tier in self.tiers)},"
-        share_off(right, again, moved, self.dtype, what)
+
+def _check(context: Context, engine: "_Engine | Vllm", prompts: Sequence[TokenIds]) -> None:
+    """Hold first tokens of prompts that only the tiers know against those before. Raises: WrongNumbers."""
+    moved, right, again = map(engine.likeliest, (_others(context, prompts), prompts, prompts))
+    share_off(right, again, moved, engine.dtype, "first tokens of prompts that tiers have")
 
 
 def _prompt(context: Context, length: int, *names: int) -> TokenIds:
@@ -323,7 +331,7 @@ def _first(context: Context, shape: Shape) -> None:
 
 def _measure_first(context: Context, engine: _Engine, name: str, length: int, tier: str, *, without_tier: bool) -> None:
     prompts = [_prompt(context, length, 10, number) for number in range(1 + context.settings.repeat)]
-    engine.check(context, prompts[:1])
+    _check(context, engine, prompts[:1])
     runs: defaultdict[str, list[ServedRun]] = defaultdict(list)
     for prompt in prompts[1:]:
         asked = Workload(name="first", text="", asks=(Ask(prompt=prompt, num_out=1),))
@@ -373,17 +381,30 @@ def _working_set(context: Context, shape: Shape) -> None:
 
         def serve(engine: _Engine) -> list[ServedRun]:
             if engine.tiers:
-                engine.check(context, talks[0][0][:2])
+                _check(context, engine, talks[0][0][:2])
             return [_rounds(engine, talk, out) for talk in talks[1:]]
 
         _compare(context, name, weights, limits, systems, serve)
+    if _cases(settings, "vllm"):
+        from bench.suites.serve.outside import Vllm, save_weights
+
+        with context.recorder.guarded(name, "vLLM"), context.model.directory() as folder:
+            save_weights(Weights(context.model, settings.device, settings.seed), folder)
+            context.recorder.note(f"{name}, vLLM")
+            host_gib = pages * PAGE_BYTES / GIB
+            vllm = Vllm(folder, context.model, settings, kv_cache_memory_bytes=limits.budget_bytes, kv_offloading_size=host_gib)
+            with closing(vllm):
+                _check(context, vllm, talks[0][0][:2])
+                runs = [_rounds(vllm, talk, out) for talk in talks[1:]]
+                _add_runs(context.recorder, name, f"{vllm.name}, offloading to the host", runs)
+        release_memory(settings.device)
 
 
 Talks = list[list[TokenIds]]
 """By turn and conversation, what is said."""
 
 
-def _rounds(engine: _Engine, talks: Talks, num_out: int) -> ServedRun:
+def _rounds(engine: "_Engine | Vllm", talks: Talks, num_out: int) -> ServedRun:
     """All turns as one run, in which all requests of a round arrive together, when the round before has ended."""
     engine.forget()
     so_far = [np.empty(0, np.int32)] * len(talks[0])
@@ -396,7 +417,10 @@ def _rounds(engine: _Engine, talks: Talks, num_out: int) -> ServedRun:
         so_far = [np.array([*prompt, *each.tokens], np.int32) for prompt, each in zip(prompts, run.served, strict=True)]
         cached = Counter(whole.cached_by_source) + Counter(run.cached_by_source)
         whole = ServedRun(
-            whole.served + run.served, whole.seconds + run.seconds, cached_tokens=cached.total(), cached_by_source=cached
+            whole.served + run.served,
+            whole.seconds + run.seconds,
+            cached_tokens=whole.cached_tokens + run.cached_tokens,
+            cached_by_source=cached,
         )
     return whole
 
@@ -420,23 +444,27 @@ def _compare(
             first = first or runs
             strict = not context.settings.on_gpu
             same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first, strict=True)]
-            rows = {
-                ("throughput", "tok/s"): [sum(len(each.tokens) for each in run.served) / run.seconds for run in runs],
-                ("total", "s"): [run.seconds for run in runs],
-                ("first token", "ms"): [1e3 * each.first_s for run in runs for each in run.served],
-                ("prompt tokens attached", "%"): [100 * run.cached_tokens / run.prompt_tokens for run in runs],
-                ("same answers as the first system", "%"): [100 * each for each in same],
-            }
-            for source in dict.fromkeys(source for run in runs for source in run.cached_by_source):
-                found = [100 * run.cached_by_source.get(source, 0) / run.prompt_tokens for run in runs]
-                rows[f"prompt tokens attached, {source}", "%"] = found
-            for (metric, unit), samples in rows.items():
-                recorder.samples(name, system, metric, unit, samples)
+            _add_runs(recorder, name, system, runs)
+            recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
             assert engine.snapshot is not None, "it tells after each run"
             recorder.figure(name, system, "preempted", "requests", engine.snapshot.preemptions / len(runs), len(runs))
             num_lost = sum(engine.snapshot.resumed_tokens.values())
             for source, num_tokens in engine.snapshot.resumed_tokens.items():
                 recorder.figure(name, system, f"rows of preempted requests, {source}", "%", 100 * num_tokens / num_lost)
+
+
+def _add_runs(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
+    rows = {
+        ("throughput", "tok/s"): [sum(len(each.tokens) for each in run.served) / run.seconds for run in runs],
+        ("total", "s"): [run.seconds for run in runs],
+        ("first token", "ms"): [1e3 * each.first_s for run in runs for each in run.served],
+        ("prompt tokens attached", "%"): [100 * run.cached_tokens / run.prompt_tokens for run in runs],
+    }
+    for source in dict.fromkeys(source for run in runs for source in run.cached_by_source):
+        found = [100 * run.cached_by_source.get(source, 0) / run.prompt_tokens for run in runs]
+        rows[f"prompt tokens attached, {source}", "%"] = found
+    for (metric, unit), samples in rows.items():
+        recorder.samples(name, system, metric, unit, samples)
 
 
 def _beside(context: Context, shape: Shape) -> None:
@@ -453,7 +481,7 @@ def _beside(context: Context, shape: Shape) -> None:
         num_pages = count * layout.pages_for(begin + out) + (2 + num_stores) * layout.pages_for(known)
         limits = EngineLimits(budget_bytes=num_pages * PAGE_BYTES, max_tokens=known + _OWN_TOKENS, max_num_seqs=count)
         with _engine(context, weights, limits, {"host": 8 * layout.pages_for(known) * PAGE_BYTES}) as engine:
-            engine.check(context, [prompt])
+            _check(context, engine, [prompt])
             rows: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
             first: ServedRun | None = None
             for number in range(1 + settings.repeat):

@@ -43,6 +43,8 @@ class LLM:
     max_num_batched_tokens: int | None
     seed: int
     stream_interval: int
+    kv_cache_memory_bytes: int | None = None
+    kv_offloading_size: float | None = None
     kept: list[int] = field(default_factory=list)
     """Lengths of the prompts since the last reset."""
     off: float = 0.0

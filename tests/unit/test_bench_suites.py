@@ -1,5 +1,6 @@
 """Each suite runs in seconds on a CPU, checks before it times, and writes rows of what it is about."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
 from bench.workloads import Ask, Workload
+from tests.unit import fake_vllm
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 from vmmkv.memory.address_space import wrap
 from vmmkv.tiers import HostTier, Transfer
+from vmmkv.units import GIB
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +200,19 @@ def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_de
         row.system: row.metric for row in rows if row.unit == "GB/s" and " beside" in row.workload and row.summary.p20 > 0
     }
     assert beside.keys() == {"beside loads", "beside stores", "beside both"}
+
+
+def test_vllm_serves_the_working_set_with_its_own_offloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules, opened = fake_vllm.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(tiers, "lacks_vllm", lambda settings: None)
+    recorder = recorder_in(tmp_path, "tiers", replace(SETTINGS, parts=("working_set",), cases=("vllm",)))
+    tiers.run(recorder)
+    (llm,) = opened
+    assert llm.kv_offloading_size * GIB == pytest.approx(4 * llm.kv_cache_memory_bytes, rel=0.2)
+    assert {row.system for row in recorder.rows} == {"vLLM 0.25.1, offloading to the host"}
+    assert {row.metric for row in recorder.rows} >= {"throughput", "first token"}
 
 
 @pytest.mark.nightly

@@ -22,7 +22,7 @@ from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
 from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, Said, ServedRun, System, Turns, UserEngine, serve
-from bench.workloads import TokenIds, Workload
+from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVLayout
 from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
@@ -34,6 +34,8 @@ _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
 _VLLM_TOKENS: Final = 40_960
 """Of vLLM's longest request: more than any has."""
+_VLLM_STORES_S: Final = 30.0
+"""In which vLLM must have stored what it offloads."""
 
 
 def run(context: Context, part: str) -> None:
@@ -52,7 +54,7 @@ def _run_vllm(context: Context, parts: Sequence[str]) -> None:
     wanted = [computed_alone(context, ours, of_part) for of_part in all_stages]
     context.close()  # each engine takes all memory
     with model.directory() as folder:
-        _save_weights(Weights(model, settings.device, settings.seed), folder)
+        save_weights(Weights(model, settings.device, settings.seed), folder)
         vllm: Vllm = context.engine(Vllm, folder, model, settings)
     for of_part, of_ours in zip(all_stages, wanted, strict=True):
         measure(context, vllm, of_part, of_ours)
@@ -84,7 +86,7 @@ def _ours(weights: Weights) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
     return decoder.config, decoder.weights.named(decoder.config)
 
 
-def _save_weights(weights: Weights, folder: Path) -> None:
+def save_weights(weights: Weights, folder: Path) -> None:
     """Write them beside a config.json, under transformers' names, and forget them."""
     with closing(weights):
         _, tensors_by_name = _ours(weights)
@@ -346,7 +348,8 @@ class Vllm:
     then all others at once: that takes no more of the host's time.
     """
 
-    def __init__(self, folder: Path, model: ServedModel, settings: Settings) -> None:
+    def __init__(self, folder: Path, model: ServedModel, settings: Settings, **options: Any) -> None:
+        """`options`: further ones of `vllm.LLM`."""
         vllm = import_module("vllm")
         self._params: Final = vllm.SamplingParams
         self._tokens: Final = import_module("vllm.inputs").tokens_input
@@ -360,6 +363,7 @@ class Vllm:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             seed=settings.seed,
             stream_interval=_VLLM_TOKENS,
+            **options,
         )
         self.name: Final = f"vLLM {vllm.__version__}"
         self.dtype: Final[torch.dtype] = self._llm.model_config.dtype
@@ -367,8 +371,8 @@ class Vllm:
 
     def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
         """See UserEngine. No request has a seed: vLLM draws for each that has one by a kernel of its own."""
-        if not keep and not self._llm.reset_prefix_cache():
-            raise WrongNumbers(f"{self.name} does not forget its prefixes: requests of another run are left")
+        if not keep:
+            self.forget()
         common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": self._delta, **sampling}
         requests = [
             (
@@ -399,6 +403,19 @@ class Vllm:
                 if output.finished:
                     turns.end(index)
         return ServedRun(turns.served, turns.seconds, cached_tokens=cached_tokens, likeliest=likeliest)
+
+    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
+        """See System."""
+        asks = tuple(Ask(prompt=prompt, num_out=1) for prompt in prompts)
+        return self.run(Workload(name="", text="", asks=asks), num_scored=len(prompts)).likeliest
+
+    def forget(self) -> None:
+        """Empty the prefix cache, when what is being stored in host memory is there. Raises: WrongNumbers."""
+        until_s = time.perf_counter() + _VLLM_STORES_S
+        while not self._llm.reset_prefix_cache():
+            self._llm.llm_engine.step()
+            if time.perf_counter() > until_s:
+                raise WrongNumbers(f"{self.name} does not forget its prefixes: requests of another run are left")
 
     def close(self) -> None:
         """End it, and give its memory back. Idempotent."""
