@@ -664,7 +664,7 @@ class KVCache(_Planes):
     ) -> Sequence:
         """A new sequence with the rows that `Sequence.save` wrote; the file stays.
 
-        Cost: as `open` and `grow`; blocks while the rows are read and copied, and holds the lock.
+        Cost: as `open` and `grow`; blocks while the rows are read and copied, but without the lock.
         Raises: as these; OSError; ValueError if the file is damaged, or of another layout or fingerprint. All or nothing.
         """
         from vmmkv.tiers import saved

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from concurrent.futures import Future
 from pathlib import Path
@@ -578,6 +579,28 @@ def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(c
         with pytest.raises(error):
             sequence.save(tmp_path / "one")
         assert not ends and not [*tmp_path.iterdir()]
+
+
+def test_the_steps_of_others_do_not_wait_for_a_file_that_is_restored(cache, pool, tmp_path, monkeypatch):
+    sequence, crc32, sums = cache.open(), zlib.crc32, []
+    write(sequence, PROMPT)
+    sequence.save(tmp_path / "one")
+
+    def crc32_beside_a_step(data):
+        other = threading.Thread(target=pool.stats, daemon=True)
+        other.start()
+        other.join(5)
+        assert not other.is_alive(), "the lock is held"
+        sums.append(crc32(data))
+        if len(sums) == 4:
+            cache.close()
+        return sums[-1]
+
+    monkeypatch.setattr(zlib, "crc32", crc32_beside_a_step)
+    assert_reads(cache.restore(tmp_path / "one"), PROMPT)
+    with pytest.raises(Closed):
+        cache.restore(tmp_path / "one")
+    assert len(sums) == 4 and pool.stats().held_bytes == 0
 
 
 def test_what_cannot_be_restored_is_refused_and_leaves_nothing(cache, pool, tmp_path):

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import torch
 
-from vmmkv.driver.base import Driver, Fence
+from vmmkv.driver.base import Fence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.address_space import Span
 from vmmkv.memory.pool import Extent
-from vmmkv.memory.sharing import CopyBytes
+from vmmkv.memory.sharing import Pages
 from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import host_memory
 from vmmkv.units import MIB, PAGE_BYTES, counted
@@ -91,17 +91,6 @@ class _Rows:
                 yield chunk
 
 
-def _written_from(driver: Driver, next_chunk: Callable[[int, int], torch.Tensor]) -> CopyBytes:
-    """Copies the chunks of `_Rows.read` to the device: `next_chunk` gives each for its group and size."""
-
-    def copy_bytes(group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        for at, chunk_bytes in _chunks(0, size_bytes):
-            driver.copy(target + at, next_chunk(group, chunk_bytes).data_ptr(), chunk_bytes)
-            driver.fence().wait()  # the next chunk may come into the same memory
-
-    return copy_bytes
-
-
 def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
     """Where each begins, and its size."""
     for at in range(first_byte, end_byte, _CHUNK_BYTES):
@@ -147,6 +136,7 @@ def restore(
         cache.check_end(max_tokens)
         cache.check_capture()
     buffer = host_memory(_CHUNK_BYTES, cache.device)
+    sequence: caches.Sequence | None = None
     with open(path, "rb") as file:
         header = _read_header(file, path)
         if header["identity"] != Keys(cache.layout, fingerprint).identity.hex():
@@ -154,25 +144,38 @@ def restore(
                 f"{path} was saved from a cache of another layout, or with another fingerprint than {fingerprint!r}"
             )
         num_tokens: int = header["num_tokens"]
-
-        def next_chunk(group: int, size_bytes: int) -> torch.Tensor:
-            data = buffer[:size_bytes].numpy().data
-            if file.readinto(data) != size_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
-                raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
-            return buffer
-
-        with cache.pool.lock:
-            end = cache.check_end(max_tokens)
-            cache.check_capture()
-            if num_tokens > end:
-                raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
-            slot = cache.clear_run(1)
-            cache.memory.table.starts[:, slot] = header["starts"]
-            copy_bytes = _written_from(cache.pool.driver, next_chunk)
-            sequence = cache.open_with(slot, end, tenant, num_tokens, [{} for _ in header["starts"]], copy_bytes)
-            if "positions" in header:
-                sequence.known_positions = np.array(header["positions"])
-            return sequence
+        copies: list[tuple[int, int, int]] = []
+        """Group, size in bytes, and target address: they follow without the lock."""
+        try:
+            with cache.pool.lock:
+                end = cache.check_end(max_tokens)
+                cache.check_capture()
+                if num_tokens > end:
+                    raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
+                slot = cache.clear_run(1)
+                cache.memory.table.starts[:, slot] = header["starts"]
+                bare: list[Pages] = [{} for _ in header["starts"]]
+                sequence = cache.open_with(
+                    slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append((group, *rest))
+                )
+                if "positions" in header:
+                    sequence.known_positions = np.array(header["positions"])
+            for group, size_bytes, target in copies:
+                for at, chunk_bytes in _chunks(0, size_bytes):
+                    data = buffer[:chunk_bytes].numpy().data
+                    if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
+                        raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
+                    with cache.pool.lock, cache.memory.copying():
+                        cache.check_running(sequence)
+                        cache.check_capture()
+                        cache.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
+                        fence = cache.pool.driver.fence()
+                    fence.wait()
+        except BaseException:
+            if sequence is not None:
+                sequence.close()
+            raise
+    return sequence
 
 
 def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
@@ -281,6 +284,11 @@ def _fill(rows: _Rows, chunks: Iterator[torch.Tensor]) -> None:
         given.append({mapping.page: mapping.extent for mapping in shared if mapping.end_page <= part.shared_end})
         memory.table.starts[part.span.index, sequence.slot] = part.start
     memory.table.ends[sequence.slot] = sequence.max_tokens
-    copy_bytes = _written_from(memory.pool.driver, lambda group, size_bytes: next(chunks))
+
+    def copy_bytes(_group: int, _first_byte: int, size_bytes: int, target: int) -> None:
+        for at, chunk_bytes in _chunks(0, size_bytes):
+            memory.pool.driver.copy(target + at, next(chunks).data_ptr(), chunk_bytes)
+        memory.pool.driver.fence().wait()
+
     large_ends = [part.large_end for part in rows.parts]
     sequence.cache.fill(sequence.slot, rows.num_tokens, given, copy_bytes, large_ends)
