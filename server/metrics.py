@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vmmkv.server.protocol import Ready, Snapshot
+from vmmkv.server.protocol import BLOCK_TOKENS, Ready, Snapshot
 
 if TYPE_CHECKING:
     from vmmkv.server.engine_client import EngineClient
@@ -73,7 +73,7 @@ class Times:
 
     def __init__(self, name: str, help_text: str, bounds_s: Sequence[float]) -> None:
         """`name` is without prefix and unit."""
-        self._name = f"vmmkv_{name}_seconds"
+        self._name = f"{name}_seconds"
         self._help = help_text
         self._bounds_s = tuple(bounds_s)
         self._counts = [0] * (len(bounds_s) + 1)
@@ -88,24 +88,26 @@ class Times:
         """Number of times, and their sum in seconds."""
         return sum(self._counts), self._sum_s
 
-    def family(self) -> HistogramMetricFamily:
+    def family(self, prefix: str = "vmmkv_", **labels: str) -> HistogramMetricFamily:
         """The histogram for Prometheus, with cumulative buckets."""
-        family = HistogramMetricFamily(self._name, self._help)
+        family = HistogramMetricFamily(prefix + self._name, self._help, labels=tuple(labels))
         buckets, below = [], 0
         for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
             below += count
             buckets.append((bound, below))
-        family.add_metric((), buckets, self._sum_s)
+        family.add_metric(tuple(labels.values()), buckets, self._sum_s)
         return family
 
 
 class Metrics(Collector):
     """One server's metrics: its own counters, and the engine's last snapshot. Unknown values are absent, not zero."""
 
-    def __init__(self, engine: "EngineClient") -> None:
+    def __init__(self, engine: "EngineClient", model: str) -> None:
+        """`model` is its name, a label of what vLLM has too."""
         self.in_flight: set[Generation] = set()
         self.request_seconds = Times("request_duration", "From the request to the end of its answer.", REQUEST_BOUNDS_S)
         self._engine = engine
+        self._model = model
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.requests = Counter(
@@ -139,6 +141,36 @@ class Metrics(Collector):
             yield from _families(engine.snapshot)
         for times in (self.request_seconds, engine.first_token_times, engine.token_times, engine.queue_times):
             yield times.family()
+        yield from _as_vllm(engine, self._model)
+
+
+def _as_vllm(engine: "EngineClient", model: str) -> Iterator[Metric]:
+    """What routers read of an engine, by vLLM's names and with its labels."""
+    labels = {"model_name": model, "engine": "0"}
+    if (now := engine.snapshot) is not None:
+        queries = now.prefix_hit_tokens + now.prefix_missed_tokens
+        usage = now.kv_used_bytes / max(1, now.kv_budget_bytes)
+        for kind, name, help_text, value in (
+            (GaugeMetricFamily, "num_requests_running", "vmmkv_requests_running.", now.running),
+            (GaugeMetricFamily, "num_requests_waiting", "vmmkv_requests_waiting.", now.waiting),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "vmmkv_kv_usage_ratio.", usage),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", queries),
+            (CounterMetricFamily, "prefix_cache_hits", "vmmkv_prefix_hit_tokens.", now.prefix_hit_tokens),
+        ):
+            family: CounterMetricFamily | GaugeMetricFamily = kind(f"vllm:{name}", help_text, labels=tuple(labels))
+            family.add_metric(tuple(labels.values()), value)
+            yield family
+    if isinstance(ready := engine.phase, Ready):
+        blocks = {
+            "block_size": str(BLOCK_TOKENS),
+            "num_gpu_blocks": str(ready.limits.pool_tokens // BLOCK_TOKENS),
+            "engine": "0",
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "Blocks that routers reckon with.", labels=tuple(blocks))
+        info.add_metric(tuple(blocks.values()), 1)
+        yield info
+    for times in (engine.first_token_times, engine.token_times):
+        yield times.family("vllm:", **labels)
 
 
 def _families(snapshot: Snapshot) -> Iterator[Metric]:

@@ -12,6 +12,9 @@ from vmmkv.server.sampling_params import Limits, SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block, as routers count them. The cache itself has none."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages; on the wire each carries its class name."""

@@ -66,7 +66,7 @@ class Service:
         self.hosts = hosts
         self.engine = engine
         self.model = model
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, model)
         self.queue = AdmissionQueue(engine, self.front)
         self.grammars = GrammarService()
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)

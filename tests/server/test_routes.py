@@ -122,7 +122,8 @@ class TestMetrics:
         fresh.complete(prompt="abc", max_tokens=4)
         assert eventually(lambda: "vmmkv_requests_running" in fresh.http.get("/metrics").text)
         families = list(text_string_to_metric_families(fresh.http.get("/metrics").text))
-        names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+        samples = [sample for family in families for sample in family.samples if sample.name.startswith("vmmkv_")]
+        names = {sample.name: set(sample.labels) for sample in samples}
         # These have a sample for each method or call that there was.
         labelled = {"vmmkv_attaches_total": {"method"}, "vmmkv_attach_seconds_total": {"method"}}
         assert {name.removesuffix("_total") for name in labelled} <= {family.name for family in families}
@@ -156,6 +157,28 @@ class TestMetrics:
         # The engine's last account of itself comes behind its last token.
         eventually(lambda: wanted <= set(fresh.http.get("/metrics").text.splitlines()))
         assert not wanted - set(fresh.http.get("/metrics").text.splitlines())
+
+    def test_routers_find_vllms_names_with_the_same_values(self, fresh: Running) -> None:
+        fresh.complete(prompt="abc")
+        assert eventually(lambda: "vmmkv_requests_running" in fresh.http.get("/metrics").text)
+        families = text_string_to_metric_families(fresh.http.get("/metrics").text)
+        samples = {(sample.name, sample.labels.get("le")): sample for family in families for sample in family.samples}
+        value = {name: sample.value for (name, bound), sample in samples.items() if bound is None}
+        both = {"num_requests_running": "requests_running", "num_requests_waiting": "requests_waiting",
+                "kv_cache_usage_perc": "kv_usage_ratio", "prefix_cache_hits_total": "prefix_hit_tokens_total",
+                "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
+                "inter_token_latency_seconds_sum": "inter_token_latency_seconds_sum"}  # fmt: skip
+        assert {theirs: value[f"vllm:{theirs}"] for theirs in both} == {a: value[f"vmmkv_{ours}"] for a, ours in both.items()}
+        asked = value["vmmkv_prefix_hit_tokens_total"] + value["vmmkv_prefix_missed_tokens_total"]
+        assert value["vllm:prefix_cache_queries_total"] == asked > 0
+        blocks = samples["vllm:cache_config_info", None].labels
+        assert blocks == {"block_size": "16", "num_gpu_blocks": "64", "engine": "0"}
+        labelled = {name: sample.labels for (name, bound), sample in samples.items() if name.startswith("vllm:") and not bound}
+        del labelled["vllm:cache_config_info"]
+        assert all(labels == {"model_name": "tiny", "engine": "0"} for labels in labelled.values())
+        guide = (ROOT / "docs" / "guides" / "server.md").read_text()
+        bare = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in samples if name.startswith("vllm:")}
+        assert set(re.findall("`(vllm:[a-z_]+)`", guide)) == bare
 
     def test_a_histogram_counts_each_time_in_its_bucket_and_those_above(self) -> None:
         times = Times("waiting", "How long.", (0.1, 1.0))
