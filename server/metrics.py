@@ -163,7 +163,7 @@ def _as_vllm(engine: "EngineClient", model: str) -> Iterator[Metric]:
     if isinstance(ready := engine.phase, Ready):
         blocks = {
             "block_size": str(BLOCK_TOKENS),
-            "num_gpu_blocks": str(ready.limits.pool_tokens // BLOCK_TOKENS),
+            "num_gpu_blocks": str(ready.num_blocks),
             "engine": "0",
         }
         info = GaugeMetricFamily("vllm:cache_config_info", "Blocks that routers reckon with.", labels=tuple(blocks))

@@ -98,6 +98,11 @@ class Ready(Message, frozen=True, kw_only=True):
     end_tokens: list[int] = []
     """They end an answer."""
 
+    @property
+    def num_blocks(self) -> int:
+        """The pool in blocks, for routers."""
+        return self.limits.pool_tokens // BLOCK_TOKENS
+
 
 class LoadFailed(Message, frozen=True, kw_only=True):
     """Sent in place of `Ready`: the model cannot be served, and the engine ends."""

@@ -153,6 +153,16 @@ def _generation_routes(service: Service) -> APIRouter:
         """The assistant's next turn."""
         return await _answer(service, request, body, responses.ChatForm)
 
+    @router.post("/v1/completions/render", response_model=list[responses.RenderedRequest])
+    async def render_completions(request: Request, body: schemas.CompletionRequest) -> Response:
+        """Each prompt as token ids, with its sampling parameters: what the engine would get."""
+        return await _render(service, request, body, responses.CompletionForm.id_prefix)
+
+    @router.post("/v1/chat/completions/render", response_model=responses.RenderedRequest)
+    async def render_chat(request: Request, body: schemas.ChatRequest) -> Response:
+        """The conversation as token ids, with its sampling parameters: what the engine would get."""
+        return await _render(service, request, body, responses.ChatForm.id_prefix)
+
     @router.post("/tokenize", response_model=responses.Tokens)
     async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """The token ids of a text."""
@@ -208,6 +218,11 @@ def _server_routes(service: Service) -> APIRouter:
     async def version() -> responses.Version:
         """Of the package."""
         return responses.Version(version=__version__)
+
+    @router.get("/server_info")
+    async def server_info() -> responses.ServerInfo:
+        """What is served, under vLLM's names."""
+        return responses.ServerInfo.of(service.engine.require_ready(), service.model)
 
     sees_all = [Depends(service.queue.require_sees_all)]
 
@@ -321,10 +336,7 @@ async def _answer(
     _, tokenizer = service.require(body.model)
     # Again: a drain may have begun since its headers came.
     check_tokens = state.at_end.enter_context(service.queue.place(body.num_prompts * body.params.num_sequences))
-    try:
-        prompts, echoes = await _present(service, request, _tokenise(body, tokenizer), deadline)
-    except PromptError as error:
-        raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
+    prompts, echoes = await _prompts(service, request, body, tokenizer, deadline)
     params = _check(service, body, state, prompts)
     check_tokens(body.params.num_sequences * sum(map(len, prompts)))
     namespace = service.queue.namespace(state.caller, body.cache_salt)
@@ -356,6 +368,34 @@ async def _answer(
         events = _events(form, generation, body, len(choices))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     return Response(await _present(service, request, _whole(form, generation)), media_type="application/json")
+
+
+async def _render(service: Service, request: Request, body: schemas.GenerationRequest, id_prefix: str) -> Response:
+    """What `_answer` would send to the engine. Raises: ApiError, EngineNotReady, EngineDead."""
+    if body.use_beam_search:
+        raise errors.invalid("use_beam_search", "a beam search cannot be rendered: leave it out")
+    _, tokenizer = service.require(body.model)
+    prompts, _ = await _prompts(service, request, body, tokenizer, service.deadline(body.timeout))
+    params = _check(service, body, request.state.request, prompts)
+
+    def write() -> str:
+        texts = [
+            responses.RenderedRequest.of(body, prompt, own, id_prefix).model_dump_json()
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        return texts[0] if isinstance(body, schemas.ChatRequest) else f"[{','.join(texts)}]"
+
+    return Response(await off_loop(sum(map(len, prompts)), write, inline=INLINE_CHARS), media_type="application/json")
+
+
+async def _prompts(
+    service: Service, request: Request, body: schemas.GenerationRequest, tokenizer: Tokenizer, deadline: Deadline
+) -> tuple[list[list[int]], list[Echo] | None]:
+    """As `_tokenise`. Raises: ApiError: 400 naming the parameter, 408, 499, 503."""
+    try:
+        return await _present(service, request, _tokenise(body, tokenizer), deadline)
+    except PromptError as error:
+        raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
 
 
 def _check(

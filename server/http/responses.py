@@ -9,8 +9,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field
 
+from vmmkv import __version__
 from vmmkv.server.http.generation import Score, TextDelta
-from vmmkv.server.protocol import DEVICE, FinishReason
+from vmmkv.server.http.schemas import GenerationRequest
+from vmmkv.server.protocol import BLOCK_TOKENS, DEVICE, FinishReason, Ready
+from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
@@ -205,6 +208,66 @@ class DetokenizedText(BaseModel):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+class RenderedRequest(BaseModel):
+    """The answer of the render routes, vLLM's GenerateRequest: what the engine would get for one prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    """All of vLLM's that there are here, with `max_tokens` as it would be. A grammar is not among them."""
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    features: None = None
+    """Of images: none."""
+    kv_transfer_params: None = None
+
+    @classmethod
+    def of(cls, body: GenerationRequest, prompt: list[int], params: SamplingParams, id_prefix: str) -> "RenderedRequest":
+        """From a request, one of its prompts and that one's sampling parameters."""
+        sampling = {name: getattr(params, name) for name in _RENDERED}
+        return cls.model_construct(
+            request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+            token_ids=prompt,
+            sampling_params=sampling | {"logit_bias": dict(params.logit_bias)},
+            model=body.model,
+            stream=bool(body.stream),
+            stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            features=None,
+            kv_transfer_params=None,
+        )
+
+
+_RENDERED: Final = SamplingParams.__dataclass_fields__.keys() - {"beam_width", "length_penalty", "structured_outputs"}
+
+
+class ServerInfo(BaseModel):
+    """The answer of /server_info, in vLLM's form for `config_format=json`."""
+
+    vllm_config: dict[str, dict[str, Any]]
+    vllm_env: dict[str, str] = {}
+    system_env: dict[str, str]
+
+    @classmethod
+    def of(cls, ready: Ready, model: str) -> "ServerInfo":
+        """From what the engine said when it was loaded."""
+        limits = ready.limits
+        return cls(
+            vllm_config={
+                "model_config": {"model": model, "max_model_len": limits.max_tokens, "dtype": ready.dtype},
+                "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": ready.num_blocks},
+                "scheduler_config": {"max_num_seqs": limits.max_sequences},
+                "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
+                "device_config": {"device": ready.device},
+            },
+            system_env={"vmmkv_version": __version__},
+        )
 
 
 class KVMemory(BaseModel):

@@ -94,6 +94,53 @@ class TestTokens:
         assert on_loop and not any(on_loop)
 
 
+class TestRendering:
+    def test_a_request_is_rendered_to_what_the_engine_would_get(self, server: Running) -> None:
+        asked: dict[str, Any] = {
+            "max_tokens": 7,
+            "seed": 5,
+            "stop": "x",
+            "cache_salt": "s",
+            "priority": 2,
+            "logit_bias": {"97": 2},
+        }
+        for path in (COMPLETIONS, CHAT):
+            body = {"model": "tiny", **asked, **({"messages": HELLO} if path == CHAT else {"prompt": "abc"})}
+            rendered = server.post(f"{path}/render", body).json()
+            one = rendered if path == CHAT else rendered[0]
+            assert not server.generates, "it runs"
+            assert server.post(path, body).status_code == 200
+            assert one["token_ids"] == server.sent.prompt
+            names = ("max_tokens", "seed", "temperature", "top_p")
+            assert {name: one["sampling_params"][name] for name in names} == {n: getattr(server.sent.params, n) for n in names}
+            assert one["sampling_params"]["logit_bias"] == {"97": 2.0} and one["sampling_params"]["stop"] == ["x"]
+            assert (one["model"], one["cache_salt"], one["priority"], one["stream"]) == ("tiny", "s", 2, False)
+            assert one["request_id"].startswith("chatcmpl-" if path == CHAT else "cmpl-")
+            server.reset()
+
+    def test_each_prompt_is_rendered_and_no_beam_search_is(self, server: Running) -> None:
+        prompts = [[97, 98], [99]]
+        rendered = server.post(f"{COMPLETIONS}/render", {"model": "tiny", "prompt": prompts}).json()
+        assert [one["token_ids"] for one in rendered] == prompts
+        assert len({one["request_id"] for one in rendered}) == 2
+        assert server.chat().status_code == 200
+        wanted = server.sent.params.max_tokens
+        assert (
+            server.post(f"{CHAT}/render", {"model": "tiny", "messages": HELLO}).json()["sampling_params"]["max_tokens"]
+            == wanted
+        )
+        for path, body in ((COMPLETIONS, {"prompt": "a", "use_beam_search": True}), (CHAT, {"messages": HELLO, "n": 0})):
+            refused = server.post(f"{path}/render", {"model": "tiny", **body})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, list(body)[1])
+        assert server.post(f"{CHAT}/render", {"model": "other", "messages": HELLO}).status_code == 404
+
+    def test_the_server_says_what_it_serves_by_vllms_names(self, server: Running) -> None:
+        told = server.http.get("/server_info").json()
+        assert told["vllm_config"]["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64}
+        assert told["vllm_config"]["model_config"] == {"model": "tiny", "max_model_len": 256, "dtype": "float32"}
+        assert told["system_env"] == {"vmmkv_version": vmmkv.__version__}
+
+
 class TestNames:
     @pytest.mark.parametrize("given", [None, "", "with space", "a" * 129, "<script>"])
     def test_a_request_without_a_good_name_gets_one(self, server: Running, given: str | None) -> None:
