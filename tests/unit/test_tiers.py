@@ -142,6 +142,19 @@ def test_a_poll_without_time_copies_one_extent(cache, host):
     assert not prefix.poll(0)
 
 
+def test_loads_and_stores_share_the_time_of_polls(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    fetch = prefix.fetch(PROMPT)
+    compute(prefix, [9] * 100)
+    before = host.stats()
+    for _ in range(6):
+        prefix.poll(0)
+    assert host.stats().stored_bytes > before.stored_bytes
+    assert host.stats().loaded_bytes > before.loaded_bytes
+    assert not fetch.done
+
+
 class Asking(FaultyTier):
     """From some moment on it knows of the first key that it is asked about, and has to ask about all others."""
 

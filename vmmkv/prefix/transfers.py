@@ -181,6 +181,8 @@ class Transfers:
         self._fetches: dict[Fetch, None] = {}
         self._loading: dict[bytes, Fetch] = {}
         """By key of a record that is being loaded: its fetch."""
+        self._turns = [self._load, self._store]
+        """Of the next poll, in order. They change places, so that neither takes the time of all polls."""
         self._end_ns = 0.0
         """When the time of this poll is over."""
         self._has_worked = False
@@ -234,7 +236,7 @@ class Transfers:
         return started
 
     def poll(self, budget_us: float) -> None:
-        """Go on with stores and loads for about `budget_us`, loads first; do one piece of work at least, if there is any."""
+        """Go on with stores and loads for about `budget_us`, in turns; do one piece of work at least, if there is any."""
         self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
         self._has_worked, self._behind = False, None
         self.finish()
@@ -248,8 +250,9 @@ class Transfers:
                     self._conclude(fetch)
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
-        self._load()
-        self._store()
+        for work in self._turns:
+            work()
+        self._turns.reverse()
         self.finish()
 
     def drop(self, fetch: Fetch) -> None:
