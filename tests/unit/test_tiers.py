@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 import zlib
 from concurrent.futures import Future
 from pathlib import Path
@@ -368,6 +369,21 @@ def test_a_fetch_whose_extents_cannot_be_created_ends_as_a_miss(cache, host, dri
     assert prefix.flush(1) and fetch.done and not fetch.num_tokens
     cache.check()
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
+
+
+def test_a_fetch_that_is_done_keeps_nothing_of_the_request_that_asked_for_it(cache, host):
+    """That keeps the fetch, and cycles of old objects are not collected in a server."""
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+
+    def worth(fetch):
+        return True
+
+    fetch, asked = prefix.fetch(PROMPT, worth=worth), weakref.ref(worth)
+    del worth
+    assert asked() is not None
+    prefix.flush()
+    assert fetch.done and asked() is None
 
 
 def test_sixteen_records_come_back_in_one_extent(pool, cache, host, driver):

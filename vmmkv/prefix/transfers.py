@@ -535,7 +535,7 @@ class Transfers:
                 del self._loading[key]
         if fetch._node is not None:
             index.tree.unlock(fetch._node)
-        fetch._parts, fetch._node = [], None
+        fetch._parts, fetch._node, fetch._worth = [], None, None
         fetch.num_tokens, fetch.done = max(num_tokens, fetch.known_tokens), True
         del self._fetches[fetch]
 
