@@ -38,7 +38,7 @@ _TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderStats:
-    """What a holder has at one moment."""
+    """A holder at one moment."""
 
     budget_bytes: int
     held_bytes: int
@@ -216,8 +216,8 @@ class HolderClient:
     def _gone(self, call: str, why: str) -> HolderGone:
         self._is_gone = True  # a late answer would be taken for the next one's
         return HolderGone(
-            f"{call}: the holder of this memory at {self.path} (process {self.pid}) does not answer: {why}. What is here stays "
-            "usable, and no more comes; start a holder again, and then this process",
+            f"{call}: the holder of this memory at {self.path} (process {self.pid}) does not answer: {why}. The memory that "
+            "this process has stays usable, and it gets no more; start a holder again, and then this process",
             call=call,
             code="HOLDER_GONE",
         )

@@ -39,7 +39,7 @@ class Sealed(NamedTuple):
     serial: int
     """The holder's number of the handle. Numbers are not used again, so it is the generation too."""
     parent: int | None
-    """Where the seal before it on the path is in the log; None if its tokens begin at the first."""
+    """The place in the log of the seal before it on the path; None if its tokens begin at the first."""
     end_token: int
     """The rows in it are among those of so many tokens of the path."""
     first_token: int
@@ -48,16 +48,16 @@ class Sealed(NamedTuple):
     page: int
     num_pages: int
     namespace: bytes
-    """Of the path, where there is no parent."""
+    """Of the path; empty if it has a parent."""
     tokens: bytes
     """Packed ids [end of the parent, end_token) of the path."""
 
 
 class LogContents(NamedTuple):
-    """What a log says."""
+    """The contents of a log."""
 
     identity: bytes
-    """Of the layout and model whose rows these are; empty for a new log."""
+    """Of the layout and the model; empty for a new log."""
     seals: dict[int, Sealed]
     """By their place in the log, parents first; those that were dropped too."""
     live: dict[int, int]
@@ -98,7 +98,7 @@ class SealedLog:
 
     @property
     def used_bytes(self) -> int:
-        """Of the active half."""
+        """Bytes used of the active half."""
         return self._words[2 + self._words[1] % 2]
 
     @property
@@ -107,7 +107,7 @@ class SealedLog:
         return self.used_bytes > self._due_bytes
 
     def read(self) -> LogContents:
-        """All that counts. Raises: LogDamaged. Cost: grows with the log."""
+        """Read the active half. Raises: LogDamaged. Cost: grows with the log."""
         identity, seals, live = b"", dict[int, Sealed](), dict[int, int]()
         half, used_bytes = self._words[1], self.used_bytes
         if half > 1 or used_bytes > self._half_bytes:
@@ -129,11 +129,11 @@ class SealedLog:
         return LogContents(identity, seals, live)
 
     def seal(self, seal: Sealed) -> int | None:
-        """Where a seal is in the log from now on; None if there is no room. Its memory is not written until it is dropped."""
+        """Append a seal, and return its place; None if there is no room. Its memory is not written until it is dropped."""
         return self._append(self._words[1], _SEAL_KIND, _pack(seal))
 
     def drop(self, serial: int) -> bool:
-        """A seal counts no longer, and its memory may be written when this returns True; False if there is no room."""
+        """End a seal: its memory may be written when this returns True; False if there is no room."""
         return self._append(self._words[1], _DROP_KIND, serial.to_bytes(8, "little")) is not None
 
     def rewrite(self, identity: bytes, seals: Iterable[Sealed]) -> list[int | None]:

@@ -1,11 +1,11 @@
-"""Prefixes that outlive the engine: what of the tree is sealed in a holder's log, and what comes back from it.
+"""Prefixes that outlive the engine: a holder's log seals extents of the tree, and the next engine takes them from there.
 
     extend ──> waiting ──fence──> sealed ──the tree drops it──> dropped, and its memory may be written
                                     │
                                     └── the engine ends ──> next engine: the tree, without handles ──attach──> imported
 
-An extent that the tree holds is never written, and the log is told before the tree lets go of it. So whatever the log names
-is whole, whenever the engine ends. The caller holds the pool's lock.
+An extent that the tree holds is never written, and a drop is logged before the tree lets go of it. So each extent that the log
+names is whole, whenever the engine ends. The caller holds the pool's lock.
 """
 
 import ast
@@ -39,12 +39,12 @@ class SealedPrefixes:
         self._identity = identity
         self._waiting: deque[tuple[Fence | None, Hashable, bytes, dict[Extent, Piece[Placed]]]] = deque()
         self._places: dict[Extent, int] = {}
-        """Of each sealed extent, where its seal is in the log."""
+        """The place of each sealed extent's seal in the log."""
 
     # from an earlier process
 
     def restore(self, contents: LogContents) -> None:
-        """Take what the log names into the tree, and what does not fit the budget or is of another identity out of it.
+        """Take the extents that the log names into the tree; free those of another identity, and those past the budget.
 
         Cost: host work by the tokens and extents that are named. Nothing is imported.
         """
@@ -113,7 +113,7 @@ class SealedPrefixes:
                 self._seal(namespace, packed, list(pieces.values()))
 
     def oldest_fence(self) -> Fence | None:
-        """Of what has waited longest; None if nothing waits. Call `poll` first."""
+        """The fence of the extents that wait longest; None if none wait. Call `poll` first."""
         return self._waiting[0][0] if self._waiting else None
 
     def drop(self, extent: Extent) -> None:
@@ -127,7 +127,7 @@ class SealedPrefixes:
             self._rewrite()  # without it
 
     def close(self) -> None:
-        """The engine ends in order: seal what waits, which blocks for its fences, and leave all with the holder."""
+        """The engine ends in order: wait for the last fences, seal what is left, and leave all with the holder."""
         for written, *_ in self._waiting:
             if written is not None:
                 written.wait()
@@ -211,7 +211,7 @@ def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens:
 
 
 def _places_to(seals: dict[int, Sealed], last: int) -> list[int]:
-    """Where the seals on the path to one are, the first one first."""
+    """The places of the seals on the path to one, in order."""
     places: list[int] = []
     place: int | None = last
     while place is not None:

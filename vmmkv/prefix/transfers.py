@@ -1,11 +1,10 @@
-"""Copies between the extents of a prefix tree and tiers, on two streams of their own, one in each direction.
+"""Copies between the extents of a prefix tree and tiers, on two streams, one in each direction.
 
-    insert ──queued──> stored in slack ──> tiers                 what is evicted is in the tiers already, and is dropped
+    insert ──queued──> stored in slack ──> tiers                 evicting drops extents: tiers have their rows already
     fetch ──> fresh extents ──loaded──> tree ──> attach aliases it        one load for all that wait for it
 
-What is inserted is stored at once, in slack, and not on eviction: then making room never waits for a copy. A store goes along
-the whole path of what was inserted, so a path that is used again is whole in each tier, and its end is evicted before its
-beginning.
+Rows are stored when they are inserted, in slack, and not when they are evicted: then making room never waits for a copy. A
+store goes along the whole path from the root. So each tier has all of a path that is used again, and evicts its end first.
 
 An extent is mapped in a window while it is copied. The window holds it: nothing is given back to the pool before its copy has
 ended. The caller holds the pool's lock.
@@ -37,19 +36,19 @@ from vmmkv.units import PAGE_BYTES, ceil_div
 T = TypeVar("T")
 
 _SPARE_WINDOWS: Final = 16
-"""Windows that are left for attaching, which copies through them too and must not wait."""
+"""Windows that stay free for attaching, which copies through them too and must not wait."""
 
 _LOAD_WINDOWS: Final = 16
 """Windows that stores leave for loads: stores may have to wait for running work."""
 
 _MOST_AHEAD: Final = 64
-"""Extents whose records are asked for before they can be copied."""
+"""Extents whose records are requested at once, before any can be copied."""
 
 _MOST_QUEUED: Final = 1024
 """Paths that wait to be stored in a tier. Beyond that the oldest is dropped."""
 
 _MOST_KEYS: Final = 64
-"""Keys of a path that are hashed, or looked up, before it is seen whether there is time for more."""
+"""Keys of a path that are hashed, or looked up, between two looks at the clock."""
 
 _DEVICE, _TIER = 1, 2
 
@@ -63,11 +62,11 @@ class _Part:
     page: int
     extent: Extent
     sources: list[tuple[Tier, bytes]]
-    """Of each page, the tier and the key."""
+    """The tier and the key of each page."""
     num_asked: int = 0
-    """How many of them have been asked for."""
+    """Sources that a load was begun from."""
     coming: list["_Move"] = field(default_factory=list)
-    """Records that were asked for and are not being copied yet."""
+    """Records whose loads were begun, and that are not being copied yet."""
     num_copies: int = 0
     """Copies that were launched and have not ended."""
     failed: bool = False
@@ -75,14 +74,14 @@ class _Part:
 
     @property
     def pages(self) -> range:
-        """Pages of a slot under which it will stand."""
+        """The pages of a slot that it will be mapped at."""
         return range(self.page, self.page + self.extent.num_pages)
 
 
 class Fetch:
     """A load of records into the tree, for all that wait for it. Made by `PrefixCache.fetch`, which counts who waits.
 
-    When it is `done`, `attach` finds what was loaded, up to the first record that was missed.
+    When it is `done`, `attach` finds the loaded rows, up to the first record that was missed.
     """
 
     def __init__(
@@ -96,26 +95,26 @@ class Fetch:
         worth: "Callable[[Fetch], bool] | None",
     ) -> None:
         self.num_tokens = num_tokens
-        """How many tokens `attach` finds when it is done. Until then an upper bound."""
+        """Tokens that `attach` finds when it is done; an upper bound until then."""
         self.done = False
         self.bytes_by_tier: Counter[str] = Counter()
-        """Of the records, by the name of the tier that has them. Empty while a tier is being asked, and if there are none."""
+        """Bytes of its records by the name of the tier that has them. Empty while a tier is asked, and for a fetch of none."""
         self.loaded_bytes: Counter[str] = Counter()
-        """Of those that have come."""
+        """The same of the records that were loaded."""
         self.waiting = 1
-        """Calls of `PrefixCache.fetch` that got it and did not give it up."""
+        """Calls of `PrefixCache.fetch` that returned it, less those of `give_up`."""
         self._transfers = transfers
         self._chain = chain
         self._least_tokens = least_tokens
         self._worth = worth
         self._asked: tuple[Tier, bytes] | None = None
-        """The tier that is being asked, and one of the keys."""
+        """The tier that is asked which records it has, and one of the keys."""
         self._have: list[bytearray] = []
-        """Of each group, for each page: where it is, or 0."""
+        """For each page of each group: _DEVICE, _TIER, or 0 for neither."""
         self.known_tokens = known
-        """How many tokens were on the device when it began."""
+        """Tokens that were on the device when it began."""
         self._node: Node[Placed] | None = None
-        """The node that it goes on from, locked."""
+        """The locked node that its extents follow in the tree."""
         self._parts: list[_Part] = []
         self._num_left = 0
 
@@ -125,7 +124,7 @@ class Fetch:
         return self.bytes_by_tier.total()
 
     def give_up(self) -> None:
-        """Wait no longer. When nothing waits for it, what is not loaded yet is dropped, and what is loaded too."""
+        """Wait no longer. A fetch that nothing waits for is dropped, with the records that it has loaded."""
         with self._transfers.cache.pool.lock:
             self.waiting -= 1
             if not self.waiting and not self.done:
@@ -136,7 +135,7 @@ class Fetch:
 
 
 class _Move(NamedTuple):
-    """A record that is copied, and where in an extent."""
+    """A record that is copied, and its offset in an extent."""
 
     offset_bytes: int
     tier: Tier
@@ -169,11 +168,11 @@ class Transfers:
         self._driver = cache.pool.driver
         self._load_stream = self._driver.new_stream()
         self._store_stream = self._driver.new_stream()
-        """Of its own: stores wait for running work, and loads must not wait behind them."""
+        """Another stream than that of loads: stores wait for running work, and loads must not wait behind them."""
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
-        """Of each tier the paths that are to be stored there, the oldest first: see `_storing`."""
+        """For each tier the paths to store there, the oldest first: see `_storing`."""
         self._newest: dict[int, KeyChain] = {}
-        """By slot of a running sequence: its tokens that were inserted last, so that they are not hashed again."""
+        """By slot of a running sequence: its inserted tokens with their hashes, so that none is hashed twice."""
         self._parts: dict[_Part, None] = {}
         """Extents that wait for records, in order."""
         self._copies: deque[_Copy] = deque()
@@ -184,9 +183,9 @@ class Transfers:
         self._turns = [self._load, self._store]
         """Of the next poll, in order. They change places, so that neither takes the time of all polls."""
         self._end_ns = 0.0
-        """When the time of this poll is over."""
+        """The end of this poll's time, of time.perf_counter_ns."""
         self._has_worked = False
-        """Has this poll done a piece of work?"""
+        """Has this poll done a piece of work? It does one at least."""
         self._behind: Fence | None = None
         """See `_behind_work`."""
 
@@ -256,7 +255,7 @@ class Transfers:
         self.finish()
 
     def drop(self, fetch: Fetch) -> None:
-        """Give a fetch up. What is being copied goes on into extents that then are free."""
+        """Give a fetch up. Copies under way go on, into extents that are free when these end."""
         for part in fetch._parts:
             part.failed, part.loaded = True, False
         for part in [part for part in fetch._parts if part in self._parts]:
@@ -283,7 +282,7 @@ class Transfers:
         return not (any(self._stores) or self._copies or self._fetches)
 
     def oldest_fence(self) -> Fence | None:
-        """Of the copies that were launched first; None if there are none."""
+        """The fence of the oldest copies; None if there are none."""
         return self._copies[0].fence if self._copies else None
 
     def held(self) -> Counter[Extent]:
@@ -291,7 +290,7 @@ class Transfers:
         return Counter(part.extent for fetch in self._fetches for part in fetch._parts)
 
     def locks(self) -> Counter[Node[Placed]]:
-        """How often each node is locked, since fetches go on from it."""
+        """How often fetches have locked each node."""
         return Counter(fetch._node for fetch in self._fetches if fetch._node is not None)
 
     # loading
@@ -381,7 +380,7 @@ class Transfers:
         return all(has)
 
     def _find(self, fetch: Fetch) -> dict[bytes, Tier] | None:
-        """Where records of pages that the device lacks are; they are marked. None while a tier finds that out."""
+        """The tier of each record that the device lacks, marked in `_have`. None while a tier finds out what it has."""
         have, keys = fetch._have, fetch._chain.by_group
         sources: dict[bytes, Tier] = {}
         lacking = [
@@ -645,7 +644,7 @@ class Transfers:
         return self._ask(answer, tier.lookup, keys)
 
     def _ask(self, otherwise: T, call: Callable[..., T], *arguments: object) -> T:
-        """What a tier answers; `otherwise` if it raises, whatever it is: a tier that fails has nothing, and takes nothing."""
+        """A tier's answer; `otherwise` if it raises anything: a tier that fails has no record, and takes none."""
         try:
             return call(*arguments)
         except Exception:

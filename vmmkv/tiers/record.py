@@ -127,7 +127,7 @@ def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:
 
 
 def checksum_of(key: bytes, record: memoryview) -> int:
-    """Of a record under its key: another record in its place does not pass for it."""
+    """Checksum of a record and its key: another record in its place has another one."""
     return zlib.crc32(record, zlib.crc32(key))
 
 

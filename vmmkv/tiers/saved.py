@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 
     @property
     def first_byte(self) -> int:
-        """Of those that are copied."""
+        """Offset of the first byte that is copied."""
         return max(self.start * self.span.group.row_bytes, self.shared_end * PAGE_BYTES)
 
 
@@ -92,7 +92,7 @@ class _Rows:
 
 
 def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
-    """Where each begins, and its size."""
+    """Offset and size of each chunk."""
     for at in range(first_byte, end_byte, _CHUNK_BYTES):
         yield at, min(_CHUNK_BYTES, end_byte - at)
 
@@ -261,7 +261,7 @@ class Offloaded:
 
 
 def _sharing(batch: list[_Rows]) -> list[_Rows]:
-    """The same, but what several have in one page is left to the first of them."""
+    """The rows of a batch, where each shared page is left to the first sequence that has it."""
     for index in range(len(batch[0].parts)):
         owners: dict[Extent, Span] = {}
         for rows in batch:

@@ -41,13 +41,13 @@ _HEADER: Final = struct.Struct("<8sQI")
 _MAGIC: Final = b"vmmkv 1\0"
 
 _KNOWN_S: Final = 30.0
-"""For so long a record that was there is not asked for again."""
+"""Time for which the answer that a record is there is believed."""
 
 _LACKED_S: Final = 2.0
-"""The same of one that was not there: another engine may store it."""
+"""The same for one that is not there: another engine may store it."""
 
 _MOST_KNOWN: Final = 1 << 17
-"""Answers that are kept, of either kind."""
+"""Answers that are kept, of each kind."""
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
@@ -100,7 +100,7 @@ class SharedTier(ThreadedTier):
         self._asker: ThreadPoolExecutor | None = None
         """A thread of its own: questions do not wait behind records."""
         self._calls: dict[object, float] = {}
-        """When each call that is under way began."""
+        """Start of each call under way, of time.monotonic."""
         self._pause_s = 0.0
         """For how long the store is left alone; 0 while it answers."""
         self._again_s = 0.0
@@ -111,7 +111,7 @@ class SharedTier(ThreadedTier):
 
     @abstractmethod
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """Which of these values are there. None are named to learn whether the store answers."""
+        """Are these values there, each? Called without names to learn whether the store answers."""
 
     @abstractmethod
     def get(self, name: str) -> Any:
@@ -158,7 +158,7 @@ class SharedTier(ThreadedTier):
         return missed(key) if self._pause_s else super().load(key)
 
     def held_bytes(self) -> int:
-        """Of the records that are known to be there."""
+        """Bytes of the records that are known to be there."""
         return len(self._known) * RECORD_BYTES
 
     def write(self, key: bytes, data: memoryview) -> None:
@@ -254,7 +254,7 @@ class SharedTier(ThreadedTier):
 
     @contextmanager
     def _call(self, *, left_alone: bool = True) -> Iterator[None]:
-        """Around a call of the client: does the store answer? Raises TierUnavailable where it is left alone."""
+        """Run a call of the client, and see whether the store answers. Raises TierUnavailable while it is left alone."""
         if self._pause_s and left_alone:
             raise TierUnavailable(f"{self.where} does not answer")
         call = object()

@@ -34,9 +34,9 @@ class Transfer:
     key: bytes
     is_store: bool
     address: int = 0
-    """Where its RECORD_BYTES bytes of host memory begin, which a device copies from and to. 0 for a miss."""
+    """Address of its RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss."""
     future: Future[None] | None = None
-    """Of a load: done when the bytes are there, with an error if they will never be. None if they are there already."""
+    """Of a load: done when the bytes are there, with an error for a miss. None if they are there already."""
 
     @property
     def ended(self) -> bool:
@@ -51,7 +51,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier holds, and what it has done since it was made."""
+    """A tier's contents now, and its counts since it was made."""
 
     name: str
     budget_bytes: int
@@ -85,7 +85,7 @@ class Tier(Protocol):
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Which of these it probably has; a load can miss all the same. None while it finds that out: ask again.
+        """Has it these records, each? A load can miss all the same. None while it finds that out: ask again.
 
         It is a use of them: the last of them is evicted first.
         """
