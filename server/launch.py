@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import math
 import resource
+import shutil
 import signal
 import socket
 import tempfile
@@ -158,19 +159,23 @@ def _serve(config: ServeConfig, front: FrontConfig, engine_command: Sequence[str
         model_dir = resolve(config.model, weights=config.load_format != "dummy")
         name = _served_name(config.model)
         config = dataclasses.replace(config, model=str(model_dir))
-        return asyncio.run(_Launch(config, front, name, listener, f"ipc://{directory}/engine").serve(engine_command))
+        return asyncio.run(_Launch(config, front, name, listener, directory).serve(engine_command))
 
 
 class _Launch:
-    """One run of the server: `config.model` is a directory, `name` the model's name in requests."""
+    """One run of the server: `config.model` is a directory, `name` the model's name in requests.
 
-    def __init__(self, config: ServeConfig, front: FrontConfig, name: str, listener: socket.socket, address: str) -> None:
+    `directory` is for the engine's socket; it goes when the engine has connected.
+    """
+
+    def __init__(self, config: ServeConfig, front: FrontConfig, name: str, listener: socket.socket, directory: Path) -> None:
         self._config = config
+        self._directory = directory
         self._listener = listener
         as_json = config.log_format == "json"
         console = Console(file=cast(IO[str], LogLines(log)), width=1000) if as_json else Console(stderr=True)
         self._progress = LoadingProgress(console)
-        self._client = EngineClient(address, on_loading=self._progress.show)
+        self._client = EngineClient(f"ipc://{directory}/engine", on_loading=self._progress.show)
         hosts = answered_hosts(front, config.host, here=_is_loopback(listener))
         self._service = Service(self._client, name, front, hosts=hosts)
         debug = config.log_level == "debug"
@@ -272,6 +277,7 @@ class _Launch:
         gc.collect()
         gc.freeze()
         if isinstance(ready, Ready):
+            shutil.rmtree(self._directory)  # the engine has connected, and a server that is killed would leave it
             text = _announcement(ready, self._service.model, self._listener)
             self._progress.console.print(text, highlight=False, soft_wrap=True)
 

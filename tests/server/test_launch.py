@@ -166,6 +166,16 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(model_dir: Path) -> 
         assert served.is_quiet(), served.log()
 
 
+def test_a_server_that_is_killed_leaves_no_process_and_no_file(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, before=f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n") as served:
+        served.url()
+        engine = served.engine_pid()
+        served.process.kill()
+        served.ends()
+        assert eventually(lambda: not alive(engine))
+        assert list(tmp_path.glob("vmmkv-*")) == []
+
+
 def test_requests_in_flight_at_a_signal_get_the_drain_timeout_and_streams_end(model_dir: Path) -> None:
     with serving(model_dir, front={"drain_timeout_s": 2}) as served:
         url = served.url()
