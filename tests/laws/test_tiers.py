@@ -527,6 +527,12 @@ def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):
     assert (tmp_path / "tier" / "records").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("path", ["/proc/tier", "/sys", __file__])
+def test_a_path_where_no_file_can_be_written_is_refused_and_named(path):
+    with pytest.raises(TierUnavailable, match=f"no disk tier can be in {path}: .*; name a directory"):
+        DiskTier(path, RECORD_BYTES)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_page_cache_is_passed_by_where_the_file_system_takes_that(tmp_path, monkeypatch, refuses):
     if refuses:

@@ -234,7 +234,7 @@ def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, hol
 
 
 def test_without_a_holder_a_pool_says_how_to_start_one(path):
-    with pytest.raises(HolderUnavailable, match=f"vmmkv hold --socket {path}"):
+    with pytest.raises(HolderUnavailable, match=f"vmmkv hold --socket {path} --budget"):
         Pool("cpu", 8 * PAGE_BYTES, holder=path)
 
 

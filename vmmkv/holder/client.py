@@ -110,7 +110,8 @@ class HolderClient:
                 answer = receive(self._connection)
             except OSError as error:
                 raise HolderUnavailable(
-                    f"no holder answers at {self.path}: {error.strerror or error}; start one: vmmkv hold --socket {self.path}"
+                    f"no holder answers at {self.path}: {error.strerror or error}; start one: vmmkv hold --socket {self.path} "
+                    "--budget SIZE"
                 ) from error
             self.budget_bytes, self.log = self._welcomed(answer, uid, device)
         except BaseException:

@@ -250,7 +250,9 @@ def _lock(path: Path) -> int:
     try:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise HolderUnavailable(f"the socket {path} cannot be made: {error.strerror}") from error
+        raise HolderUnavailable(
+            f"the socket {path} cannot be made: {error.strerror}; its directory must be there, and this user's to write to"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -55,8 +55,8 @@ class DiskTier(ThreadedTier):
 
     Each record is verified when it is read. If the process is killed, what was being written is lost and nothing else. The
     least recently used record goes first. One process at a time uses a path. Only their owner may read its files.
-    Raises: TierUnavailable if another process uses the path; BudgetError if it does not fit on the disk, naming what fits;
-    OSError.
+    Raises: TierUnavailable if another process uses the path, or no file can be written there; BudgetError if it does not fit on
+    the disk, naming what fits; OSError.
     """
 
     name = "disk"
@@ -73,7 +73,6 @@ class DiskTier(ThreadedTier):
         self._generation = 0
         self._fd = self._index_fd = -1
         _tiers.add(self)
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._fd = self._open_file("records")
             self._lock_path()
@@ -174,7 +173,13 @@ class DiskTier(ThreadedTier):
             ) from None
 
     def _open_file(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierUnavailable(
+                f"no disk tier can be in {self.path}: {error.strerror}; name a directory that this user can make and write to"
+            ) from error
 
     def _allocate(self) -> None:
         """Take the disk space of both files, or give back what is beyond it. On failure the records stay as they were.
