@@ -407,9 +407,16 @@ MUTANTS = (
     Mutant(
         "a tier that finds out what it has is taken to have nothing",
         TRANSFERS,
-        "return None if None in answers else False",
-        "return False",
+        "                fetch._asked = tier, nexts[0]\n",
+        "                pass\n",
         (f"{TIERS_UNIT}::test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has",),
+    ),
+    Mutant(
+        "a load that fails while it is looked at",
+        TRANSFERS,
+        "any(move.transfer.missed for move in part.coming)",
+        "any(move.transfer.missed for move in part.coming if move not in come)",
+        (f"{TIERS_UNIT}::test_a_load_that_fails_between_two_looks_at_it_is_a_miss",),
     ),
     Mutant(
         "values of a store that are not verified",
