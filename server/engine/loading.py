@@ -41,7 +41,7 @@ from vmmkv.server.sampling_params import Limits, SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
-from vmmkv.units import ceil_div
+from vmmkv.units import ceil_div, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +272,10 @@ def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
             except BudgetError as error:
                 raise BudgetError(str(error).replace("budget_bytes", field)) from error
             tiers.append(tier)
+            stats = tier.stats()
+            log.info(
+                "KV tier %s: %s, %s of it held", stats.name, format_bytes(stats.budget_bytes), format_bytes(stats.held_bytes)
+            )
     if config.kv_store is not None:
         store = open_store(config.kv_store)
         undo.callback(store.close)

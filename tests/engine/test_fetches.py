@@ -1,6 +1,8 @@
 """Tiers below the engine: what is evicted comes back, tokens are those without tiers, and no request waits in vain."""
 
+import logging
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -139,13 +141,21 @@ def test_models_of_every_kind_say_the_same_from_a_tier(harness: MakeHarness, kin
 
 
 def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_be_read(
-    directory: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    directory: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "vmmkv")
     disk = OPTIONS | {"kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 256 * MIB}
     with LLM(directory, **(disk | {"kv_budget_bytes": 256 * MIB})) as llm:  # nothing is evicted before it is stored
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+        assert "KV tier disk: 256.0 MiB, 0 B of it held" in caplog.text
     for _ in range(2):
+        caplog.clear()
         with LLM(directory, **disk) as llm:
+            assert re.search(r"KV tier disk: 256.0 MiB, \d+\.\d MiB of it held", caplog.text)
             again = llm.generate(PROMPTS, GREEDY)
             assert answers(again) == expected
             hits = [each.cached_tokens_details for each in again]

@@ -209,6 +209,14 @@ def test_a_full_store_evicts_as_it_is_told(make):
         tier.close()
 
 
+@both
+def test_the_log_says_at_the_start_that_a_store_does_not_answer(make, start, kind, caplog):
+    with start() as server:
+        url = server.url
+    make(url, kind)
+    until(lambda: "does not answer" in caplog.text)
+
+
 def test_a_password_works_and_is_never_told(make, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     with redis_server("--requirepass", PASSWORD) as server:

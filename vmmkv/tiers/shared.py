@@ -135,7 +135,10 @@ class SharedTier(ThreadedTier):
         """See Tier.open."""
         super().open(device)
         with self.lock:
-            self._asker = self._asker or ThreadPoolExecutor(1, thread_name_prefix=f"vmmkv-{self.name}-ask")
+            if self._asker is None:
+                self._asker = ThreadPoolExecutor(1, thread_name_prefix=f"vmmkv-{self.name}-ask")
+                self._probing = True
+                self._asker.submit(self._probe)  # so that the log says at the start if it does not answer
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         """See Tier.lookup. Raises: TierUnavailable while the store does not answer."""
