@@ -117,6 +117,45 @@ def decode(
     return prefill(q_BHD, k_STKD, v_STKD, torch.ones_like(lengths_B), lengths_B, slots_B, **options)
 
 
+def log_sum_exp(
+    q_NHD: torch.Tensor, k_TKD: torch.Tensor, positions_N: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """log2(sum(exp(score))) over the rows that each query sees, as for `attend`; [N, H], -inf where there is none."""
+    return torch.logsumexp(_scores(q_NHD, k_TKD, positions_N, scale), dim=-1).T / math.log(2.0)
+
+
+def column_sums(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    lse_NH: torch.Tensor,
+    counts_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """How much the last `counts_B[b]` tokens of each sequence attend to each row of its slot, over all heads: [B, T].
+
+    Queries as for `prefill`, and what `log_sum_exp` gives for them.
+    """
+    sums_BT = torch.zeros(len(lengths_B), k_STKD.shape[1], device=q_NHD.device)
+    start = 0
+    for b, (count, length, slot) in enumerate(zip(counts_B.tolist(), lengths_B.tolist(), slots_B.tolist(), strict=True)):
+        positions_N, own = torch.arange(length - count, length, device=q_NHD.device), slice(start, start + count)
+        scores_HNT = _scores(q_NHD[own], k_STKD[slot, :length], positions_N, scale)
+        sums_BT[b, :length] = torch.exp(scores_HNT - math.log(2.0) * lse_NH[own].T[:, :, None]).sum(dim=(0, 1))
+        start += count
+    return sums_BT
+
+
+def _scores(q_NHD: torch.Tensor, k_TKD: torch.Tensor, positions_N: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """[H, N, T] scaled, in float32; -inf for rows behind a query."""
+    k_THD = k_TKD.float().repeat_interleave(q_NHD.shape[1] // k_TKD.shape[1], dim=1)
+    scores_HNT = torch.einsum("nhd,thd->hnt", q_NHD.float(), k_THD) * (q_NHD.shape[2] ** -0.5 if scale is None else scale)
+    rows_T = torch.arange(len(k_TKD), device=q_NHD.device)
+    return scores_HNT.masked_fill(rows_T[None, :] > positions_N[:, None], -math.inf)
+
+
 def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
     """Rotate elements j and j + D / 2 of each vector by angle j of its position. Returns float32.
 

@@ -15,6 +15,7 @@ from tests.kernels.cases import BF16, DEVICE, FP16, NAN, index, make_case, make_
 from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.cascade import cascade
+from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.copy import copy_extents, copy_rows
@@ -70,6 +71,14 @@ def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int
     if launch is prefill:
         return arguments | {"query_starts": index(0, 1, 2)}
     return arguments | {"workspace": zeros(100_000), "firsts_B": index(0, 0)}
+
+
+def summing() -> Arguments:
+    """Arguments of column_sums, of the queries of `attention`."""
+    arguments = attention(prefill)
+    names = ("q_NHD", "query_starts", "lengths_B", "slots_B", "limit_S")
+    new = {"k_STKD": arguments["k_STKW"], "lse_NH": zeros(2, 4), "out": zeros(2, 6)}
+    return {name: arguments[name] for name in names} | new
 
 
 def writing(*names: str, block: int = 0) -> Arguments:
@@ -179,6 +188,21 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("query_starts", shorter, "(3,)"),
         ("query_starts", long, "int32"),
         ("out", zeros(2, 4, 64), "float16"),
+    ]),
+    "column sums": (column_sums, summing(), [
+        ("q_NHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+        ("q_NHD", first, "3 dimensions"),
+        ("k_STKD", lambda k: k.view(torch.int8), "quantised rows are not ranked"),
+        ("lse_NH", lambda lse: lse.half(), "contiguous torch.float32 of shape (2, 4)"),
+        ("lse_NH", zeros(2, 2), "contiguous torch.float32 of shape (2, 4)"),
+        ("query_starts", shorter, "(3,)"),
+        ("lengths_B", lambda lengths: lengths.float(), "int32"),
+        ("slots_B", shorter, "(2,)"),
+        ("limit_S", shorter, "(4,)"),
+        ("scale", -1.0, "positive"),
+        ("out", zeros(2, 15), "contiguous torch.float32 of shape (2, 14)"),
+        ("out", zeros(3, 4), "contiguous torch.float32 of shape (2, 4)"),
+        ("out", doubles, "contiguous torch.float32 of shape (2, 6)"),
     ]),
     "cascade": (cascade, attention(cascade), [
         ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),

@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks, copy
 from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.attention import append, cascade, decode, prefill
+from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill
 from vmmkv.kernels.linear import linear
 from vmmkv.kernels.norm import rms_norm
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
@@ -158,6 +158,11 @@ class Model:
             options["q_NHD"] = self.q_NHD
         append.append(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **self.tables, **options)
 
+    def column_sums(self, index: torch.dtype = torch.int32, *, limit: bool = True) -> None:
+        """Its one launch."""
+        lse_NH, where = empty(*self.q_NHD.shape[:2], dtype=FP32), (empty(9), empty(8, dtype=index), empty(8, dtype=index))
+        column_sums.column_sums(self.q_NHD, self.kv[0], lse_NH, *where, limit_S=empty(SLOTS) if limit else None)
+
     def cascade(self, **options: Any) -> None:
         """Its two launches, and those of decode."""
         rows, groups = (empty(SLOTS), empty(SLOTS)), (empty(9), empty(8), empty(8))
@@ -186,6 +191,9 @@ def attention() -> None:
     ):
         Model(*form).cascade(limit_S=empty(SLOTS) if form[3] == BF16 else None, softcap=30.0 if form[3] == FP16 else None)
     Model(*llama).cascade(query_starts=empty(SLOTS + 1))
+    Model(*llama).column_sums()
+    Model(9, 3, 64, FP16).column_sums(limit=False)
+    Model(4, 1, 80, FP32).column_sums(torch.int64)
 
 
 def hopper() -> None:

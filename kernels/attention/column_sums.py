@@ -1,0 +1,120 @@
+"""Column sums of attention's weights: how much the last queries of each sequence attend to each row, over all heads.
+
+Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). The log-sum-exp of each
+query's scores is known from its attention, so a weight is one product and one exponential. A program owns a tile of rows and
+walks the queries that see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, C columns of the sums, H query heads, K kv heads, G = H / K, D head
+dim. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vmmkv.kernels import checks
+from vmmkv.kernels.attention.kv_memory import kv_memory
+from vmmkv.units import ceil_div
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_columns"])
+def _column_sums(
+    p_q, p_k, p_lse, p_out, p_starts, p_lengths, p_slots, p_limits,
+    scale_log2, num_queries, num_slots, num_columns,
+    stride_qn, stride_qh, stride_ks, stride_kt, stride_kk,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE columns of a sequence. A row of a product is one query under one head: the G heads of a query are neighbours."""
+    b = tl.program_id(1)
+    first = tl.program_id(0) * TILE
+    start = tl.load(p_starts + b)
+    count = tl.minimum(tl.load(p_starts + b + 1), num_queries) - start
+    slot = tl.load(p_slots + b).to(tl.int64)
+    length = tl.minimum(tl.maximum(tl.load(p_lengths + b), 0), 2147483647).to(tl.int32)
+    m_slot = (slot >= 0) & (slot < num_slots) & (start >= 0)
+    end = tl.where(m_slot, tl.minimum(length, num_columns), 0)
+    if p_limits is not None:
+        end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
+    if first >= end:
+        return
+
+    i_t = first + tl.arange(0, TILE)
+    i_d = tl.arange(0, D_PAD)
+    m_t = i_t < end
+    p_rows = p_k + slot * stride_ks + tl.cast(first, tl.int64) * stride_kt + (tl.arange(0, TILE) * stride_kt)[:, None]
+    position = length - tl.load(p_starts + b + 1) + start  # of the first query
+    begin = tl.maximum(first - position, 0) * G // QUERIES * QUERIES  # the first that sees a row of the tile
+    p_queries = p_q + tl.cast(start, tl.int64) * stride_qn
+    p_lses = p_lse + tl.cast(start, tl.int64) * (K * G)
+    sums = tl.zeros([TILE], tl.float32)
+    for i_kv in range(K):
+        p_tile = p_rows + tl.cast(i_kv, tl.int64) * stride_kk + i_d[None, :]
+        k = tl.load(p_tile, mask=m_t[:, None] & (i_d < D)[None, :], other=0.0)
+        for i_first in range(begin, count * G, QUERIES):
+            i_query = i_first + tl.arange(0, QUERIES)
+            i_n, i_h, m_n = i_query // G, i_kv * G + i_query % G, i_query < count * G
+            p_heads = p_queries + i_n.to(tl.int64) * stride_qn + i_h * stride_qh
+            q = tl.load(p_heads[:, None] + i_d[None, :], mask=m_n[:, None] & (i_d < D)[None, :], other=0.0)
+            lse = tl.load(p_lses + i_n.to(tl.int64) * (K * G) + i_h, mask=m_n, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None]
+            m_seen = m_n[:, None] & m_t[None, :] & (i_t[None, :] <= (position + i_n)[:, None])
+            sums += tl.sum(tl.exp2(tl.where(m_seen, scores, float("-inf"))), 0)
+    p_sums = p_out + tl.cast(b, tl.int64) * num_columns + i_t
+    tl.store(p_sums, tl.load(p_sums, mask=m_t, other=0.0) + sums, mask=m_t)
+
+
+def column_sums(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    lse_NH: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    limit_S: torch.Tensor | None = None,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add to `out` how much the last tokens of each sequence attend to each of its rows, over all heads. Returns [B, C].
+
+    Queries, lengths and slots are as for `prefill`, causal; K is plain. `lse_NH` is log2(sum(exp(score))) over the scaled
+    scores of each query, as `decode` gives it. So the sums of a sequence add up to its queries times the heads.
+
+    - out: contiguous float32 [B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length, or
+      limit_S[slot], stay as they are. With fewer columns than rows the other rows are not looked at. One `out` for the layers
+      of a model sums over these too.
+    - scale: positive, 1 / sqrt(D) if None.
+
+    Cost: one launch of at least one program for each 64 columns of each sequence; no synchronisation; safe while a graph is
+    captured, and the graph serves all counts and lengths.
+    Raises: ValueError naming the argument.
+    """
+    device = q_NHD.device
+    checks.runnable("q_NHD", device)
+    if k_STKD.dtype not in checks.FLOAT_DTYPES:
+        checks.refuse("k_STKD", f"of {k_STKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
+    memory = kv_memory(k_STKD, k_STKD, None, None, None, q_NHD.dtype, device)
+    options = checks.attention_options(scale, None, None, memory.head_dim)
+    memory.check_queries("q_NHD", q_NHD, "queries")
+    num_queries, num_heads, head_dim = q_NHD.shape
+    group = memory.check_heads("q_NHD", num_heads)
+    num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
+    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
+    checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
+    checks.exactly("lse_NH", lse_NH, torch.float32, (num_queries, num_heads), device)
+    if out is None:
+        out = torch.zeros(num_sequences, memory.num_rows, dtype=torch.float32, device=device)
+    num_columns = out.shape[1] if out.dim() == 2 else 0
+    checks.exactly("out", out, torch.float32, (num_sequences, min(num_columns, memory.num_rows)), device)
+    tile = 32 if q_NHD.element_size() == 4 or head_dim > 128 else 64
+    memory.check_tile_offsets(tile)
+    if num_queries and out.numel():
+        with checks.on_device(device):
+            _column_sums[(ceil_div(num_columns, tile), num_sequences)](
+                q_NHD, memory.k, lse_NH, out, query_starts, lengths_B, slots_B, limit_S,
+                options.scale_log2, num_queries, memory.num_slots, num_columns,
+                q_NHD.stride(0), q_NHD.stride(1), *memory.strides[:3],
+                K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
+                num_warps=4, num_stages=2,
+            )  # fmt: skip
+    return out
