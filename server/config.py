@@ -150,6 +150,13 @@ class ServeConfig:
         str | None,
         _PREFIXES("a store of prefixes that engines share, such as redis://host:6379/0 or mooncake://host:50051", "URL"),
     ] = field(default=None, repr=False)
+    kv_events: Annotated[
+        str | None, _PREFIXES("publish what the prefix cache gains and loses, for routers, as tcp://*:5557", "ENDPOINT")
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, _PREFIXES("send the last of these again on request, as tcp://*:5558", "ENDPOINT")
+    ] = None
+    kv_events_topic: Annotated[str | None, _PREFIXES("their topic", "TEXT")] = None
     host: Annotated[str, _ADDRESS("address to listen on; the default is this machine alone")] = "127.0.0.1"
     port: Annotated[int, _ADDRESS("port to listen on, 0 for any that is free")] = 8000
     log_level: Annotated[str, _LOGS("debug, info, warning or error")] = "info"
@@ -182,6 +189,13 @@ class ServeConfig:
                 "kv_holder, kv_host_budget_bytes, kv_disk and kv_store are for shared prefixes: leave prefix_cache=False out, "
                 "or these"
             )
+        for name in ("kv_events", "kv_events_replay"):
+            if (endpoint := getattr(self, name)) is not None and not re.match(r"(tcp|ipc)://.", endpoint):
+                raise ValueError(f"{name}={endpoint!r} is no endpoint of ZeroMQ; use tcp://*:5557, or ipc:// and a path")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
+        if self.kv_events is not None and not self.prefix_cache:
+            raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(f"max_tokens={self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer")
         if self.max_num_seqs < 1:

@@ -14,6 +14,12 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block, as routers count them. The cache itself has none."""
+KV_EVENTS_PENDING: Final = 1 << 16
+"""Changes of the prefix tree that may wait to be published."""
+KV_EVENTS_REPLAYED: Final = 10_000
+"""The last batches of events, which are sent again on request."""
+KV_EVENTS_HWM: Final = 100_000
+"""Batches that wait for a slow subscriber, before it loses some."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -85,6 +91,14 @@ class Loading(Message, frozen=True, kw_only=True):
     total: int
 
 
+class KVEventSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where KV events are published."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """Sent once, when the model is loaded."""
 
@@ -97,6 +111,8 @@ class Ready(Message, frozen=True, kw_only=True):
     limits: Limits
     end_tokens: list[int] = []
     """They end an answer."""
+    kv_events: KVEventSource | None = None
+    """None if they are off."""
 
     @property
     def num_blocks(self) -> int:

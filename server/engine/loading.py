@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
 
+if TYPE_CHECKING:
+    from vmmkv.server.engine.kv_events import KVEventPublisher
+
 log = logging.getLogger(__name__)
 
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
@@ -64,9 +67,12 @@ class Loaded:
     engine: Engine
     ready: Ready
     memory: KVBackend
+    events: "KVEventPublisher | None" = None
 
     def close(self) -> None:
         """End the threads, and give all memory back. It can be called again if it fails."""
+        if self.events is not None:
+            self.events.close()
         self.engine.close()
         self.memory.close()
 
@@ -81,8 +87,9 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         check_budget(config.kv_budget_bytes, device)
     send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
     with contextlib.ExitStack() as undo:
-        tiers = open_tiers(config, device, undo)
-        loaded = assemble(config, ModelSource(config, device, choose_dtype(config.dtype, device)), send, tiers=tiers)
+        events, tiers = open_events(config, undo), open_tiers(config, device, undo)
+        source = ModelSource(config, device, choose_dtype(config.dtype, device))
+        loaded = assemble(config, source, send, tiers=tiers, events=events)
         undo.pop_all()
         return loaded
 
@@ -94,6 +101,7 @@ def assemble(
     *,
     open_memory: OpenBackend = SlotBackend.open,
     tiers: Sequence[Tier] = (),
+    events: "KVEventPublisher | None" = None,
 ) -> Loaded:
     """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
 
@@ -138,6 +146,9 @@ def assemble(
                 lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
             ),
         )
+        if events is not None:
+            assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
+            memory.prefixes.listen(events)
     except BaseException:
         with contextlib.suppress(VmmkvError):  # the first error matters
             memory.close()
@@ -155,8 +166,9 @@ def assemble(
             vocabulary_size=model.vocabulary_size,
         ),
         end_tokens=sorted(source.end_tokens),
+        kv_events=None if events is None else events.source,
     )
-    return Loaded(engine, ready, memory)
+    return Loaded(engine, ready, memory, events)
 
 
 class ModelSource:
@@ -252,6 +264,17 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
         sums[name] = torch.stack([(each * factors[: len(each)]).sum() for each in words])  # modulo 2**64
     text = repr([(name, tuple(weights[name].shape), each.tolist()) for name, each in sums.items()])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
+    """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
+    if config.kv_events is None:
+        return None
+    from vmmkv.server.engine.kv_events import KVEventPublisher
+
+    publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic or "")
+    undo.callback(publisher.close)
+    return publisher
 
 
 def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> list[Tier]:

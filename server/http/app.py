@@ -224,6 +224,12 @@ def _server_routes(service: Service) -> APIRouter:
         """What is served, under vLLM's names."""
         return responses.ServerInfo.of(service.engine.require_ready(), service.model)
 
+    @router.get("/kv_event_sources")
+    async def kv_event_sources() -> dict[str, responses.KVEventSource]:
+        """Where KV events are published, by data-parallel rank; empty if they are off."""
+        source = service.engine.require_ready().kv_events
+        return {} if source is None else {"0": responses.KVEventSource.model_validate(source, from_attributes=True)}
+
     sees_all = [Depends(service.queue.require_sees_all)]
 
     @router.get("/metrics", response_class=Response, responses=_METRICS, dependencies=sees_all)

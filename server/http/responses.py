@@ -12,7 +12,15 @@ from pydantic import BaseModel, Field
 from vmmkv import __version__
 from vmmkv.server.http.generation import Score, TextDelta
 from vmmkv.server.http.schemas import GenerationRequest
-from vmmkv.server.protocol import BLOCK_TOKENS, DEVICE, FinishReason, Ready
+from vmmkv.server.protocol import (
+    BLOCK_TOKENS,
+    DEVICE,
+    KV_EVENTS_HWM,
+    KV_EVENTS_PENDING,
+    KV_EVENTS_REPLAYED,
+    FinishReason,
+    Ready,
+)
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.tokenizer import TokenTexts
 
@@ -268,6 +276,20 @@ class ServerInfo(BaseModel):
             },
             system_env={"vmmkv_version": __version__},
         )
+
+
+class KVEventSource(BaseModel):
+    """A publisher of KV events in the answer of /kv_event_sources, as vLLM's configuration has it."""
+
+    enable_kv_cache_events: Literal[True] = True
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str
+    """`0.0.0.0` in it stands for the host of this server."""
+    replay_endpoint: str | None
+    topic: str
+    buffer_steps: int = KV_EVENTS_REPLAYED
+    hwm: int = KV_EVENTS_HWM
+    max_queue_size: int = KV_EVENTS_PENDING
 
 
 class KVMemory(BaseModel):

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
-from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
+from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, asking, bearer, eventually, running_server
 from tests.server.tiny import token_ids
 from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
@@ -25,7 +26,7 @@ from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import MapUnavailable, MemoryMaps
 from vmmkv.server.http import page
 from vmmkv.server.metrics import Times
-from vmmkv.server.protocol import AskMap, MemoryMap, Message, Outputs
+from vmmkv.server.protocol import AskMap, KVEventSource, MemoryMap, Message, Outputs
 
 ROOT = Path(__file__).parents[2]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text())
@@ -139,6 +140,16 @@ class TestRendering:
         assert told["vllm_config"]["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64}
         assert told["vllm_config"]["model_config"] == {"model": "tiny", "max_model_len": 256, "dtype": "float32"}
         assert told["system_env"] == {"vmmkv_version": vmmkv.__version__}
+
+    def test_a_router_finds_where_events_are_published_and_nothing_if_they_are_not(self, server: Running) -> None:
+        assert server.http.get("/kv_event_sources").json() == {}
+        source = KVEventSource(endpoint="tcp://0.0.0.0:5557", topic="kv")
+        with running_server(ready=msgspec.structs.replace(READY, kv_events=source)) as publishing:
+            assert publishing.http.get("/kv_event_sources").json() == {
+                "0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://0.0.0.0:5557",
+                      "replay_endpoint": None, "topic": "kv", "buffer_steps": 10_000, "hwm": 100_000,
+                      "max_queue_size": 65_536}
+            }  # fmt: skip
 
 
 class TestNames:

@@ -10,6 +10,7 @@ radix_tree   the tree over token ids; it knows nothing of memory
 
 from vmmkv.prefix.attach import Attached, AttachMethod
 from vmmkv.prefix.cache import PrefixCache, PrefixStats
+from vmmkv.prefix.radix_tree import TreeListener
 from vmmkv.prefix.transfers import Fetch
 
-__all__ = ["AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"]
+__all__ = ["AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats", "TreeListener"]

@@ -27,7 +27,7 @@ from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
+from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, TreeListener, pack
 from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, Transfers
 from vmmkv.tiers.record import Keys, checked_namespace
@@ -374,6 +374,14 @@ class PrefixCache:
                 tiers=() if transfers is None else transfers.stats(),
                 tier_errors=0 if transfers is None else transfers.errors,
             )
+
+    def listen(self, listener: TreeListener) -> None:
+        """Tell one listener which tokens become known and which are forgotten, at first all that are known.
+
+        It is called under the pool's lock. Cost: host work by the number of nodes, now and at each leaf that comes or goes.
+        """
+        with self.cache.pool.lock:
+            self._index.tree.listen(listener)
 
     def free_slots(self, count: int) -> None:
         """Evict parked slots, the oldest first, until `count` slots are free or closing; the tree keeps their full extents.

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter, itemgetter, lt
 from types import MappingProxyType
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -256,6 +256,16 @@ class Lookup(Generic[T]):
 # the tree
 
 
+class TreeListener(Protocol):
+    """Hears which tokens become known and which are forgotten. It must return at once, and must not use the tree."""
+
+    def stored(self, namespace: Hashable, edges: list[bytes]) -> None:
+        """A leaf was added; the packed tokens of its path, by edge, the leaf's last."""
+
+    def removed(self, namespace: Hashable, edges: list[bytes]) -> None:
+        """A leaf was removed; its path as it was."""
+
+
 class RadixTree(Generic[T]):
     """Prefixes by namespace. `clock` numbers the uses and never falls; `now` gives the monotonic seconds that pins are in."""
 
@@ -268,6 +278,7 @@ class RadixTree(Generic[T]):
         self._num_splits = 0
         self._clock = clock
         self._now = now
+        self._listener: TreeListener | None = None
         self._roots: dict[Hashable, _Root[T]] = {}
         self._order: _EvictionOrder[T] = _EvictionOrder(self.is_pinned, now)
 
@@ -354,6 +365,8 @@ class RadixTree(Generic[T]):
         stamp = self._clock()
         if num_known < num_tokens:
             path.append(self._add_leaf(path[-1] if path else root, packed[num_known * TOKEN_BYTES :], stamp))
+            if self._listener is not None:
+                self._listener.stored(namespace, [node.edge for node in path])
         path[-1].stamp = stamp
         return Inserted(path[-1], self._hand_out(path, pieces))
 
@@ -398,6 +411,8 @@ class RadixTree(Generic[T]):
         assert parent is not None, f"{leaf} is in no tree"
         assert leaf.is_leaf, f"{leaf} is no leaf"
         assert not leaf.locks, f"{leaf} is in use"
+        if self._listener is not None:
+            self._listener.removed(self.namespace_of(leaf), [node.edge for node in leaf.path()])
         parent.disown(leaf)
         self.num_nodes -= 1
         self.num_tokens -= leaf.end - leaf.start
@@ -450,6 +465,12 @@ class RadixTree(Generic[T]):
         return self._order.each()
 
     # the rest
+
+    def listen(self, listener: TreeListener) -> None:
+        """From now on tell one listener what becomes known and what is forgotten; at first all that is known."""
+        for node in self.nodes():
+            listener.stored(self.namespace_of(node), [each.edge for each in node.path()])
+        self._listener = listener
 
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""

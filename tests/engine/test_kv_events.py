@@ -1,0 +1,259 @@
+"""Laws of KV events: a subscriber knows what the prefix tree knows, after a gap too, and nothing that is gone."""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.engine.conftest import tiny_model
+from vmmkv.prefix.radix_tree import RadixTree
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.engine import kv_events
+from vmmkv.server.engine.kv_events import KVEventPublisher, block_hashes
+from vmmkv.server.engine.loading import load
+from vmmkv.server.protocol import BLOCK_TOKENS, Generate
+from vmmkv.server.sampling_params import SamplingParams
+from vmmkv.units import MIB
+
+WAIT_S = 20.0
+Block = tuple[str | None, tuple[int, ...]]
+"""The salt of a prefix, and all its tokens up to the end of a block."""
+
+
+class Router:
+    """A subscriber, written after vLLM's: it reads batches, asks for those that it has missed, and keeps an index."""
+
+    def __init__(self, publisher: KVEventPublisher, topic: str = "") -> None:
+        self.context = zmq.Context()
+        self.subscriber = self.context.socket(zmq.SUB)
+        self.subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.subscriber.connect(publisher.source.endpoint)
+        self.replay = self.context.socket(zmq.DEALER)
+        if publisher.source.replay_endpoint is not None:
+            self.replay.connect(publisher.source.replay_endpoint)
+        self.next_number = 0
+        self.blocks: dict[int, Block] = {}
+        self.events: list[dict[str, Any]] = []
+        self.num_heard = self.num_gaps = 0
+        self.is_deaf = False
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def listen(self, until: Callable[[], bool]) -> None:
+        """Apply what comes, until that is so."""
+        end_s = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < end_s, f"after {self.next_number} batches: {len(self.blocks)} blocks"
+            if not self.subscriber.poll(20):
+                continue
+            _, number, batch = self.subscriber.recv_multipart()
+            self.num_heard += 1
+            if not self.is_deaf:
+                self.take(int.from_bytes(number, "big"), batch)
+
+    def take(self, number: int, batch: bytes) -> None:
+        if number > self.next_number:
+            self.num_gaps += 1
+            if not self.replay.closed:
+                self.ask()
+        if number >= self.next_number:
+            self.next_number = number + 1
+            self.apply(batch)
+
+    def ask(self) -> None:
+        """All batches from the next one on, again."""
+        self.replay.send_multipart((b"", self.next_number.to_bytes(8, "big")))
+        more = True
+        while more:
+            assert self.replay.poll(WAIT_S * 1000)
+            _, _, number, batch = self.replay.recv_multipart()
+            more = number != kv_events.LAST_NUMBER
+            if more:
+                assert int.from_bytes(number, "big") == self.next_number
+                self.next_number += 1
+                self.apply(batch)
+
+    def apply(self, batch: bytes) -> None:
+        _, events, rank = msgspec.msgpack.decode(batch)
+        assert rank == 0
+        self.events += events
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.blocks.clear()
+            elif event["type"] == "BlockRemoved":
+                for each in event["block_hashes"]:
+                    self.blocks.pop(each, None)
+            else:
+                self.store(event)
+
+    def store(self, event: dict[str, Any]) -> None:
+        parent, tokens = event["parent_block_hash"], event["token_ids"]
+        assert len(tokens) == len(event["block_hashes"]) * BLOCK_TOKENS == len(event["extra_keys"]) * event["block_size"]
+        salt, before = self.blocks.get(parent, (None, None)) if parent is not None else (None, ())
+        if before is None:
+            return  # what it goes on from was lost
+        if parent is None:
+            salt = event["extra_keys"][0] and event["extra_keys"][0][0]
+        for index, each in enumerate(event["block_hashes"]):
+            assert each not in self.blocks, "a block is stored once"
+            before += tuple(tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
+            self.blocks[each] = salt, before
+
+
+@contextlib.contextmanager
+def published(tmp_path: Path, topic: str = "") -> Iterator[tuple[KVEventPublisher, Router]]:
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", topic)
+    router = Router(publisher, topic)
+    try:
+        yield publisher, router
+    finally:
+        publisher.close()
+        router.close()
+
+
+def known(tree: RadixTree[Any]) -> set[Block]:
+    """The blocks of a tree."""
+    blocks = set()
+    for node in tree.nodes():
+        tokens = tuple(np.concatenate([each.tokens for each in node.path()]).tolist())
+        salt = tree.namespace_of(node)
+        ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+        blocks |= {(salt and str(salt).removeprefix("salt:"), tokens[:end]) for end in ends}
+    return blocks
+
+
+def walk(tree: RadixTree[int], rng: random.Random, num_steps: int) -> Iterator[int]:
+    """Insert prompts that share prefixes, and evict some."""
+    prompts: list[tuple[Hashable, list[int]]] = [(None, []), ("salt:red", [])]
+    for step in range(num_steps):
+        namespace, prompt = rng.choice(prompts)
+        prompt = prompt[: rng.randint(0, len(prompt))] + [rng.randrange(50) for _ in range(rng.choice((1, 15, 16, 40, 1200)))]
+        tree.insert(namespace, prompt)
+        prompts.append((namespace, prompt))
+        if len(prompts) > 20:
+            del prompts[rng.randrange(2, len(prompts))]
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            if (leaf := tree.oldest_evictable()) is not None:
+                tree.remove(leaf)
+        yield step
+
+
+def clocked_tree() -> RadixTree[int]:
+    return RadixTree(iter(range(1 << 60)).__next__)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_router_has_the_tree_after_a_walk_and_after_a_gap(tmp_path: Path, seed: int) -> None:
+    tree, rng = clocked_tree(), random.Random(seed)
+    for _ in walk(tree, rng, 10):
+        pass  # what an earlier process left
+    with published(tmp_path) as (publisher, router):
+        tree.listen(publisher)
+        for step in walk(tree, rng, 200):
+            if step % 20 == 19:
+                router.is_deaf = step % 40 == 19
+                before = router.num_heard
+                router.listen(lambda before=before: router.num_heard > before)
+        router.is_deaf = False
+        tree.insert(None, range(64))  # what comes next shows that batches were missed
+        wanted = known(tree)
+        router.listen(lambda: len(router.blocks) == len(wanted) and set(router.blocks.values()) == wanted)
+        assert router.num_gaps and router.events[0] == {"type": "AllBlocksCleared"}
+        while (leaf := tree.oldest_evictable()) is not None:
+            tree.remove(leaf)
+        router.listen(lambda: not router.blocks)
+
+
+def test_changes_that_were_dropped_leave_a_gap_and_no_block_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 8)
+    tree, rng = clocked_tree(), random.Random(0)
+    with published(tmp_path) as (publisher, router):
+        router.listen(lambda: (router.ask(), router.next_number)[1] == 1)
+        router.replay.close()
+        tree.listen(publisher)
+        for _ in walk(tree, rng, 300):
+            pass
+        last = tree.insert(None, range(100, 116)).node
+        router.listen(lambda: (None, tuple(range(100, 116))) in router.blocks.values())
+        assert {"type": "AllBlocksCleared"} in router.events[1:]
+        assert router.num_gaps
+        assert set(router.blocks.values()) <= known(tree)
+        tree.remove(last)
+        router.listen(lambda: (None, tuple(range(100, 116))) not in router.blocks.values())
+
+
+def test_events_on_the_wire_are_vllms(tmp_path: Path) -> None:
+    tree, tokens = clocked_tree(), list(range(40))
+    with published(tmp_path, "kv@here") as (publisher, router):
+        router.listen(lambda: (router.ask(), router.next_number)[1] == 1)
+        tree.listen(publisher)
+        tree.insert("salt:red", tokens[:20])
+        tree.remove(tree.insert("salt:red", tokens).node)
+        router.listen(lambda: len(router.events) == 4)
+        first, second = block_hashes("salt:red", np.array(tokens, np.int32)).tolist()
+        common = {"block_size": 16, "lora_id": None, "lora_name": None, "medium": "GPU", "group_idx": 0}
+        common["kv_cache_spec_kind"] = "full_attention"
+        assert router.events[1:] == [
+            {"type": "BlockStored", "block_hashes": [first], "parent_block_hash": None, "token_ids": tokens[:16],
+             "extra_keys": [["red"]], **common},
+            {"type": "BlockStored", "block_hashes": [second], "parent_block_hash": first, "token_ids": tokens[16:32],
+             "extra_keys": [None], **common},
+            {"type": "BlockRemoved", "block_hashes": [second], "medium": "GPU", "group_idx": 0},
+        ]  # fmt: skip
+        publisher.close()
+        assert router.subscriber.poll(WAIT_S * 1000)
+        topic, number, batch = router.subscriber.recv_multipart()
+        assert (topic, int.from_bytes(number, "big")) == (b"kv@here", router.next_number)
+        assert msgspec.msgpack.decode(batch)[1:] == [[{"type": "AllBlocksCleared"}], 0]
+
+
+def test_hashes_are_of_all_tokens_before_their_order_and_the_namespace() -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    swapped, late = tokens.copy(), tokens.copy()
+    swapped[:32] = np.concatenate([tokens[16:32], tokens[:16]])
+    late[1], late[0] = tokens[0], tokens[1]
+    found = [block_hashes(None, tokens), block_hashes("red", tokens), block_hashes(None, swapped), block_hashes(None, late)]
+    assert len({int(each) for hashes in found for each in hashes}) == 16
+    assert block_hashes(None, tokens[:47]).tolist() == found[0][:2].tolist()
+
+
+def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    options: Any = {"device": "cpu", "max_num_seqs": 2, "max_tokens": 256, "kv_budget_bytes": 64 * MIB}
+    events = {"kv_events": "tcp://*:0", "kv_events_replay": "tcp://*:0", "kv_events_topic": "kv"}
+    loaded = load(ServeConfig(model=str(tmp_path), **options, **events), lambda _: None)
+    assert loaded.events is not None and loaded.ready.kv_events == loaded.events.source
+    prefixes: Any = loaded.memory.prefixes
+    with contextlib.closing(loaded), contextlib.closing(Router(loaded.events, "kv")) as router:
+        prompts = [[*range(100), *range(number)] for number in (0, 30, 60)]
+        for prompt in prompts:
+            params = SamplingParams(max_tokens=40, temperature=0.0, seed=0)
+            loaded.engine.receive(Generate(request_id=str(len(prompt)), prompt=prompt, params=params, cache_salt="salt:s"))
+            while loaded.engine.has_work:
+                loaded.engine.step()
+        router.ask()
+        tree = prefixes._index.tree
+        assert {("s", tuple(prompt[:96])) for prompt in prompts} <= known(tree)
+        router.listen(lambda: set(router.blocks.values()) == known(tree))
+        prefixes.evict()
+        router.listen(lambda: not router.blocks and not known(tree))
+
+
+def test_an_endpoint_that_is_taken_is_refused_and_port_0_is_any() -> None:
+    with contextlib.closing(KVEventPublisher("tcp://*:0")) as publisher:
+        port = publisher.source.endpoint.rpartition(":")[2]
+        assert publisher.source.endpoint.startswith("tcp://0.0.0.0:") and int(port)
+        with pytest.raises(ValueError, match=rf"kv_events='tcp://\*:{port}' cannot be had: Address already in use"):
+            KVEventPublisher(f"tcp://*:{port}")
+        with pytest.raises(ValueError, match="kv_events_replay='tcp://here' cannot be had"):
+            KVEventPublisher("tcp://*:0", "tcp://here")
