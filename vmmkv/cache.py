@@ -949,10 +949,7 @@ class KVCache(_Planes):
             self.memory.unuse(slot)
             parked.length = min(parked.length, self.memory.committed(slot))  # what was cut by now does not come back
             parked.num_pages = self.memory.num_pages(slot)
-            for listed in self._list(parked):
-                in_order = sorted(listed.values(), key=_stamp)
-                listed.clear()
-                listed.update((each.slot, each) for each in in_order)
+            self._list(parked)
             with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
                 parked.fence = self.memory.fence()
             raise
@@ -1036,6 +1033,30 @@ class KVCache(_Planes):
         parked = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), positions, fence, num_pages)
         self._list(parked)
         return parked
+
+    def park_bare(self, slot: int, tenant: Hashable, starts: Seq[int], stamp: int) -> ParkedSlot:
+        """A free slot, parked without rows and with that stamp; what is mapped there begins at `starts`. Cost: a fence."""
+        parked = ParkedSlot(slot, 0, tenant, stamp, None, self.memory.fence(), 0)
+        self.memory.tenants[slot] = tenant
+        self.table.states[slot] = SlotState.PARKED
+        self.table.starts[:, slot] = starts
+        self._list(parked)
+        return parked
+
+    @contextlib.contextmanager
+    def mapping_under(self, parked: ParkedSlot) -> Iterator[None]:
+        """Map more under a parked slot, and set its length, within: making room does not evict it. Cost: a fence."""
+        self._unlist(parked)
+        try:
+            yield
+        finally:
+            self.memory.unuse(parked.slot)
+            parked.num_pages = self.memory.num_pages(parked.slot)
+            self._list(parked)
+            try:
+                parked.fence = self.memory.fence()
+            except DriverError:  # copies may have been launched; a second failure means that the device is lost
+                parked.fence = self.memory.fence()
 
     def end_sequence(self, sequence: Sequence) -> None:
         """End a sequence and reclaim its memory. Cost: the limit's write, which gives the fence, or a fence."""
@@ -1216,11 +1237,16 @@ class KVCache(_Planes):
         if self.prefix is not None:
             self.prefix.leave(slot)
 
-    def _list(self, parked: ParkedSlot) -> tuple[dict[int, ParkedSlot], ...]:
-        """Add a parked slot as the newest one to all lists that it is in, and return these."""
+    def _list(self, parked: ParkedSlot) -> None:
+        """Add a parked slot to all lists that it is in, by its stamp."""
         of_tenant = self._parked_of.setdefault((parked.tenant, not parked.length), {})
-        self.parked_slots[parked.slot] = self.loose_slots[parked.slot] = of_tenant[parked.slot] = parked
-        return self.parked_slots, self.loose_slots, of_tenant
+        for listed in (self.parked_slots, self.loose_slots, of_tenant):
+            newest = next(reversed(listed.values()), parked)
+            listed[parked.slot] = parked
+            if newest.stamp > parked.stamp:
+                in_order = sorted(listed.values(), key=_stamp)
+                listed.clear()
+                listed.update((each.slot, each) for each in in_order)
 
     def _unlist(self, parked: ParkedSlot) -> None:
         of_tenant = self._parked_of[parked.tenant, not parked.length]

@@ -341,6 +341,10 @@ class PagedPrefixes:
         self.insert(sequence, tokens)
         sequence.close()
 
+    def prepare(self, budget_us: float, *, free_slots: int) -> bool:
+        """Nothing outlives the process."""
+        return False
+
     def free_slots(self, count: int) -> None:
         """No ended sequence keeps its slot."""
 

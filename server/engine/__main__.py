@@ -109,6 +109,7 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
     wait = not engine.has_work
     if wait:
         engine.store_all(wait=lambda: socket.poll(1))
+        engine.prepare(wait=lambda: socket.poll(0))
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):

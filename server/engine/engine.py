@@ -330,7 +330,7 @@ class Engine:
             budget_us = self._step_us / 2
             self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
             if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
-                self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
+                self._prefix.free_slots(self._num_spare_slots)
             self._scheduler.insert_generated()
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
@@ -357,6 +357,22 @@ class Engine:
             is_stored = not self.poll_tiers()
         if is_stored:
             self.settle()
+
+    def prepare(self, *, wait: Callable[[], object] = lambda: False) -> None:
+        """No request is there: park what an earlier engine left with the holder, to be adopted. `wait` ends it if true."""
+        has_worked = False
+        try:
+            while self._prefix is not None and not wait() and self._prefix.prepare(_POLL_US, free_slots=self._num_spare_slots):
+                has_worked = True
+        except DriverError:
+            log.exception("a prefix that an earlier engine left was not mapped")  # it is when a prompt has it
+        if has_worked:
+            self.settle()
+
+    @property
+    def _num_spare_slots(self) -> int:
+        """Slots that are kept free of ended sequences."""
+        return (self.cache.num_slots - self._limits.max_sequences) // 4
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""

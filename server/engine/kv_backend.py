@@ -171,6 +171,9 @@ class Prefixes(Protocol):
     def release(self, sequence: Any, tokens: TokenIds) -> None:
         """End a sequence, and keep its full pages."""
 
+    def prepare(self, budget_us: float, *, free_slots: int) -> bool:
+        """Park what an earlier engine left, for about so long; False if there is nothing left."""
+
     def free_slots(self, count: int) -> None:
         """Clear parked slots until so many can be had at once."""
 

@@ -132,6 +132,7 @@ def engine(path: Path, pipe: Connection, options: dict[str, Any]) -> None:
         "close": one.close,
         "match": one.prefix.match,
         "evict": one.prefix.evict,
+        "prepare": one.prefix.prepare,
         "imports": lambda: one.pool.driver.calls["import_fd"],
         "held": lambda: (one.pool.created_bytes // PAGE_BYTES, one.pool.holder and one.pool.holder.stats().num_handles),
         "settle": one.settle,
@@ -175,6 +176,8 @@ def busy_engine(path: Path, pipe: Connection, seed: int, seconds: float, windowe
                 _, wrong = one.serve(tokens, namespace, ends=draw.random() < 0.9)
             if wrong:
                 pipe.send(f"{wrong} wrong rows")
+            if draw.random() < 0.3:
+                one.prefix.prepare(0)
             if draw.random() < 0.1:
                 one.prefix.evict(draw.randint(1, 8))
             if draw.random() < 0.1 or len(one.cache.sequences) > 2:

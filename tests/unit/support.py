@@ -12,6 +12,9 @@ LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float3
 ROW_BYTES = 128 * 1024
 TOKENS_PER_PAGE = 16
 
+STRADDLING = KVLayout.uniform(layers=4, kv_heads=7, head_dim=512, dtype=torch.float32)
+"""112 KiB a row, so that rows straddle pages."""
+
 WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
 """Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens."""
 

@@ -16,8 +16,8 @@ import torch
 
 from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, Engine, Process, start, start_holder
-from tests.unit.support import WINDOWED
-from vmmkv import BudgetError, DriverError, HolderGone, HolderUnavailable, HostTier, KVCache, Pool, PrefixCache
+from tests.unit.support import STRADDLING, WINDOWED, Calls
+from vmmkv import AttachMethod, BudgetError, DriverError, HolderGone, HolderUnavailable, HostTier, KVCache, Pool, PrefixCache
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import LogDamaged, OutOfDeviceMemory
 from vmmkv.holder import HolderClient, Sealed, SealedLog
@@ -27,6 +27,7 @@ from vmmkv.units import MIB, PAGE_BYTES
 CPU = torch.device("cpu")
 PROMPT = [7 * token % 251 for token in range(100)]
 """Six full pages of 16 tokens, and a rest of 4."""
+LONG = [*range(1, 201)]
 
 
 @pytest.fixture
@@ -296,6 +297,143 @@ def test_an_attach_that_fails_leaves_the_prefix_for_the_next(path, holder, call)
     assert engine.serve([*PROMPT, 1]) == (96, 0)
     engine.close()
     assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+def left(path, *prompts, **options):
+    """What an engine that is killed has computed, in this order; the next engine."""
+    engine = start(path, **options)
+    for tokens, namespace in prompts:
+        engine.ask("serve", tokens, namespace)
+    engine.kill()
+    driver = FakeDriver(over=HostDriver())
+    return Engine(path, driver=driver, **options), driver
+
+
+LAYOUTS = {"whole": engines.LAYOUT, "straddling": STRADDLING, "windowed": WINDOWED}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_was_prepared_is_adopted_with_right_rows_and_without_a_map(path, holder, layout):
+    engine, driver = left(path, (PROMPT, None), layout=layout)
+    known = engine.prefix.match([*PROMPT, 1])
+    assert known > 80
+    while engine.prefix.prepare(0):
+        engine.cache.check()
+    calls = Calls(driver)
+    attached = engine.prefix.attach([*PROMPT, 1])
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, known)
+    assert not calls.made().keys() & {"import_fd", "map", "unmap"}
+    assert engines.wrong_rows(attached.sequence, None, PROMPT, known) == 0
+    engines.write(attached.sequence, None, [*PROMPT, 1], known)
+    engine.prefix.park(attached.sequence, [*PROMPT, 1])
+    assert engine.serve([*PROMPT, 1, 2]) == (len(PROMPT) + 1, 0)
+    engine.cache.check()
+    engine.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+def test_a_prompt_before_that_is_aliased(path, holder):
+    engine, _ = left(path, (PROMPT, None))
+    attached = engine.prefix.attach([*PROMPT, 1])
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 96)
+    assert not engine.cache.parked(), "what a sequence has is not prepared"
+    while engine.prefix.prepare(0):
+        pass
+    assert not engine.cache.parked()
+    engine.close()
+
+
+def test_the_last_used_prefixes_are_prepared_while_slots_are_free(path, holder):
+    prompts = [([number] * 40, "red") for number in range(5)]
+    engine, _ = left(path, *prompts)
+    while engine.prefix.prepare(0, free_slots=3):
+        engine.cache.check()
+    assert engine.cache.stats().num_parked == 3
+    methods = [engine.prefix.attach([*tokens, 9], namespace=name).method for tokens, name in reversed(prompts)]
+    assert methods == [AttachMethod.ADOPT] * 3 + [AttachMethod.ALIAS] * 2
+    engine.close()
+
+
+def test_the_last_used_prefix_is_evicted_last_though_it_was_prepared_first(path, holder):
+    engine, _ = left(path, *(([number] * 40, None) for number in range(3)))
+    while engine.prefix.prepare(0):
+        pass
+    engine.prefix.free_slots(5)
+    assert engine.prefix.attach([2] * 41).method is AttachMethod.ADOPT
+    engine.prefix.evict(4)
+    assert engine.prefix.match([1] * 41) == 0
+    engine.cache.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_preparing_goes_on_behind_requests_of_all_kinds(path, holder, num_pieces):
+    engine, _ = left(path, (PROMPT, None), (LONG, None))
+    for _ in range(num_pieces):
+        engine.prefix.prepare(0)
+    assert engine.serve([7] * 40) == (0, 0), "it takes the slot that was begun"
+    assert engine.serve([*LONG[:50], 3]) == (50, 0)
+    while engine.prefix.prepare(0):
+        engine.cache.check()
+    for tokens in (PROMPT, LONG):
+        assert engine.prefix.attach([*tokens[:-1], 300]).method is AttachMethod.ADOPT
+    engine.cache.check()
+    engine.close()
+
+
+def test_what_is_prepared_gives_way_to_what_runs(path, holder):
+    engine, driver = left(path, (PROMPT, None), (LONG, None))
+    engine.prefix.prepare(0)
+    with engine.cache.open(tenant="green") as sequence:
+        sequence.grow(31 * 16)
+        engine.cache.check()
+    while engine.prefix.prepare(0):
+        engine.cache.check()
+    assert not engine.cache.parked()
+    engine.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+def test_preparing_without_the_holder_ends(path, holder):
+    engine, _ = left(path, (PROMPT, None), (LONG, None))
+    engine.prefix.prepare(0)
+    holder.kill()
+    while engine.prefix.prepare(0):
+        engine.cache.check()
+    assert engine.prefix.match([*PROMPT, 1]) == 0
+    engine.cache.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_preparing_can_fail_at_every_driver_call(path, holder, layout, every):
+    engine = start(path, layout=layout)
+    engine.ask("serve", LONG)
+    engine.ask("serve", PROMPT)
+    engine.kill()
+    call, num_calls = 0, 1
+    while call < num_calls:
+        driver = FakeDriver(over=HostDriver())
+        engine = Engine(path, driver=driver, layout=layout)
+        before = driver.num_calls
+        driver.fail_at = {before + call}
+        num_failed = 0
+        for _ in range(100):
+            try:
+                if not engine.prefix.prepare(0):
+                    break
+            except DriverError:
+                num_failed += 1
+            engine.cache.check()
+        num_calls = driver.num_calls - before
+        assert len(engine.cache.parked()) == 2 - num_failed, "of a fence that fails another is taken"
+        for tokens in (PROMPT, LONG):
+            assert engine.serve([*tokens, 1])[1] == 0
+        engine.cache.check()
+        engine.close()
+        assert (driver.live_handles, driver.live_mappings) == (0, 0)
+        call += every
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -65,7 +65,7 @@ def take(
     copy_bytes: CopyBytes,
     large_ends: Sequence[int | None] | None = None,
 ) -> None:
-    """Give a live, bare slot its first `num_tokens` rows: what is `given` by alias, what is left by copy.
+    """Give a slot without rows its first `num_tokens`: what is `given` by alias, if `alias` has not, and what is left by copy.
 
     The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
     from the first of those on. `large_ends` are the pages of each group behind which no new extent is large.
@@ -75,7 +75,8 @@ def take(
     targets, spans = [], memory.spans(slot)
     large_ends = large_ends or [None] * len(spans)
     for span, pages, end, large_end in zip(spans, given, memory.end_pages(num_tokens), large_ends, strict=True):
-        span.first_page = span.end_page = span.group.page_of(memory.start(span))
+        if not span.num_live_pages:
+            span.first_page = span.end_page = span.group.page_of(memory.start(span))
         # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
         whole_end = span.group.page_of(num_tokens) if span.group.window is None else 0
         large_end = whole_end if large_end is None else min(large_end, whole_end)
@@ -83,8 +84,9 @@ def take(
     try:
         memory.publish([memory.mapper.stage(targets)])
     except BaseException:
-        for target in targets:
-            target.span.first_page = target.span.end_page = 0
+        for span in memory.spans(slot):
+            if not span.num_live_pages:
+                span.first_page = span.end_page = 0
         raise
     with memory.copying():
         for span, pages in zip(memory.spans(slot), given, strict=True):
@@ -93,6 +95,21 @@ def take(
             end_byte = num_tokens * span.group.row_bytes
             if first_byte < end_byte:
                 copy_bytes(span.index, first_byte, end_byte - first_byte, span.address + first_byte)
+
+
+def alias(memory: SlotMemory, slot: int, given: Sequence[Pages]) -> None:
+    """Map a part of what `take` will be given under a slot: of each group the next extents, or the first ones.
+
+    Cost: map and access for each extent. On failure none is mapped, or is pending reclaim. Raises: DriverError.
+    """
+    targets = []
+    for span, pages in zip(memory.spans(slot), given, strict=True):
+        if pages:
+            if not span.num_live_pages:
+                span.first_page = span.end_page = min(pages)
+            end = max(page + extent.num_pages for page, extent in pages.items())
+            targets.append(Target(span, end, memory.tenant_in(span), pages))
+    memory.publish([memory.mapper.stage(targets)])
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:

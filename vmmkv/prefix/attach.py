@@ -19,6 +19,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import time
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from typing import Final, NamedTuple, TypeAlias
 from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
+from vmmkv.memory import sharing
+from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
@@ -41,6 +44,9 @@ with the same system prompt does not overwrite a long one."""
 
 MOST_LOOKED_AT: Final = 64
 """Residents of a node among which a slot to adopt is chosen. A system prompt can have thousands."""
+
+_PREPARED_AT_ONCE: Final = 8
+"""Extents that are imported and mapped between two looks at the time: some 0.5 ms."""
 
 _end: Final = attrgetter("end")
 
@@ -92,8 +98,7 @@ class Hit:
         """For each group: the first row that the next token sees."""
         self._memory = memory
         self._windows = windows
-        node = path[bisect_left(path, num_tokens, key=_end)]
-        self.resident: Final = next(filter(self.is_in, node.residents), None)
+        self.resident: Final = next(filter(self.is_in, path[-1].residents), None)
         """A slot, live or parked, that has all these rows; None if there is none."""
 
     def is_in(self, slot: int) -> bool:
@@ -147,6 +152,9 @@ class Attacher:
         self.windows = Windows(self._memory)
         """Where extents are read that no slot has."""
         self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
+        self._preparing: Iterator[bool] | None = None
+        """The path that `prepare` has begun, see `_prepare`; its slot until that has all rows."""
+        self._begun: ParkedSlot | None = None
 
     def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, end: int) -> Attached:
         """By the rule, or by `method` if that is possible. See `PrefixCache.attach`, also for errors."""
@@ -171,7 +179,8 @@ class Attacher:
         num_tokens = match.num_tokens
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
-            hit = Hit(self._memory, self.windows, match.path, num_tokens, starts)
+            path = match.path[: 1 + bisect_left(match.path, num_tokens, key=_end)]
+            hit = Hit(self._memory, self.windows, path, num_tokens, starts)
             if hit.resident is not None or hit.extents.num_tokens == num_tokens:
                 return hit
             fewer = hit.extents.num_tokens
@@ -215,21 +224,16 @@ class Attacher:
 
     def _alias(self, namespace: Hashable, tokens: Tokens, end: int) -> Attached | None:
         """Into a free slot; None if the match was evicted while one was made free."""
-        cache, memory, index, pool = self._cache, self._memory, self._index, self._cache.pool
+        cache, memory, index = self._cache, self._memory, self._index
         slot = cache.clear_run(1)
         hit = self.find(namespace, tokens)
         while hit is not None and not index.import_extents(hit.all_extents()):
             hit = self.find(namespace, tokens)
         if hit is None:
             return None
-        node, aliased = hit.path[-1], hit.extents.aliased
+        aliased = hit.extents.aliased
         memory.table.starts[:, slot] = hit.starts
-        tails = [tail.extent for tail in hit.extents.tails if tail is not None]
-        # Making room must not evict what is about to be read: neither a slot with these rows, nor extents of nodes below.
-        index.tree.lock(node)
-        pool.hold(*tails)
-        index.source = hit.resident
-        try:
+        with self._reading(hit):
             sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
             if hit.resident in cache.parked_slots:
                 try:
@@ -237,12 +241,89 @@ class Attacher:
                 except BaseException:
                     cache.end_sequence(sequence)
                     raise
+        return Attached(sequence, hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
+
+    # ahead of need
+
+    def prepare(self, budget_us: float, free_slots: int) -> bool:
+        """See `PrefixCache.prepare`."""
+        end_ns, restored = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, self._index.restored
+        has_worked = False
+        while restored or self._preparing:
+            self._preparing = self._preparing or self._prepare(restored.pop(), free_slots)
+            has_worked, goes_on = True, False
+            try:
+                goes_on = next(self._preparing, False)
+            finally:
+                if not goes_on:
+                    self._stop_preparing()
+            if time.perf_counter_ns() > end_ns:
+                break
+        return has_worked
+
+    def _stop_preparing(self) -> None:
+        parked, self._preparing, self._begun = self._begun, None, None
+        if parked is not None and self._cache.parked_slots.get(parked.slot) is parked:
+            self._cache.evict_parked(parked)
+
+    def _prepare(self, node: Node[Placed], free_slots: int) -> Iterator[bool]:
+        """Park the path of a node in a free slot. Yields after each few extents."""
+        cache, memory, index = self._cache, self._memory, self._index
+        hit = None if node.parent is None else self.hit(Match(node.path(), node.end))
+        if hit is None or hit.resident is not None:
+            return
+        if memory.table.num(SlotState.FREE) <= free_slots:
+            index.restored.clear()
+            return
+        namespace, slot = index.tree.namespace_of(node), cache.clear_run(1)
+        parked = self._begun = cache.park_bare(slot, namespace, hit.starts, node.stamp)
+        aliased = [(group, *each) for group, pages in enumerate(hit.extents.aliased) for each in pages.items()]
+        known = _state_of(node)
+        for first in range(0, len(aliased), _PREPARED_AT_ONCE):
+            some = aliased[first : first + _PREPARED_AT_ONCE]
+            if not index.import_extents(extent for _, _, extent in some):
+                return
+            given = [{page: extent for at, page, extent in some if at == group} for group in range(len(memory.arenas))]
+            with cache.mapping_under(parked):
+                sharing.alias(memory, slot, given)
+            yield True
+            if cache.parked_slots.get(slot) is not parked or _state_of(node) != known:
+                index.restored.append(node)  # begin again
+                return
+        if not index.import_extents(hit.all_extents()):
+            return
+        with contextlib.suppress(OutOfPages), self._reading(hit), cache.mapping_under(parked):
+            sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
+            parked.length = hit.num_tokens
+        if parked.length:
+            end = hit.path[-1]
+            if end.end > hit.num_tokens:
+                end = index.tree.split(end, hit.num_tokens)
+            for each in end.path():
+                each.add_resident(slot)
+            index.keep(slot, end)
+            self._begun = None
+
+    @contextlib.contextmanager
+    def _reading(self, hit: Hit) -> Iterator[None]:
+        """Making room evicts nothing of a hit within: neither a slot with these rows, nor extents of nodes below."""
+        index, pool, node = self._index, self._cache.pool, hit.path[-1]
+        tails = [tail.extent for tail in hit.extents.tails if tail is not None]
+        index.tree.lock(node)
+        pool.hold(*tails)
+        index.source = hit.resident
+        try:
+            yield
         finally:
             index.source = None
             index.tree.unlock(node)
             for extent in tails:
                 pool.drop(extent)
-        return Attached(sequence, hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
+
+
+def _state_of(node: Node[Placed]) -> list[tuple[Node[Placed], tuple[Piece[Placed], ...], bool]]:
+    """What a hit on the path of a node goes by. Cost: a comparison of two is quick while they are the same."""
+    return [(each, each.pieces, bool(each.residents)) for each in node.path()]
 
 
 _ByPage: TypeAlias = dict[int, list[Piece[Placed]]]

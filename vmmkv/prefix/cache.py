@@ -316,6 +316,23 @@ class PrefixCache:
                 fence.wait()
         return True
 
+    # what an earlier process left
+
+    def prepare(self, budget_us: float = float("inf"), *, free_slots: int = 0) -> bool:
+        """Park what an earlier engine left with the holder, for about `budget_us`, as if its sequences had just ended here.
+
+        Each prefix gets a slot while more than `free_slots` are free, the last used one first. A prompt then adopts a slot,
+        and otherwise imports and maps each extent. Call it while nothing else is to do; False if there is nothing left. What
+        the holder has lost, or no page is free for, is left out.
+        Cost: for each extent an import, a map and an access call; for each prefix as `attach` by alias. It goes on for
+        8 extents, or a new path, at least; it blocks only as `Sequence.grow` does.
+        Raises: DriverError, and what was parked before stays; GraphCapture.
+        """
+        with self.cache.pool.lock:
+            self.cache.check_open()
+            self.cache.check_capture()
+            return self._attacher.prepare(budget_us, free_slots)
+
     # pins, and the rest
 
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:

@@ -60,6 +60,8 @@ class PrefixIndex:
         """Copies to and from tiers; None without tiers."""
         self.sealed: SealedPrefixes | None = None
         """What outlives this process; None without a holder process."""
+        self.restored: list[Node[Placed]] = []
+        """Leaves that an earlier process left, the last used ones last, until `Attacher.prepare` has taken them."""
         self.source: int | None = None
         """The parked slot that rows are being copied from: it is not evicted."""
         self.held_bytes = 0

@@ -11,6 +11,7 @@ names is whole, whenever the engine ends. The caller holds the pool's lock.
 import ast
 import itertools
 import logging
+import operator
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
@@ -25,6 +26,8 @@ from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, Tokens, piece_plac
 from vmmkv.units import counted
 
 log = logging.getLogger(__name__)
+
+_stamp: Final = operator.attrgetter("stamp")
 
 
 class SealedPrefixes:
@@ -64,6 +67,7 @@ class SealedPrefixes:
         self._holder.release(unused)
         self._index.sealed = self  # from now on; what came back is sealed already
         self._pool.restored()
+        self._index.restored = sorted((node for node in self._index.tree.nodes() if node.is_leaf), key=_stamp)
         if self._places:
             log.info("%s came back from the holder at %s", counted(len(self._places), "extent", ","), self._holder.path)
 
