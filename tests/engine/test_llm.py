@@ -83,9 +83,12 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(directory: Pat
         assert one.snapshot.kv_budget_bytes == 64 * MIB, "all that the holder may own"
     with LLM(directory, **options) as one:
         second = one.generate([prompt], GREEDY)
-    assert answers(first) == answers(second) == [expected(directory, prompt)]
-    assert first[0].cached_tokens == 0
-    assert second[0].cached_tokens == 4096
+    with LLM(directory, **options) as one:
+        one._open().engine.prepare()
+        third = one.generate([prompt], GREEDY)
+        assert one._open().engine.cache.stats().adopted_slots == 1
+    assert answers(first) == answers(second) == answers(third) == [expected(directory, prompt)]
+    assert [output.cached_tokens for (output,) in (first, second, third)] == [0, 4096, 4096]
     held.stop()
     holder.join()
     held.close()
