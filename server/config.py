@@ -397,7 +397,8 @@ _FIELD: Final = re.compile(rf"(?<![\w./-])(?:({_ANY})=|(\A(?:{_ANY})(?= is )|(?:
 
 
 def with_flags(message: str) -> str:
-    """A message with flags in place of fields: `max_tokens=9` becomes `--max-tokens 9`."""
+    """A message with flags in place of fields: `max_tokens=9` becomes `--max-tokens 9`, `prefix_cache=False` a `--no-` flag."""
+    message = re.sub(r"\b(\w+)=False\b", lambda found: _FLAGS.get(found[1], found[0]).replace("--", "--no-", 1), message)
     return _FIELD.sub(lambda found: f"{_FLAGS[found[1]]} " if found[1] else _FLAGS[found[2]], message)
 
 

@@ -238,6 +238,7 @@ def test_a_wrong_value_of_the_environment_names_its_variable(
         ("lower max_num_seqs or max_tokens.", "lower --max-num-seqs or --max-tokens."),
         ("kv_budget_bytes of 4 GiB", "--kv-budget of 4 GiB"),
         ("no model in my_max_tokens/max_tokens/seed=7", "no model in my_max_tokens/max_tokens/seed=7"),
+        ("leave prefix_cache=False out", "leave --no-prefix-cache out"),
         ("max_tokens_per_model", "max_tokens_per_model"),
         ("a device, a seed, this port is taken", "a device, a seed, this port is taken"),
     ],
