@@ -373,10 +373,10 @@ class MooncakeTier(SharedTier):
     name = "mooncake"
 
     def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
-        self._module = _client_of("mooncake.store", "mooncake")
         found = re.fullmatch(r"mooncake://([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})/?", url)
         if found is None:
             raise ValueError("this is no URL of a Mooncake master; write mooncake://host:50051")
+        self._module = _client_of("mooncake.store", "mooncake")
         self._address: Final = f"{found[1]}:{found[2]}"
         super().__init__(f"mooncake at {self._address}", timeout_s=timeout_s)
         self._master: Final = (found[1].strip("[]"), int(found[2]))
