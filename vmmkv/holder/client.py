@@ -191,6 +191,8 @@ class HolderClient:
     def close(self) -> None:
         """End the connection: the holder frees what no seal names, and the next engine may come. Idempotent."""
         if self._connection.fileno() >= 0:
+            with contextlib.suppress(OSError):  # the holder may be gone
+                self._connection.shutdown(socket.SHUT_RDWR)  # ends it too where a child made by fork() has yet to close it
             self._connection.close()
             self.log.close()
 
