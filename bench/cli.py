@@ -26,7 +26,7 @@ SUITES: Final = {
     "append": "a decode loop that grows: in the foreground, mapped ahead in slack, on adopted slots",
     "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
     "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
-    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append",
+    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
     "prefix": "a shared prefix: requests and conversations over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
     "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench.harness import Shape
-from bench.suites.kernels import appending, attention, memories
-from bench.suites.kernels.attention import Queries
+from bench.suites import kernels
+from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format
 from tests.kernels.cases import some
 from vmmkv.layout import KVType
@@ -14,8 +14,8 @@ SHAPE = Shape(name="small", layers=2, heads=2, kv_heads=1, head_dim=64, dtype=to
 PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))
 OVER = [("tensor", PLAIN), ("vmmkv-1", PLAIN), ("paged", PLAIN), ("vmmkv", INT4)]
 
-DECODE = (Case(name="decode", lengths=(33, 7)), attention.bind_decode)
-PREFILL = (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), attention.bind_prefill)
+DECODE = (Case(name="decode", lengths=(33, 7)), kernels.bind_decode)
+PREFILL = (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), kernels.bind_prefill)
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,11 @@ PREFILL = (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), attention.bind
         [*((*over, *DECODE) for over in OVER[:3]), *((*over, *PREFILL) for over in (*OVER[:2], OVER[3]))],
     ),
 )
-def test_attention(kind: str, form: Format, case: Case, bind: attention.Bind, device: torch.device) -> None:
+def test_attention(kind: str, form: Format, case: Case, bind: kernels.Bind, device: torch.device) -> None:
     copies = 2 if kind == "tensor" else 1
     memory = memories.open_memory(kind, case, copies, form, device)
     try:
         batch = Queries(case, copies, memory, seed=0)
         batch.check(batch.passes(bind)())
-    finally:
-        memory.close()
-
-
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize(("kind", "form"), OVER)
-def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> None:
-    case = memories.uniform(3, 16)
-    memory = memories.open_memory(kind, case, 1, form, device)
-    try:
-        appending.prepare_append(memory, case, appending.AppendedRows(6, case, SHAPE, device, seed=0), rope)
     finally:
         memory.close()

@@ -13,8 +13,7 @@ from bench.cli import load
 from bench.harness import SHAPES, Settings, Shape, WrongNumbers
 from bench.rows import Row
 from bench.suites import append, memory_efficiency, prefix, resize, tiers, transformers
-from bench.suites.kernels import memories
-from bench.suites.kernels.attention import Queries
+from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
 from bench.workloads import Ask, Workload

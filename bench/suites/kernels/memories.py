@@ -343,7 +343,7 @@ class _PagedMemory(KernelMemory):
 MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged", "paged-128")
 
 
-def memories(shape: Shape) -> tuple[str, ...]:
+def memories_of(shape: Shape) -> tuple[str, ...]:
     """The kinds that differ for a shape: with a single layer, all layers are one layer."""
     return MEMORIES if shape.layers > 1 else tuple(kind for kind in MEMORIES if kind != "vmmkv-1")
 
