@@ -6,7 +6,7 @@
 
 A sequence keeps one set of rows for all layers and heads, so scores are sums over both. The scores of a row are how much some
 of the last queries attend to it: `vmmkv.kernels.attention.column_sums` on a GPU, `vmmkv.kernels.reference.column_sums` in plain
-torch. Any class with the two methods of `KVPolicy` is a policy.
+torch. Any class with the members of `KVPolicy` is a policy.
 
 | policy | keeps | scored queries |
 |---|---|---|

@@ -15,8 +15,16 @@ from vmmkv.arguments import whole
 class KVPolicy(Protocol):
     """Which rows to keep. Rows are chosen once, for all layers and heads."""
 
+    @property
+    def budget(self) -> int:
+        """How many rows it keeps at most."""
+        ...
+
     def num_queries(self, num_rows: int) -> int:
-        """How many of the last queries, of a sequence of so many rows, the scores are summed over; 0 if it needs none."""
+        """How many of the last queries, of a sequence of so many rows, the scores are summed over; 0 if it needs none.
+
+        If these are not all queries, their own rows are among those that are kept.
+        """
         ...
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,6 +50,11 @@ class StreamingLLM:
     def __post_init__(self) -> None:
         _check("sinks", self.sinks, 0)
         _check("window", self.window, 1)
+
+    @property
+    def budget(self) -> int:
+        """See KVPolicy."""
+        return self.sinks + self.window
 
     def num_queries(self, num_rows: int) -> int:
         """See KVPolicy."""
