@@ -290,7 +290,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.tree.pin(node, None)
             self.marks[path].locks, self.marks[path].until = 0, None
         self.evict(len(self.marks))
-        assert self.tree.num_nodes == self.tree.num_tokens == self.tree.num_pieces == 0
+        assert self.tree.num_nodes == self.tree.num_tokens == 0
         assert self.returned == Counter(range(self.num_values))
 
 

@@ -156,18 +156,44 @@ def run(
     _check_one_is_given(model, {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "window": window})
     config = {} if model is None else _read_config(model)
     dtype = _kv_dtype(kv_dtype, kv_scale, config)
-    planned = _parse_lengths(lengths)
+    layout = _uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype)
+    asked = _parse_lengths(lengths)
     model_tokens = config.get("max_position_embeddings") or None
-    plan = make_plan(
-        layout=_uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype),
-        dtype=dtype,
-        memory_bytes=_parse_size("--memory", memory),
-        max_tokens=(model_tokens or max(planned)) if max_tokens is None else max_tokens,
-        model_tokens=model_tokens,
+    memory_bytes = _parse_size("--memory", memory)
+    max_tokens = (model_tokens or max(asked)) if max_tokens is None else max_tokens
+    tiers = _parse_tiers(host_budget, disk_budget, bandwidths)
+    for option, value, least in (("--max-tokens", max_tokens, 1), ("--guard-tokens", guard_tokens, 0)):
+        if value < least:
+            raise ValueError(f"{option} {value}: it must be at least {least}")
+    if model_tokens is not None and max_tokens > model_tokens:
+        raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
+    if prefill_rate is not None and not prefill_rate > 0:
+        raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
+    num_groups, memory_pages = len(layout.groups), memory_bytes // PAGE_BYTES
+    if memory_pages < num_groups:
+        raise ValueError(
+            f"{format_bytes(memory_bytes)} is less than a page of {format_bytes(PAGE_BYTES)} for each of "
+            f"{counted(num_groups, 'group')} of layers; give at least {format_bytes(num_groups * PAGE_BYTES)}"
+        )
+    fitting = layout.tokens_in(memory_pages, guard_tokens)
+    most = min(fitting, model_tokens or fitting)
+    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked))
+    plan = Plan(
+        kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
+        kv_scale=getattr(dtype, "scale", None),
+        layers=sum(len(group.layers) for group in layout.groups),
+        groups=num_groups,
+        row_bytes=layout.row_bytes,
+        tokens_per_page=PAGE_BYTES / layout.row_bytes,
+        memory_bytes=memory_bytes,
+        memory_pages=memory_pages,
         guard_tokens=guard_tokens,
-        lengths=planned,
-        tiers=_parse_tiers(host_budget, disk_budget, bandwidths),
-        prefill_rate=prefill_rate,
+        max_tokens=max_tokens,
+        model_tokens=model_tokens,
+        longest_sequence_tokens=None if most == _ANY_LENGTH else most,
+        lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
+        lengths_beyond_model=tuple(num_tokens for num_tokens in asked if num_tokens > (model_tokens or num_tokens)),
+        sources=_plan_sources(layout, planned, tiers, prefill_rate),
     )
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
     return 0
@@ -191,62 +217,6 @@ def _parse_size(option: str, text: str) -> int:
     if size_bytes < PAGE_BYTES and given[-1].isdigit():
         raise ValueError(f"{option} {given} has no unit, and as bytes it is less than a page: write {given}GiB, or {given}MiB")
     return size_bytes
-
-
-def make_plan(
-    *,
-    layout: KVLayout,
-    dtype: "torch.dtype | KVType",
-    memory_bytes: int,
-    max_tokens: int,
-    model_tokens: int | None,
-    guard_tokens: int,
-    lengths: tuple[int, ...],
-    tiers: Mapping[str, tuple[int, float]],
-    prefill_rate: float | None,
-) -> Plan:
-    """The capacity maths of a layout, whose K and V are of this type, in some memory.
-
-    Raises: ValueError for numbers that are not positive, for more tokens than the model can have, or for memory below one page
-    for each group.
-    """
-    for option, value, least in (("--max-tokens", max_tokens, 1), ("--guard-tokens", guard_tokens, 0)):
-        if value < least:
-            raise ValueError(f"{option} {value}: it must be at least {least}")
-    if model_tokens is not None and max_tokens > model_tokens:
-        raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
-    if prefill_rate is not None and not prefill_rate > 0:
-        raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
-    num_groups = len(layout.groups)
-    memory_pages = memory_bytes // PAGE_BYTES
-    if memory_pages < num_groups:
-        raise ValueError(
-            f"{format_bytes(memory_bytes)} is less than a page of {format_bytes(PAGE_BYTES)} for each of "
-            f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
-            f"{format_bytes(num_groups * PAGE_BYTES)}"
-        )
-    fitting = layout.tokens_in(memory_pages, guard_tokens)
-    longest = None if fitting == _ANY_LENGTH else fitting
-    if model_tokens is not None:
-        longest = min(fitting, model_tokens)
-    planned = dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in lengths)
-    return Plan(
-        kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
-        kv_scale=getattr(dtype, "scale", None),
-        layers=sum(len(group.layers) for group in layout.groups),
-        groups=num_groups,
-        row_bytes=layout.row_bytes,
-        tokens_per_page=PAGE_BYTES / layout.row_bytes,
-        memory_bytes=memory_bytes,
-        memory_pages=memory_pages,
-        guard_tokens=guard_tokens,
-        max_tokens=max_tokens,
-        model_tokens=model_tokens,
-        longest_sequence_tokens=longest,
-        lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
-        lengths_beyond_model=tuple(num_tokens for num_tokens in lengths if num_tokens > (model_tokens or num_tokens)),
-        sources=_plan_sources(layout, tuple(planned), tiers, prefill_rate),
-    )
 
 
 def _plan_sources(

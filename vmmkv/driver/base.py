@@ -56,15 +56,29 @@ class Fence(Protocol):
 
     def done(self) -> bool:
         """Has that work finished? Never blocks."""
-        ...
 
     def wait(self) -> None:
         """Block until it has."""
-        ...
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """Make the caller's current stream, and `streams`, wait for it. Does not block the caller."""
-        ...
+
+
+class _Done:
+    """See Fence."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        pass
+
+
+DONE: Final = _Done()
+"""The fence of no work, or of work that is done when the call that launches it returns."""
 
 
 class Reservations:
@@ -156,97 +170,75 @@ class Driver(Protocol):
 
         The oldest reservation of the same size that was given back is reused first.
         """
-        ...
 
     def has_addresses(self, size_bytes: int) -> bool:
         """Could so many be reserved now? None stay reserved. Cost: two calls."""
-        ...
 
     def give_back(self, address: int, size_bytes: int) -> None:
         """A whole reservation is free for reuse: nothing is mapped there, and no work touches it. Cannot fail."""
-        ...
 
     def create(self, size_bytes: int) -> Handle:
         """Take physical memory from the device. Raises OutOfDeviceMemory when there is none."""
-        ...
 
     def release(self, handle: Handle) -> None:
         """Give a handle up; its memory goes back to the device when its last mapping goes."""
-        ...
 
     def map(self, address: int, handle: Handle, size_bytes: int) -> None:
         """Put a whole handle under `[address, address + size_bytes)`, where nothing stands; not accessible yet."""
-        ...
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
         """Let the device read, or read and write, what is mapped at `[address, address + size_bytes)`."""
-        ...
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Take the one mapping at `[address, address + size_bytes)` away. The caller has seen its fence done."""
-        ...
 
     def zero(self, address: int, size_bytes: int) -> None:
         """Fill mapped, writable memory with zeroes, in order on the driver's own *control stream* (see `order`)."""
-        ...
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """Copy bytes between two addresses that do not overlap, in order on the caller's current stream.
 
         Each is the device's, a torch tensor's, or of pinned host memory. Not counted in `calls`.
         """
-        ...
 
     def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
         """Copy row `rows_T[t]` of the source to row t of the target, in order on the caller's current stream.
 
         Both are the device's, and do not overlap; the target is contiguous. Not counted in `calls`.
         """
-        ...
 
     def new_stream(self) -> torch.Stream:
         """A stream besides the caller's, for copies that run beside its work. It lasts as long as the process."""
-        ...
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is the caller's current one within."""
-        ...
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """Write elements of a contiguous int32 device tensor, by index, in order on the control stream."""
-        ...
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
         """The same in order on the caller's current stream and `streams`: behind what is launched so far on any of them.
 
         What is launched later on any of them comes behind it. Returns a fence, as `fence` does, behind that too.
         """
-        ...
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """Make the caller's current stream, and `streams`, wait for what is on the control stream. Does not block."""
-        ...
 
     def synchronize(self) -> None:
         """Block until the control stream is empty."""
-        ...
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """A fence behind all work so far on the caller's current stream, the control stream, and `streams`."""
-        ...
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
         """Is work on the caller's current stream, or on one of `streams`, being captured into a graph?"""
-        ...
 
     def memory(self) -> MemoryInfo:
         """Physical memory of the device, free and in total."""
-        ...
 
     def export_fd(self, handle: Handle) -> int:
         """A file descriptor, owned by the caller, by which another process can import this handle."""
-        ...
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
         """A handle to memory that another process exported; `fd` stays the caller's to close."""
-        ...

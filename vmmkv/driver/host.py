@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import torch
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, DriverBase, Fence, Handle, MemoryInfo, Reservations, span_text
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, DONE, Access, DriverBase, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import Closed, DriverError, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -355,22 +355,6 @@ HEADROOM_BYTES: Final = 128 * MIB
 _PROTECTION: Final = {Access.READ: PROT_READ, Access.READ_WRITE: PROT_READ | PROT_WRITE}
 
 
-class _Done:
-    """Host work is done when the call that does it returns."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        pass
-
-
-_DONE: Final = _Done()
-
-
 @dataclass(eq=False, slots=True)
 class _Mapping:
     address: int
@@ -535,7 +519,7 @@ class HostDriver(DriverBase):
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.write_behind. Done when this returns."""
         self.write(tensor, values)
-        return _DONE
+        return DONE
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Driver.order. Nothing to wait for."""
@@ -548,7 +532,7 @@ class HostDriver(DriverBase):
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.fence. Always done: what the host launched has returned."""
         with self._calling("fence"):
-            return _DONE
+            return DONE
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
         """See Driver.is_capturing. Never: the host has no graphs."""

@@ -274,7 +274,6 @@ class RadixTree(Generic[T]):
         """Without the roots of the namespaces."""
         self.num_tokens = 0
         """On all edges: a token of a shared prefix counts once."""
-        self.num_pieces = 0
         self._num_splits = 0
         self._clock = clock
         self._now = now
@@ -399,7 +398,6 @@ class RadixTree(Generic[T]):
         """
         _check_pieces(pieces, node.start, node.end)
         old, node.pieces = node.pieces, tuple(pieces)
-        self.num_pieces += len(pieces) - len(old)
         return list(old)
 
     def remove(self, leaf: Node[T]) -> list[Piece[T]]:
@@ -416,7 +414,6 @@ class RadixTree(Generic[T]):
         parent.disown(leaf)
         self.num_nodes -= 1
         self.num_tokens -= leaf.end - leaf.start
-        self.num_pieces -= len(leaf.pieces)
         self._order.drop(leaf, self.num_nodes)
         if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
@@ -474,7 +471,7 @@ class RadixTree(Generic[T]):
 
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""
-        num_nodes = num_tokens = num_pieces = 0
+        num_nodes = num_tokens = 0
         leaves: set[Node[T]] = set()
         for namespace, root in self._roots.items():
             assert root.namespace == namespace, f"{namespace!r}: its root is of {root.namespace!r}"
@@ -484,7 +481,6 @@ class RadixTree(Generic[T]):
         for node in self.nodes():
             num_nodes += 1
             num_tokens += node.end - node.start
-            num_pieces += len(node.pieces)
             _check_children(node)
             assert 0 < node.end - node.start == len(node.edge) / TOKEN_BYTES, f"{node}: {len(node.edge)} bytes of tokens"
             assert node.locks >= 0, f"{node}: fewer than no locks"
@@ -494,8 +490,8 @@ class RadixTree(Generic[T]):
                 raise AssertionError(f"{node}: {error}") from error
             if node.is_leaf:
                 leaves.add(node)
-        counted, kept = (num_nodes, num_tokens, num_pieces), (self.num_nodes, self.num_tokens, self.num_pieces)
-        assert counted == kept, f"nodes, tokens, pieces: {counted} are there, {kept} are counted"
+        counted, kept = (num_nodes, num_tokens), (self.num_nodes, self.num_tokens)
+        assert counted == kept, f"nodes, tokens: {counted} are there, {kept} are counted"
         self._order.check(leaves)
 
     def _add_leaf(self, parent: Node[T], edge: bytes, stamp: int) -> Node[T]:
@@ -515,7 +511,6 @@ class RadixTree(Generic[T]):
             if last > first:
                 duplicates += node.take(pieces[first:last])
                 first = last
-        self.num_pieces += len(pieces) - len(duplicates)
         return duplicates
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vmmkv.cache import KVCache
-from vmmkv.driver.base import Fence
+from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import OutOfPages
 from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Windows
@@ -454,9 +454,6 @@ class Transfers:
         """Is the time of this poll over?"""
         return time.perf_counter_ns() > self._end_ns
 
-    def _may_store(self) -> bool:
-        return self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS)
-
     def _load(self) -> None:
         """Ask for records, in order, and copy those that have come: all of an extent together, unless a tier lends no more."""
         full: set[Tier] = set()
@@ -543,7 +540,7 @@ class Transfers:
     def _store(self) -> None:
         """Store the paths that are queued, each tier at its own pace."""
         for stores in self._stores:
-            while stores and self._may_store():
+            while stores and self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS):
                 chain, storing = next(iter(stores.items()))
                 may_go_on = next(storing, None)
                 self._has_worked = True
@@ -612,7 +609,7 @@ class Transfers:
                     driver.copy(address + offset, transfer.address, RECORD_BYTES)
 
         self._has_worked = True
-        copy = _Copy(_NEVER, moves, part, failed=True)
+        copy = _Copy(DONE, moves, part, failed=True)
         with driver.on(self._store_stream if part is None else self._load_stream):
             if part is not None:
                 part.num_copies += 1
@@ -650,19 +647,3 @@ class Transfers:
         except Exception:
             self.errors += 1
             return otherwise
-
-
-class _Never:
-    """The fence of copies that could not be launched: there is nothing to wait for."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def order(self, streams: object = ()) -> None:
-        pass
-
-
-_NEVER: Final = _Never()
