@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from vmmkv.lifetime import Closing
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.metrics import QUEUE_BOUNDS_S, REQUEST_BOUNDS_S, TOKEN_BOUNDS_S, Times
 from vmmkv.server.protocol import (
@@ -89,7 +90,7 @@ Phase: TypeAlias = Loading | Ready | Dead
 """The engine's state. It goes forward only."""
 
 
-class Answers:
+class Answers(Closing):
     """Async iterator over what the engine says of a group of requests, until all have ended.
 
     Each turn gives all news since the last one, in order. With `at_end` only ends wake the iterator, so that an answer that is
@@ -113,12 +114,6 @@ class Answers:
         self._arrived: list[News] = []
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __aiter__(self) -> Self:
         return self

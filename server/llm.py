@@ -26,14 +26,14 @@ from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as shortened
-from types import TracebackType
-from typing import Any, Final, Never, Self, TypeAlias
+from typing import Any, Final, Never, TypeAlias
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from vmmkv.errors import Closed
+from vmmkv.lifetime import Closing
 from vmmkv.server.config import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.console import DeferredInterrupt, GenerationProgress, LoadingProgress
 from vmmkv.server.engine.loading import Loaded, load
@@ -111,7 +111,7 @@ class RequestOutput:
     """Why the request failed, if it did; `outputs` hold the tokens so far."""
 
 
-class LLM:
+class LLM(Closing):
     """A model and its KV cache, for one caller at a time. Close it, or use it in a `with` block, to free its memory.
 
     The options are those of `vmmkv serve`, with the same defaults. `model` is a known name, a directory in transformers'
@@ -198,12 +198,6 @@ class LLM:
         ready = self.ready
         self._limits = dataclasses.replace(ready.limits, model=self._model)
         log.info("%s: %s on %s, %s implementation", model, ready.dtype, ready.device, ready.implementation)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_loaded", None) is not None:

@@ -178,19 +178,14 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
     for field, (name, help_text) in _COUNTERS.items():
         yield CounterMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
-    yield GaugeMetricFamily(
-        "vmmkv_kv_shared_bytes",
-        "Mapped under live sequences beyond the memory behind it: what sharing saves.",
-        value=max(0, snapshot.kv_mapped_bytes - snapshot.kv_used_bytes),
-    )
-    yield GaugeMetricFamily(
-        "vmmkv_kv_usage_ratio",
-        "Share of the budget that live sequences use, 0 to 1.",
-        value=snapshot.kv_used_bytes / max(1, snapshot.kv_budget_bytes),
-    )
-    yield GaugeMetricFamily(
-        "vmmkv_asleep", "1 while POST /sleep has given the KV memory back.", value=float(not snapshot.kv_budget_bytes)
-    )
+    used_bytes, budget_bytes = snapshot.kv_used_bytes, snapshot.kv_budget_bytes
+    saved_bytes = max(0, snapshot.kv_mapped_bytes - used_bytes)
+    for name, help_text, number in (
+        ("kv_shared_bytes", "Mapped under live sequences beyond the memory behind it: what sharing saves.", saved_bytes),
+        ("kv_usage_ratio", "Share of the budget that live sequences use, 0 to 1.", used_bytes / max(1, budget_bytes)),
+        ("asleep", "1 while POST /sleep has given the KV memory back.", float(not budget_bytes)),
+    ):
+        yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=number)
     yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)
     attach_s = {method: snapshot.attach_us.get(method, 0.0) / 1e6 for method in snapshot.attached}
     yield _labelled("attaches", "Sequences by the method that they came to their prefix by.", "method", snapshot.attached)

@@ -127,7 +127,7 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
     Raises: ModelUnavailable, saying what would work.
     """
     if model in KNOWN_MODELS:
-        return fetch(KNOWN_MODELS[model], cache_dir=read_environment(others=VARIABLES).cache_dir)
+        return fetch(KNOWN_MODELS[model], cache_dir=read_environment(others=VARIABLES))
     path = Path(model).expanduser()
     if not path.exists():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", model):

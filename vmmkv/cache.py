@@ -31,7 +31,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,11 @@ from vmmkv.arguments import instance, whole, wholes
 from vmmkv.driver.base import Fence
 from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
+from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory import sharing
 from vmmkv.memory.memory_map import SlotMap, SlotState, slot_maps
 from vmmkv.memory.pool import Evictable, Extent, Pool
 from vmmkv.memory.slot_memory import SlotMemory
-from vmmkv.memory.transaction import refuse_copy
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _cut(known: _Positions, num_tokens: int) -> _Positions:
 
 
 @dataclass(eq=False, slots=True)
-class ParkedSlot:
+class ParkedSlot(Unique):
     """A slot whose sequence has ended and whose mappings stay, until it is adopted or evicted."""
 
     slot: int
@@ -92,9 +92,6 @@ class ParkedSlot:
 
     def __repr__(self) -> str:
         return f"<ParkedSlot in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
 
 class _Planes(ABC):
@@ -123,7 +120,7 @@ class _Planes(ABC):
         return self.view(layer, SCALES)[..., 1]
 
 
-class Sequence(_Planes):
+class Sequence(_Planes, Closing, Unique):
     """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open`, `adopt` or `fork`.
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
@@ -384,15 +381,6 @@ class Sequence(_Planes):
             return f"<Sequence in slot {self.slot}, closed>"
         return f"<Sequence in slot {self.slot}: {counted(self.length, 'token')}, room for {self.limit} of {self.max_tokens}>"
 
-    def __enter__(self) -> "Sequence":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
-
     def _check_live(self) -> None:
         self.cache.pool.lock.check_process()
         if self.closed:
@@ -458,7 +446,7 @@ class CacheStats:
     """Successful calls by name, of the whole pool."""
 
 
-class KVCache(_Planes):
+class KVCache(_Planes, Closing, Unique):
     """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each.
 
     `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
@@ -903,12 +891,6 @@ class KVCache(_Planes):
                 self.prefix.check()
         self.pool.check()
 
-    def __enter__(self) -> "KVCache":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_attached", False):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
@@ -918,9 +900,6 @@ class KVCache(_Planes):
             return f"<KVCache on {self.device}, closed>"
         sequences = counted(len(self.sequences), "sequence")
         return f"<KVCache on {self.device}: {sequences} in {counted(self.num_slots, 'slot')}>"
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
     # Internal interface, for Sequence and vmmkv.prefix: the caller holds the pool's lock.
 

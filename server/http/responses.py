@@ -247,8 +247,6 @@ class RenderedRequest(BaseModel):
             stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
             cache_salt=body.cache_salt,
             priority=body.priority,
-            features=None,
-            kv_transfer_params=None,
         )
 
 

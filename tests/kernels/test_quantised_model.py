@@ -27,7 +27,7 @@ FP8, FP8_HEAD, INT8, INT4 = KV_TYPES
 
 @pytest.fixture(scope="module")
 def tokens_N() -> torch.Tensor:
-    if not model_dir(KNOWN_MODELS[quality.MODEL], read_environment().cache_dir).is_dir():
+    if not model_dir(KNOWN_MODELS[quality.MODEL], read_environment()).is_dir():
         pytest.skip(f"{quality.MODEL} is not here: run `vmmkv fetch {quality.MODEL}`")
     pytest.importorskip("transformers")
     return quality.windows_of_text(torch.device("cpu"), 1, NUM_TOKENS)[0]

@@ -82,7 +82,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("example", list(examples()), ids=str)
 def test_examples_run_and_print_what_they_promise(example: Example, tmp_path: Path) -> None:
-    if "LLM(" in example.code and not model_dir(KNOWN_MODELS["smollm2-135m"], read_environment().cache_dir).is_dir():
+    if "LLM(" in example.code and not model_dir(KNOWN_MODELS["smollm2-135m"], read_environment()).is_dir():
         pytest.skip("smollm2-135m is not here: run `vmmkv fetch smollm2-135m`")
     promised = re.findall(r"^ *print\(.*\)  # (.*)$", example.code, re.MULTILINE)
     printed = of_program(example, tmp_path) if "__main__" in example.code else of_block(example)

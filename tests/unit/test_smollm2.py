@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    path = model_dir(KNOWN_MODELS["smollm2-135m"], read_environment().cache_dir)
+    path = model_dir(KNOWN_MODELS["smollm2-135m"], read_environment())
     if not path.is_dir():
         pytest.skip("smollm2-135m is not here: run `vmmkv fetch smollm2-135m`")
     return path

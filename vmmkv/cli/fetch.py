@@ -35,6 +35,6 @@ def run(
             f"no model {model!r} to fetch; there is {', '.join(KNOWN_MODELS)}. A directory or a hub name is given to "
             "`vmmkv serve --model` as it is"
         )
-    cache_dir = read_environment(others=VARIABLES).cache_dir
+    cache_dir = read_environment(others=VARIABLES)
     print(fetch(KNOWN_MODELS[model], cache_dir=cache_dir, force=force, thorough=verify))
     return 0

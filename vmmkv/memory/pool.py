@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -27,7 +27,8 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
 from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, HolderGone, OutOfDeviceMemory, OutOfPages
 from vmmkv.holder.client import HolderClient
-from vmmkv.memory.transaction import TransactionLock, refuse_copy
+from vmmkv.lifetime import Closing, Unique
+from vmmkv.memory.transaction import TransactionLock
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class PoolStats:
     driver_calls: dict[str, int]
 
 
-class Pool:
+class Pool(Closing, Unique):
     """Physical memory for KV caches, up to a budget, on one device.
 
     `device` is anything torch takes: "cpu" is host virtual memory, "cuda:0" a GPU's. Nothing is created until it is
@@ -393,18 +394,9 @@ class Pool:
                 serials = {extent.serial for extent in (*free, *held)}
                 assert len(serials - {0}) == len(free) + len(held), "two extents are one handle of the holder"
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and (self.created_bytes or self.null_page.handle is not None):
             warnings.warn(f"a Pool holding {format_bytes(self.created_bytes)} was not closed", ResourceWarning, stacklevel=2)
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
     def __repr__(self) -> str:
         if self.closed:

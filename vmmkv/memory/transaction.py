@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from vmmkv.errors import ForkedProcess, Reentered
 
@@ -110,11 +110,3 @@ class TransactionLock:
             if len(self._handlers) > first or (self._arrived and not first):
                 self._let_go(first)
             raise
-
-
-def refuse_copy(thing: object) -> NoReturn:
-    """For `__reduce__`. Raises: TypeError."""
-    raise TypeError(
-        f"a {type(thing).__name__} can be neither pickled nor copied: its memory belongs to this process and this object; "
-        "fork() copies a sequence, and handles are exported by the driver"
-    )

@@ -20,6 +20,7 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver.cuda import find_device
 from vmmkv.errors import VmmkvError
+from vmmkv.lifetime import Closing
 from vmmkv.testing.checks import CHECKS, Form, Skip, Subject, Wrong
 
 Status = Literal["passed", "failed", "crashed", "skipped"]
@@ -113,7 +114,7 @@ class CheckError(VmmkvError):
     """A check could not be done, which says nothing about the kernel."""
 
 
-class Worker:
+class Worker(Closing):
     """A process for checks, started with the first one; several suites can share it, which saves seconds each."""
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -156,12 +157,6 @@ class Worker:
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _connected(self) -> Connection:
         if self._connection is None:

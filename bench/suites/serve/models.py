@@ -227,7 +227,7 @@ def tokenizer_file(named: Path | None) -> Path:
     from vmmkv.server.config import VARIABLES
     from vmmkv.server.models import KNOWN_MODELS, manifest_problem, model_dir  # the other suites need no server
 
-    directory = model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES).cache_dir)
+    directory = model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES))
     problem = manifest_problem(directory, KNOWN_MODELS[SOURCE]) if directory.is_dir() else "it is not there"
     if problem is not None:
         raise ValueError(

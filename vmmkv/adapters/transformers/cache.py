@@ -46,6 +46,7 @@ from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompt
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
 from vmmkv.errors import Closed, LayoutError, OutOfPages
+from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import counted
@@ -56,7 +57,7 @@ _UNFINISHED: Final = (
 )
 
 
-class VmmCache(Cache):  # type: ignore[misc]
+class VmmCache(Cache, Closing):  # type: ignore[misc]
     """Keys and values of one batch at a time, for `past_key_values` of a model of transformers.
 
     `config` is the model's. `max_tokens` bounds a sequence, padding included; it costs addresses only, and is the model's
@@ -568,12 +569,6 @@ class VmmCache(Cache):  # type: ignore[misc]
         self._check_open()
         if self._written:
             raise RuntimeError(_UNFINISHED)
-
-    def __enter__(self) -> "VmmCache":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not all(rows.closed for rows in self._groups):
