@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -63,8 +63,7 @@ def _run_vllm(context: Context, parts: Sequence[str]) -> None:
 def open_outside(weights: Weights, limits: EngineLimits) -> Iterator[System]:
     """All of transformers. Raises: ValueError if the budget does not hold one sequence."""
     model = as_transformers(weights)
-    yield Batches("DynamicCache", model, limits)
-    yield Batches("StaticCache", model, limits)
+    yield StaticBatches(model, limits)
     yield ContinuousBatching(model, limits)
 
 
@@ -124,31 +123,34 @@ def row_bytes(model: Any) -> int:
 # one batch after the other
 
 
-class Batches:
-    """`model.generate` over waiting requests in order, as many as fit, until the longest answer is done. See System.
+class StaticBatches:
+    """`model.generate` over a StaticCache: waiting requests in order, as many as fit, until the longest answer is done.
 
-    Prompts are padded on the left. A DynamicCache takes batch x (longest prompt + longest answer) rows, and that must fit into
-    the budget. A StaticCache takes batch x max_tokens, and all batches of a run have one size, so that nothing is compiled or
-    allocated between them: empty rows are computed too. All else is transformers' default: attention by SDPA, prompts in one
-    piece, and on a GPU, over a StaticCache, compiled decode steps; compiling is not timed.
+    Prompts are padded on the left. All batches of a run have one size, so that nothing is compiled or allocated between them:
+    empty rows are computed too. All else is transformers' default: attention by SDPA, prompts in one piece, and on a GPU
+    compiled decode steps; compiling is not timed. A DynamicCache, whose steps are not compiled, has half the speed or less.
+    See System. Raises: ValueError if the budget does not hold one sequence.
     """
 
-    def __init__(self, kind: Literal["DynamicCache", "StaticCache"], model: Any, limits: EngineLimits) -> None:
-        self.name: Final = f"transformers {kind}"
-        self._model, self._limits = model, limits
-        self._budget_bytes, self._max_tokens = limits.budget_bytes or 0, limits.max_tokens or 0
-        self._row_bytes: Final = row_bytes(model)
-        self._is_static: Final = kind == "StaticCache"
+    name: Final = "transformers StaticCache"
+
+    def __init__(self, model: Any, limits: EngineLimits) -> None:
+        assert limits.budget_bytes and limits.max_tokens, "all systems have the same"
+        self._model, self._max_tokens = model, limits.max_tokens
+        sequence_bytes = limits.max_tokens * row_bytes(model)
+        self._most_rows: Final = min(limits.max_num_seqs, limits.budget_bytes // sequence_bytes)
+        if not self._most_rows:
+            raise ValueError(
+                f"{self.name}: a sequence takes {format_bytes(sequence_bytes)}, and the budget is "
+                f"{format_bytes(limits.budget_bytes)}; raise budget_bytes"
+            )
 
     def run(self, workload: Workload) -> ServedRun:
-        """See System. Raises: ValueError for a request that does not fit into the budget alone."""
+        """See System."""
         turns, waiting, running = Turns(workload.asks), deque[int](), []
+        num_rows = min(self._most_rows, sum(ask.after is None for ask in workload.asks))  # one turn of each conversation
         with no_grad(), self._cache() as cache:
-            # Of a conversation, one turn at a time can be there.
-            most = min(self._limits.max_num_seqs, sum(ask.after is None for ask in workload.asks))
-            num_rows = min(most, self._most_of(self._max_tokens, None)) if self._is_static else None
-            if num_rows != 0:
-                self._answer([[0, 0]] + [[0]] * ((num_rows or most) - 1), _WARM_TOKENS, cache)
+            self._answer([[0, 0]] + [[0]] * (num_rows - 1), _WARM_TOKENS, cache)
             began_s = time.perf_counter()
             while turns.num_unfinished:
                 now_s = time.perf_counter() - began_s
@@ -159,7 +161,7 @@ class Batches:
                     continue
                 batch = self._next_batch(turns, waiting, num_rows)
                 outs = [turns.asks[index].num_out for index in batch]
-                empty = [[0]] * (0 if num_rows is None else num_rows - len(batch))
+                empty = [[0]] * (num_rows - len(batch))
                 steps = self._answer([turns.prompts[index] for index in batch] + empty, max(outs), cache)
                 for row, index in enumerate(batch):
                     own = steps[: outs[row]]
@@ -182,36 +184,25 @@ class Batches:
         """See System. The weights are the engine's."""
         self._model = None
 
-    def _next_batch(self, turns: Turns, waiting: deque[int], num_rows: int | None) -> list[int]:
-        """Waiting requests in order, until one does not fit. Raises: ValueError if that is the first."""
+    def _next_batch(self, turns: Turns, waiting: deque[int], num_rows: int) -> list[int]:
+        """Waiting requests in order, until one does not fit beside the padding of the others."""
         batch: list[int] = []
         longest_prompt = longest_out = 0
-        while waiting:
+        while waiting and len(batch) < num_rows:
             longest_prompt = max(longest_prompt, len(turns.prompts[waiting[0]]))
             longest_out = max(longest_out, turns.asks[waiting[0]].num_out)
-            if len(batch) + 1 > self._most_of(longest_prompt + longest_out, num_rows):
+            if longest_prompt + longest_out > self._max_tokens:
                 break
             batch.append(waiting.popleft())
-        if not batch:
-            raise ValueError(
-                f"{self.name}: request {waiting[0]} of {longest_prompt + longest_out} tokens does not fit into max_tokens="
-                f"{self._max_tokens} and a budget of {format_bytes(self._budget_bytes)}; raise what is too small"
-            )
+        assert batch, "each request alone fits into max_tokens"
         return batch
 
-    def _most_of(self, num_tokens: int, num_rows: int | None) -> int:
-        """Sequences of so many tokens, padding among them, that fit; `num_rows` are there if that is fixed."""
-        if num_rows is not None:
-            return num_rows if num_tokens <= self._max_tokens else 0
-        return min(self._limits.max_num_seqs, self._budget_bytes // (num_tokens * self._row_bytes))
-
-    def _answer(self, prompts: list[list[int]], num_out: int, cache: StaticCache | None) -> list[tuple[float, list[int]]]:
+    def _answer(self, prompts: list[list[int]], num_out: int, cache: StaticCache) -> list[tuple[float, list[int]]]:
         """Of each step, when its tokens were there, and the tokens, one a prompt."""
         steps = _Steps()
         config = GenerationConfig(max_new_tokens=num_out, do_sample=False)
         self._model.generate(**self._padded(prompts), generation_config=config, past_key_values=cache, streamer=steps)
-        if cache is not None:
-            cache.reset()
+        cache.reset()
         return steps.taken
 
     def _padded(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -222,14 +213,13 @@ class Batches:
         return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
     @contextmanager
-    def _cache(self) -> Iterator[StaticCache | None]:
-        """A StaticCache, without memory until its first use; None where `generate` makes its own DynamicCache."""
-        cache = StaticCache(self._model.config, max_cache_len=self._max_tokens) if self._is_static else None
+    def _cache(self) -> Iterator[StaticCache]:
+        """Without memory until its first use."""
+        cache = StaticCache(self._model.config, max_cache_len=self._max_tokens)
         try:
             yield cache
         finally:
-            if cache is not None:
-                cache.layers.clear()
+            cache.layers.clear()
             release_memory(self._model.device)
 
 
