@@ -24,25 +24,12 @@ import torch
 
 from bench.harness import HBM_BYTES_PER_S, Recorder, Settings, Shape, WrongNumbers, capture, device_sleep, now_us, sleep_cycles
 from bench.rows import summarize
-from bench.suites.driver_calls import TimedDriver
 from vmmkv import KVCache, Pool, Sequence
-from vmmkv.driver import open_driver
 from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES
 
-_TIMES: Final = {
-    "step": "us",
-    "launch": "us",
-    "bookkeeping": "us",
-    "stall": "us",
-    "turnover": "us",
-    "pump": "us",
-    "pump_python": "us",
-    "pumped": "pages/step",
-    "admission": "steps",
-}
-"""Samples of the loop that have a distribution, with their units, in the order of the table."""
-_COUNTS: Final = ("stalled", "late")
+_TIMES: Final = {"step": "us", "stall": "us", "pump": "us", "pumped": "pages/step"}
+"""Samples of the loop that have a distribution, with their units, in the order of the table. To map ahead is to pump."""
 SLACK_SHARE: Final = 0.75
 """The share of the device's working time in which memory is mapped. The rest is for the last call, which is not cut short."""
 
@@ -96,7 +83,6 @@ def run(recorder: Recorder) -> None:
     """Every mode under each workload. Raises: WrongNumbers if a row that was appended is not there."""
     settings = recorder.settings
     sizes = GrowthSizes.of(settings)
-    driver = TimedDriver(open_driver(settings.device))
     pages = sizes.slots * settings.shape.layout.pages_for(sizes.max_tokens)
     # A sequence that neither ends nor begins has no slot to hand on.
     cases = [
@@ -105,10 +91,10 @@ def run(recorder: Recorder) -> None:
         for mode in Mode
         if not (together and mode is Mode.ADOPTED)
     ]
-    with Pool(settings.device, pages * PAGE_BYTES, driver=driver.as_driver()) as pool:
+    with Pool(settings.device, pages * PAGE_BYTES) as pool:
         static_us: dict[str, float] = {}
         for workload, together, mode in recorder.track(cases, lambda case: f"{case[0]}, {case[2].value}"):
-            samples = _measure(settings, sizes, pool, driver, mode, together, static_us.get("slack", 0.0))
+            samples = _measure(settings, sizes, pool, mode, together, static_us.get("slack", 0.0))
             if mode is Mode.STATIC:  # the first of each workload
                 static_us = {metric: summarize(samples[metric]).p50 for metric in ("step", "slack")}
             for metric, unit in _TIMES.items():
@@ -116,18 +102,11 @@ def run(recorder: Recorder) -> None:
                 if metric == "step":
                     more_us = summarize(samples["step"]).p50 - static_us["step"]
                     recorder.figure(workload, mode.value, "step, over static", unit, more_us, len(samples["step"]))
-            for metric in _COUNTS:
-                recorder.figure(workload, mode.value, metric, "steps", sum(samples[metric]), len(samples["step"]))
+            recorder.figure(workload, mode.value, "stalled", "steps", sum(samples["stalled"]), len(samples["step"]))
 
 
 def _measure(
-    settings: Settings,
-    sizes: GrowthSizes,
-    pool: Pool,
-    driver: TimedDriver,
-    mode: Mode,
-    together: bool,
-    static_slack_us: float,
+    settings: Settings, sizes: GrowthSizes, pool: Pool, mode: Mode, together: bool, static_slack_us: float
 ) -> dict[str, list[float]]:
     """The samples of a loop. `static_slack_us` is what the static mode leaves beside a step; it maps nothing itself."""
     rng = np.random.default_rng(settings.seed)  # the same requests in every mode
@@ -140,13 +119,11 @@ def _measure(
                 sequence.park(0)
         work = open_work(cache, settings, sizes.sequences)
         requests = _requests(rng, sizes)
-        loop = DecodeLoop(cache, driver, work, mode, requests, sizes.sequences, SLACK_SHARE * static_slack_us)
+        loop = DecodeLoop(cache, work, mode, requests, sizes.sequences, SLACK_SHARE * static_slack_us)
         for row in range(sizes.sequences):
-            if together:
-                loop.begin(Lengths(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens), row, sizes.most)
-            else:
-                request = next(requests)
-                loop.begin(request, row, int(rng.integers(request.prompt_tokens, request.end_tokens)))
+            request = Lengths(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens) if together else next(requests)
+            length = sizes.most if together else int(rng.integers(request.prompt_tokens, request.end_tokens))
+            loop.join(row, cache.open(max_tokens=request.end_tokens), request, length)
         pool.driver.synchronize()
         gc.collect()
         num_steps = sizes.warm_steps + sizes.steps
@@ -177,36 +154,27 @@ class DecodeLoop:
     """An engine's decode loop with nothing in it but memory. `samples` has a list for each metric."""
 
     def __init__(
-        self,
-        cache: KVCache,
-        driver: TimedDriver,
-        work: "StepWork",
-        mode: Mode,
-        requests: Iterator[Lengths],
-        num_rows: int,
-        slack_us: float,
+        self, cache: KVCache, work: "StepWork", mode: Mode, requests: Iterator[Lengths], num_rows: int, slack_us: float
     ) -> None:
-        self.mode = mode
-        self._parks, self._maps_ahead = mode in (Mode.STATIC, Mode.ADOPTED), mode in (Mode.SLACK, Mode.ADOPTED)
+        self._mode, self._maps_ahead = mode, mode in (Mode.SLACK, Mode.ADOPTED)
         self.samples: dict[str, list[float]] = defaultdict(list)
         self._slack_us = slack_us
         """How long memory is mapped beside a step."""
-        self._cache, self._driver, self._work, self._requests = cache, driver, work, requests
+        self._cache, self._work, self._requests = cache, work, requests
         self._sequences: dict[int, Sequence] = {}  # by row
         self._joined: dict[int, int] = {}  # by row, the length with which it began: what lies behind was decoded here
-        self._waiting: dict[int, tuple[Sequence, Lengths, int]] = {}  # by row: newcomers without memory, since which step
+        self._waiting: dict[int, tuple[Sequence, Lengths]] = {}  # by row: newcomers without memory
         self._ended: list[int] = []
-        self._step = 0
         # One entry a row: a step is a few numpy calls whatever the number of sequences.
         self._slots_B = np.full(num_rows, -1, dtype=np.int64)
         self._ends_B = np.zeros(num_rows, dtype=np.int64)
 
-    def begin(self, request: Lengths, row: int, length: int) -> None:
-        """A sequence that has run for a while: `length` tokens, with memory for the next."""
-        sequence = self._cache.open(max_tokens=request.end_tokens)
+    def join(self, row: int, sequence: Sequence, request: Lengths, length: int) -> None:
+        """A sequence decodes from so many tokens on, with memory for the next."""
         sequence.grow(min(length + 1, request.end_tokens))
         sequence.advance(length)
-        self._join(row, sequence, request)
+        self._sequences[row], self._joined[row] = sequence, length
+        self._slots_B[row], self._ends_B[row] = sequence.slot, request.end_tokens
 
     def step(self) -> None:
         """One decode step of all rows."""
@@ -215,40 +183,27 @@ class DecodeLoop:
         rows = np.flatnonzero(self._slots_B >= 0)
         slots = self._slots_B[rows]
         lengths = cache.lengths[slots]
-        short = rows[lengths >= cache.limits[slots]]
         lengths_B = np.zeros_like(self._slots_B)
         lengths_B[rows] = lengths
         decided_us = now_us()
-        stalled = self._grow(short)
+        stalled = self._grow(rows[lengths >= cache.limits[slots]])
         grown_us = now_us()
         self._work.launch(self._slots_B, lengths_B)
-        launched_us = now_us()
-
         cache.advance(slots)
-        advanced_us = now_us()
-        if self._ended:
-            self._turn_over()
-            self.samples["turnover"].append(now_us() - advanced_us)
+        self._turn_over()
         slack_us = now_us()
-        if self.mode is not Mode.OFF:
+        if self._mode is not Mode.OFF:
             self._map_ahead()
-        late = self._work.done()
         self._work.wait()
-
         waited_us = now_us()
         over = rows[cache.lengths[slots] >= self._ends_B[rows]]
         self._ended = over.tolist()
         self._slots_B[over] = -1
-        ended_us = now_us()
-        self._step += 1
-        self.samples["bookkeeping"].append(decided_us - began_us + advanced_us - launched_us + ended_us - waited_us)
         self.samples["slack"].append(waited_us - slack_us)
-        self.samples["launch"].append(launched_us - grown_us)
         self.samples["stalled"].append(stalled)
         if stalled:
             self.samples["stall"].append(grown_us - decided_us)
-        self.samples["late"].append(late)
-        self.samples["step"].append(ended_us - began_us)
+        self.samples["step"].append(now_us() - began_us)
 
     def check(self) -> None:
         """The library's laws hold, and every row that a running sequence decoded is in memory. Raises: WrongNumbers."""
@@ -262,28 +217,25 @@ class DecodeLoop:
         for row in short.tolist():
             sequence = self._sequences[row]
             sequence.grow(sequence.length + 1)
-        stalled = len(short) > 0
-        if self._waiting and self.mode is Mode.OFF:
-            for row in list(self._waiting):
-                self._admit(row)
-            stalled = True
-        return stalled
+        admits = self._mode is Mode.OFF and bool(self._waiting)
+        for row in list(self._waiting) if admits else ():
+            self._admit(row)
+        return admits or len(short) > 0
 
     def _turn_over(self) -> None:
         """Ended sequences are closed or parked, and their successors opened."""
         for row in self._ended:
             sequence = self._sequences.pop(row)
-            if self._parks:
+            if self._mode in (Mode.STATIC, Mode.ADOPTED):
                 sequence.park(0)
             else:
                 sequence.close()
             request = next(self._requests)
-            self._waiting[row] = self._cache.open(max_tokens=request.end_tokens), request, self._step
-        self._ended = []
+            self._waiting[row] = self._cache.open(max_tokens=request.end_tokens), request
 
     def _map_ahead(self) -> None:
         """Memory for the steps to come, then for newcomers, while there is slack."""
-        began_us, before_us = now_us(), self._driver.spent_us
+        began_us = now_us()
         if self._maps_ahead:
             pages = self._cache.map_ahead(self._slack_us, lookahead_tokens=self._cache.lookahead_tokens(self._slack_us))
             self.samples["pumped"].append(pages)
@@ -292,22 +244,11 @@ class DecodeLoop:
                 break
             self._admit(row)
         if self._maps_ahead:
-            total_us, driver_us = now_us() - began_us, self._driver.spent_us - before_us
-            self.samples["pump"].append(total_us)
-            self.samples["pump_python"].append(total_us - driver_us)
+            self.samples["pump"].append(now_us() - began_us)
 
     def _admit(self, row: int) -> None:
-        sequence, request, since = self._waiting.pop(row)
-        sequence.grow(request.prompt_tokens + 1)
-        sequence.advance(request.prompt_tokens)
-        self._join(row, sequence, request)
-        self.samples["admission"].append(self._step - since)
-
-    def _join(self, row: int, sequence: Sequence, request: Lengths) -> None:
-        self._sequences[row] = sequence
-        self._joined[row] = sequence.length
-        self._slots_B[row] = sequence.slot
-        self._ends_B[row] = request.end_tokens
+        sequence, request = self._waiting.pop(row)
+        self.join(row, sequence, request, request.prompt_tokens)
 
 
 # the device's part of a step

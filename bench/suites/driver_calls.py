@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar
 
 import torch
 
@@ -25,39 +25,6 @@ _Answer = TypeVar("_Answer")
 
 Beside = Callable[[], AbstractContextManager[Callable[[], None]]]
 """What runs beside the calls. Its function is called before each life, to keep it going."""
-
-
-class TimedDriver:
-    """Wraps a driver and adds up in `spent_us` the time of calls, which tells the driver's share of an operation."""
-
-    _TIMED: Final = (
-        *("reserve", "create", "release", "map", "set_access", "unmap", "zero", "write", "write_behind"),
-        *("order", "synchronize", "copy", "fence", "memory"),
-    )
-
-    def __init__(self, driver: Driver) -> None:
-        self.spent_us = 0.0
-        self._driver: Any = driver
-        for name in self._TIMED:
-            if hasattr(driver, name):
-                setattr(self, name, self._timed(getattr(driver, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def as_driver(self) -> Driver:
-        """Itself as the protocol: its methods are set by name, which the type checker cannot follow."""
-        return cast(Driver, self)
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            began_us = now_us()
-            try:
-                return call(*arguments)
-            finally:
-                self.spent_us += now_us() - began_us
-
-        return timed
 
 
 def run(recorder: Recorder) -> None:

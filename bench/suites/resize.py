@@ -1,9 +1,10 @@
 """What it costs to give memory back, and to take it again, while sequences decode on.
 
-Sequences that decode on are *residents*. *Guests* come with a prompt and end: theirs is the memory that goes and comes.
+Sequences that decode on are *residents*, whose memory is mapped in advance. *Guests* come with a prompt and are parked at its
+end: theirs is the memory that goes and comes.
 
-    one pool      shrink to half its budget, grow again, guests come; by what is kept of ended guests, and by when memory moves:
-                  at once, in front of a step, or in slack, while the device works
+    one pool      shrink to what residents hold, grow again, guests come; at once, in front of a step, or in slack, while the
+                  device works
     two caches    busy in turn, on one pool, and on two pools of half the budget each
 
 A guest writes its mark into every row of its first and last layer. All rows are read again when all are written, and in
@@ -12,28 +13,24 @@ parked slots after memory was given back.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from bench.harness import SHAPES, Recorder, Settings, Shape, WrongNumbers, now_us
 from bench.rows import summarize
 from bench.suites.append import SLACK_SHARE, open_work
-from vmmkv import KVCache, KVLayout, OutOfPages, Pool, PrefixCache, Sequence
+from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 _OTHERS_BYTES: Final = 64 * MIB
 """By how much a GPU's free memory differs for reasons of others; in tests/gpu it was never more."""
 _MARKS: Final = 251
 """Marks are whole numbers from 1 to this, which every dtype of K and V holds exactly."""
-_VOCABULARY: Final = 100_000
 
-FREE, PARKED, IN_TREE = "free", "parked", "in a prefix tree"
-"""What is kept of a guest at its end: nothing; its slot, to be adopted; its prompt, while its slot is unmapped."""
 AT_ONCE, IN_SLACK = "vmmkv, at once", "vmmkv, in slack"
 """One resize, and a guest's prompt in front of each step; or both while the device works, a resize by one page at a time."""
 
@@ -42,78 +39,52 @@ Samples = defaultdict[str, list[float]]
 
 def run(recorder: Recorder) -> None:
     """Raises: WrongNumbers if memory did not go where it should, or a row was lost."""
-    cases: list[tuple[str, ...]] = [(kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)]
-    for case in recorder.track([*cases, ("one pool",), ("a pool of half for each",)]):
-        (_measure_one_pool if len(case) > 1 else _measure_two_caches)(recorder, *case)
+    for system in recorder.track((AT_ONCE, IN_SLACK, "vmmkv, one pool", "vmmkv, a pool of half for each")):
+        (_measure_one_pool if system in (AT_ONCE, IN_SLACK) else _measure_two_caches)(recorder, system)
 
 
 # residents and guests
 
 
 class Guest(NamedTuple):
-    """A sequence, its prompt, and the mark that it writes."""
+    """A sequence, its rows, and the mark that it writes."""
 
     sequence: Sequence
-    tokens: npt.NDArray[np.int32]
+    num_tokens: int
     mark: int
 
 
 class ResidentPlan(NamedTuple):
-    """`num_sequences` decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start.
-
-    With `ahead` all that they will ever need is mapped at once, so that what they hold is a constant.
-    """
+    """`num_sequences` decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start."""
 
     num_sequences: int
     start_tokens: int
     end_tokens: int
-    ahead: bool = False
 
 
-class Occupants:
-    """The residents and guests of one cache. Guests all end in the same way, by `kept`.
+class Side:
+    """The residents and guests of one cache. `salt` tells the marks of two caches apart: 0 or 1."""
 
-    `salt` tells the marks of two caches apart: 0 or 1.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        residents: ResidentPlan,
-        settings: Settings,
-        shape: Shape,
-        kept: str,
-        rng: np.random.Generator,
-        salt: int = 0,
-    ) -> None:
+    def __init__(self, cache: KVCache, residents: ResidentPlan, settings: Settings, shape: Shape, salt: int = 0) -> None:
         self.cache, self.shape = cache, shape
         self.work = open_work(cache, settings, residents.num_sequences, shape)
-        self._layers, self._kept, self._rng, self._planned = {0, shape.layers - 1}, kept, rng, residents
-        self._prefix = PrefixCache(cache) if kept == IN_TREE else None
-        self._next_mark = salt
-        self._parked: dict[Hashable, tuple[int, int]] = {}
-        """By the stamp of a parked slot, its rows and their mark."""
+        self._layers, self._planned, self._next_mark = {0, shape.layers - 1}, residents, salt
+        self._parked: dict[Hashable, Guest] = {}
+        """By the stamp of its slot."""
         # Not all of one length: they would cross their pages together.
-        first = residents.start_tokens
-        starts = [first - index * first // (2 * residents.num_sequences) for index in range(residents.num_sequences)]
+        first, count = residents.start_tokens, residents.num_sequences
+        starts = [first - index * first // (2 * count) for index in range(count)]
         self._residents = [(cache.open(max_tokens=residents.end_tokens), start) for start in starts]
         for sequence, start in self._residents:
-            sequence.grow(residents.end_tokens if residents.ahead else start + 1)
+            sequence.grow(residents.end_tokens)
             sequence.advance(start)
         self._slots_B = np.array([sequence.slot for sequence, _ in self._residents], dtype=np.int64)
         cache.pool.driver.synchronize()
 
-    def make_room(self) -> bool:
-        """Map a row for residents without one, in the foreground. Whether there were any."""
+    def launch(self) -> None:
+        """One decode step of all residents. Raises: WrongNumbers if they are at their end."""
         if int(self.cache.lengths[self._slots_B].max()) >= self._planned.end_tokens:
             raise WrongNumbers(f"residents have reached {self._planned.end_tokens} tokens, and memory has not arrived yet")
-        short = [sequence for sequence, _ in self._residents if sequence.length >= sequence.limit]
-        for sequence in short:
-            sequence.grow(sequence.length + 1)
-        return bool(short)
-
-    def launch(self) -> None:
-        """One decode step of all residents."""
         self.work.launch(self._slots_B, self.cache.lengths[self._slots_B])
         self.cache.advance(self._slots_B)
 
@@ -121,8 +92,7 @@ class Occupants:
         """All residents at their starts again."""
         for sequence, start in self._residents:
             sequence.truncate(start)
-            if self._planned.ahead:
-                sequence.grow(self._planned.end_tokens)
+            sequence.grow(self._planned.end_tokens)
 
     def check(self) -> None:
         """The laws hold, and rows of residents and parked guests are what was written. Raises: WrongNumbers."""
@@ -133,81 +103,63 @@ class Occupants:
         for sequence, start in self._residents:
             self.work.check(sequence.slot, start, sequence.length)
         for parked in self.cache.parked():
-            self._check_rows(parked.slot, *self._parked[parked.stamp])
+            guest = self._parked[parked.stamp]
+            self._check_rows(parked.slot, guest._replace(num_tokens=parked.length))
 
-    def admit(self, num_tokens: int, grow_us: list[float]) -> Guest:
-        """A guest whose tokens no other has, with its memory; how long that took is appended to `grow_us`."""
-        tokens = self._rng.integers(_VOCABULARY, size=num_tokens, dtype=np.int32)
-        if self._prefix is None:
-            sequence = self.cache.open(max_tokens=num_tokens)
-        else:
-            sequence = self._prefix.attach(tokens, max_tokens=num_tokens).sequence
-        began_us = now_us()
-        sequence.grow(num_tokens)
-        grow_us.append(now_us() - began_us)
+    def admit(self, num_tokens: int) -> Guest:
+        """A guest with its memory. Raises: WrongNumbers if there is none, though the sum fits."""
         self._next_mark += 2
-        return Guest(sequence, tokens, 1 + self._next_mark % _MARKS)
+        sequence = self.cache.open(max_tokens=num_tokens)
+        try:
+            sequence.grow(num_tokens)
+        except OutOfPages as error:
+            raise WrongNumbers(f"a guest of {self.shape.name} finds no memory though the sum fits: {error}") from error
+        sequence.advance(num_tokens)
+        return Guest(sequence, num_tokens, 1 + self._next_mark % _MARKS)
 
     def write_and_check(self, guests: SequenceOf[Guest]) -> None:
         """All write their marks, and then have them; so do residents and parked guests. Raises: WrongNumbers."""
         for guest in guests:
             for layer in self._layers:
-                self.cache.k(layer)[guest.sequence.slot, : len(guest.tokens)].fill_(guest.mark)
+                self.cache.k(layer)[guest.sequence.slot, : guest.num_tokens].fill_(guest.mark)
         for guest in guests:
-            self._check_rows(guest.sequence.slot, len(guest.tokens), guest.mark)
+            self._check_rows(guest.sequence.slot, guest)
         self.check()
 
-    def end(self, guests: Iterable[Guest]) -> None:
+    def park(self, guests: SequenceOf[Guest]) -> None:
         """They are over, the eldest first."""
         for guest in guests:
-            if self._prefix is not None:
-                self._prefix.release(guest.sequence, guest.tokens)
-            elif self._kept == PARKED:
-                parked = guest.sequence.park()
-                self._parked[parked.stamp] = parked.length, guest.mark
-            else:
-                guest.sequence.close()
+            self._parked[guest.sequence.park().stamp] = guest
 
-    def forget(self) -> None:
-        """Nothing is kept of ended guests."""
-        for parked in self.cache.parked():
-            self.cache.evict(parked)
-        if self._prefix is not None:
-            self._prefix.evict()
-        self._parked.clear()
-        self.cache.drain()
-
-    def _check_rows(self, slot: int, num_tokens: int, mark: int) -> None:
+    def _check_rows(self, slot: int, guest: Guest) -> None:
         for layer in self._layers:
-            if not (self.cache.k(layer)[slot, :num_tokens] == mark).all():
-                raise WrongNumbers(f"rows [0, {num_tokens}) of slot {slot} in layer {layer} are not what its guest wrote")
+            if not (self.cache.k(layer)[slot, : guest.num_tokens] == guest.mark).all():
+                rows = f"rows [0, {guest.num_tokens}) of slot {slot} in layer {layer}"
+                raise WrongNumbers(f"{rows} are not what its guest wrote")
 
 
 def take_step(
     samples: Samples,
-    occupants: SequenceOf[Occupants],
+    sides: SequenceOf[Side],
     *,
     in_front: Callable[[], object] = lambda: None,
     beside: Callable[[], object] = lambda: None,
 ) -> None:
     """One decode step. The device idles during `in_front`, and works during `beside`.
 
-    `slack` is from the launch until the device was done, or the host came to wait for it. A step is `stalled` if memory was
-    mapped for a resident in front of the launch, `late` if the device was done before the host came to wait for it.
+    `slack` is from the launch until the device was done, or the host came to wait for it: then the step is `late`.
     """
     began_us = now_us()
-    stalled = [each.make_room() for each in occupants]
     in_front()
-    for each in occupants:
-        each.launch()
+    for side in sides:
+        side.launch()
     launched_us = now_us()
     beside()
-    late = all(each.work.done() for each in occupants)
-    for each in occupants:
-        each.work.wait()
+    late = all(side.work.done() for side in sides)
+    for side in sides:
+        side.work.wait()
     ended_us = now_us()
-    taken = {"step": ended_us - began_us, "slack": ended_us - launched_us, "stalled": any(stalled), "late": late}
-    for name, value in taken.items():
+    for name, value in (("step", ended_us - began_us), ("slack", ended_us - launched_us), ("late", late)):
         samples[name].append(value)
 
 
@@ -230,8 +182,6 @@ _METRICS: Final = {
     "until back": "us",
     "first page": "us",
     "until all are in": "us",
-    "grow": "us",
-    "mapped": "MiB/s",
     "steps": "steps",
     "step": "us",
 }
@@ -241,10 +191,10 @@ _METRICS: Final = {
 class OnePool:
     """One cache, whose guests' memory goes and comes; gigabytes on a GPU, megabytes on a CPU.
 
-    Half the budget is all that residents, of 1,024 to 1,536 tokens or fewer, will ever hold. `samples` is by phase and metric.
+    Residents, of 1,024 to 1,536 tokens or fewer, hold half the budget. `samples` is by phase and metric.
     """
 
-    def __init__(self, settings: Settings, kept: str, way: str, stack: ExitStack) -> None:
+    def __init__(self, settings: Settings, way: str, stack: ExitStack) -> None:
         gpu, quick, layout = settings.on_gpu, settings.quick, settings.shape.layout
         self.num_residents: Final = settings.sequences or ((8 if quick else 32) if gpu else 4)
         self._num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
@@ -256,9 +206,9 @@ class OnePool:
         slots = self.num_residents + 2 * (2 + self._half_pages // self._prompt_pages[0])
         max_tokens = max(residents.end_tokens, layout.tokens_in(self._prompt_pages[1]))
         self._rng = np.random.default_rng(settings.seed)
-        self._pool = stack.enter_context(Pool(settings.device, self.half_bytes))
+        self._pool = stack.enter_context(Pool(settings.device, 2 * self.half_bytes))
         self._cache = stack.enter_context(KVCache(layout, self._pool, slots=slots, max_tokens=max_tokens))
-        self._occupants = Occupants(self._cache, residents, settings, settings.shape, kept, self._rng)
+        self._side = Side(self._cache, residents, settings, settings.shape)
         self._way = way
         self._slack_us = 0.0
         """Of what runs beside a step; known after the first calm steps."""
@@ -268,7 +218,7 @@ class OnePool:
         """Steps beside which nothing is given or taken."""
         samples = self.samples["calm"]
         for _ in range(self._num_calm_steps):
-            take_step(samples, [self._occupants], beside=self._map_ahead)
+            take_step(samples, [self._side])
         self._slack_us = SLACK_SHARE * summarize(samples["slack"][-self._num_calm_steps :]).p50
 
     def shrink(self) -> None:
@@ -276,11 +226,10 @@ class OnePool:
         samples, pool = self.samples["shrink"], self._pool
         created_bytes, taken_bytes, asked_us = pool.created_bytes, self._taken_bytes(), now_us()
         noise_bytes = 0 if self._cache.device.type == "cpu" else _OTHERS_BYTES
-        before = len(samples["step"])
+        before, times_back = len(samples["step"]), len(samples["until back"])
 
         def give_back() -> None:
             began_us = now_us()
-            self._map_ahead()
             while pool.budget_bytes > self.half_bytes:
                 least = self.half_bytes if self._way == AT_ONCE else pool.created_bytes - PAGE_BYTES
                 self._resize(samples, max(self.half_bytes, least))
@@ -290,9 +239,8 @@ class OnePool:
             if pool.budget_bytes == self.half_bytes and arrived_bytes >= created_bytes - pool.created_bytes - noise_bytes:
                 samples["until back"].append(now_us() - asked_us)
 
-        times_back = len(samples["until back"])
         while len(samples["until back"]) == times_back:
-            take_step(samples, [self._occupants], beside=give_back)
+            take_step(samples, [self._side], beside=give_back)
         given_bytes = created_bytes - pool.created_bytes
         if given_bytes <= 0 or pool.created_bytes > self.half_bytes:
             left = f"{format_bytes(pool.created_bytes)} of {format_bytes(created_bytes)} are left"
@@ -300,53 +248,39 @@ class OnePool:
         samples["steps"].append(len(samples["step"]) - before)
         samples["given back"].append(given_bytes / MIB)
         samples["given back, says the device"].append((taken_bytes - self._taken_bytes()) / MIB)
-        self._occupants.check()
+        self._side.check()
 
     def regrow(self) -> None:
-        """To the whole budget, until guests have all of its memory; then they end."""
-        samples, layout, occupants = self.samples["regrow"], self._cache.layout, self._occupants
+        """To the whole budget, until guests have all of its memory; then they are parked, and residents rewound."""
+        samples, layout, side = self.samples["regrow"], self._cache.layout, self._side
         # The first guest has one page: how soon it comes is measured.
         prompts = [1, *draw_prompts(self._rng, layout, self._half_pages - layout.pages_for(1), self._prompt_pages)]
-        before, grown, asked_us = len(samples["step"]), len(samples["grow"]), now_us()
+        before, asked_us = len(samples["step"]), now_us()
         self._resize(samples, 2 * self.half_bytes)
         guests: list[Guest] = []
 
         def admit() -> None:
-            guests.append(occupants.admit(prompts[len(guests)], samples["grow"]))
+            guests.append(side.admit(prompts[len(guests)]))
             if len(guests) == 1:
                 samples["first page"].append(now_us() - asked_us)
 
         def admit_in_slack() -> None:
             began_us = now_us()
-            self._map_ahead()
-            while len(guests) < len(prompts):
+            admit()
+            while len(guests) < len(prompts) and now_us() - began_us <= self._slack_us:
                 admit()
-                if now_us() - began_us > self._slack_us:
-                    break
 
         while len(guests) < len(prompts):
             if self._way == AT_ONCE:
-                take_step(samples, [occupants], in_front=admit, beside=self._map_ahead)
+                take_step(samples, [side], in_front=admit)
             else:
-                take_step(samples, [occupants], beside=admit_in_slack)
+                take_step(samples, [side], beside=admit_in_slack)
         samples["until all are in"].append(now_us() - asked_us)
         samples["steps"].append(len(samples["step"]) - before)
-        mapped_bytes = sum(map(layout.pages_for, prompts)) * PAGE_BYTES
-        samples["mapped"].append(mapped_bytes / MIB / (sum(samples["grow"][grown:]) / 1e6))
-        for guest in guests:
-            guest.sequence.advance(len(guest.tokens))
-        occupants.write_and_check(guests)
-        # Guests end and are kept; of those before nothing is, and only that memory is created.
-        occupants.forget()
-        occupants.rewind()
+        side.write_and_check(guests)
+        side.rewind()
+        side.park(guests)
         self._cache.drain()
-        self._pool.resize(self._pool.held_bytes)
-        self._pool.resize(2 * self.half_bytes)
-        occupants.end(guests)
-        self._cache.drain()
-
-    def _map_ahead(self) -> None:
-        self._cache.map_ahead(self._slack_us, lookahead_tokens=self._cache.lookahead_tokens(self._slack_us))
 
     def _resize(self, samples: Samples, budget_bytes: int) -> None:
         began_us = now_us()
@@ -362,10 +296,10 @@ class OnePool:
         return int(total_bytes - free_bytes)
 
 
-def _measure_one_pool(recorder: Recorder, kept: str, way: str) -> None:
+def _measure_one_pool(recorder: Recorder, way: str) -> None:
     quick = recorder.settings.quick
     with ExitStack() as stack:
-        measured = OnePool(recorder.settings, kept, way, stack)
+        measured = OnePool(recorder.settings, way, stack)
         measured.calm()
         measured.regrow()
         measured.samples.clear()  # the first memory of all was never given back
@@ -375,106 +309,73 @@ def _measure_one_pool(recorder: Recorder, kept: str, way: str) -> None:
             measured.regrow()
     half, full = format_bytes(measured.half_bytes), format_bytes(2 * measured.half_bytes)
     for phase, text in {"shrink": f"shrink: {full} to {half}", "regrow": f"regrow: {half} to {full}"}.items():
-        workload = f"{text}, memory {kept}, {measured.num_residents} sequences decode on"
+        workload = f"{text}, memory parked, {measured.num_residents} sequences decode on"
         samples = measured.samples[phase]
         for metric, unit in _METRICS.items():
             recorder.samples(workload, way, metric, unit, samples[metric])
         recorder.samples(workload, way, "step, undisturbed", "us", measured.samples["calm"]["step"])
-        for metric in ("stalled", "late"):
-            recorder.figure(workload, way, metric, "steps", sum(samples[metric]), len(samples[metric]))
+        recorder.figure(workload, way, "late", "steps", sum(samples["late"]), len(samples["late"]))
 
 
 # two caches
 
-_UNITS: Final = {"first grow": "us", "grow": "us", "until all are in": "us", "mapped": "MiB/s", "step": "us"}
 
-
-def _measure_two_caches(recorder: Recorder, pools: str) -> None:
-    """The guests of a phase need all of the budget that no resident holds. They park at its end."""
+def _measure_two_caches(recorder: Recorder, system: str) -> None:
+    """In each phase the guests of one side need all of the budget that no resident holds; they are parked at its end."""
     settings, gpu = recorder.settings, recorder.settings.on_gpu
     names = ("llama-3.1-8b", "qwen3-0.6b") if gpu else ("wide", "smollm2-135m")
     budget_bytes = (4 * GIB if settings.quick else 16 * GIB) if gpu else 96 * MIB
-    num_residents, start_tokens, held_steps = (8, 256, 4) if gpu else (2, 8, 2)
-    prompt_pages = (16, 192) if gpu else (2, 20)
+    num_residents, start_tokens, prompt_pages = (8, 256, (16, 192)) if gpu else (2, 8, (2, 20))
     rng = np.random.default_rng(settings.seed)
-    num_pools = 1 if pools == "one pool" else 2
+    num_pools = 1 if system == "vmmkv, one pool" else 2
     with ExitStack() as stack:
         opened = [stack.enter_context(Pool(settings.device, budget_bytes // num_pools)) for _ in range(num_pools)]
         sides = []
         for salt, (name, pool) in enumerate(zip(names, (opened[0], opened[-1]), strict=True)):
             # No guest but the last has fewer pages than the fewest, and at most one comes a step.
             most_guests = 1 + pool.budget_bytes // PAGE_BYTES // prompt_pages[0]
-            residents = ResidentPlan(num_residents, start_tokens, start_tokens + most_guests + held_steps, ahead=True)
+            residents = ResidentPlan(num_residents, start_tokens, start_tokens + most_guests)
             layout, slots = SHAPES[name].layout, num_residents + 2 * most_guests
             max_tokens = max(residents.end_tokens, layout.tokens_in(prompt_pages[1]))
             cache = stack.enter_context(KVCache(layout, pool, slots=slots, max_tokens=max_tokens))
-            occupants = Occupants(cache, residents, settings, SHAPES[name], PARKED, rng, salt)
-            sides.append((occupants, Samples(list)))
-        slack_us = 0.0
+            sides.append((Side(cache, residents, settings, SHAPES[name], salt), Samples(list)))
         for phase in range(4 if settings.quick else 10):
             (busy, samples), (other, _) = sides[phase % 2], sides[1 - phase % 2]
             if phase == len(sides):  # until now neither had memory that could be handed over
                 for _, of_side in sides:
                     of_side.clear()
             free_pages = (busy.cache.pool.budget_bytes - busy.cache.pool.used_bytes) // PAGE_BYTES
-            prompts = draw_prompts(rng, busy.cache.layout, free_pages, prompt_pages)
-            slack_us = _hand_over(busy, other, samples, prompts, held_steps, slack_us, budget_bytes)
+            _hand_over(busy, other, samples, draw_prompts(rng, busy.cache.layout, free_pages, prompt_pages), budget_bytes)
     for (side, samples), (other, _) in (sides, sides[::-1]):
         asks = f"{side.shape.name} asks while {other.shape.name}'s memory is parked"
-        workload, system = f"two caches: {format_bytes(budget_bytes)}, {asks}", f"vmmkv, {pools}"
-        for metric, unit in {**_UNITS, "step, undisturbed": "us"}.items():
+        workload = f"two caches: {format_bytes(budget_bytes)}, {asks}"
+        for metric, unit in {"first grow": "us", "until all are in": "us", "step": "us", "most of the budget": "%"}.items():
             recorder.samples(workload, system, metric, unit, samples[metric])
-        possible = summarize(samples["possible"]).p50
-        recorder.samples(workload, system, "most of the budget", "%", samples["most"], possible)
 
 
-def _hand_over(
-    busy: Occupants,
-    other: Occupants,
-    samples: Samples,
-    prompts: SequenceOf[int],
-    held_steps: int,
-    slack_us: float,
-    budget_bytes: int,
-) -> float:
-    """One phase: guests of the busy side come, one a step, until no page is left that could be given up, and park.
+def _hand_over(busy: Side, other: Side, samples: Samples, prompts: SequenceOf[int], budget_bytes: int) -> None:
+    """One phase: guests of the busy side come, one a step, until no page is left that could be given up, and are parked.
 
-    At its end `held_steps` pass in which nothing is asked for. Returns the next phase's slack. Raises: WrongNumbers if a guest
-    finds no memory, or a check fails.
+    Raises: WrongNumbers if a guest finds no memory, or a check fails.
     """
     guests: list[Guest] = []
 
     def admit() -> None:
-        try:
-            guests.append(guest := busy.admit(prompts[len(guests)], samples["grow"]))
-        except OutOfPages as error:
-            raise WrongNumbers(f"a guest of {busy.shape.name} finds no memory though the sum fits: {error}") from error
-        guest.sequence.advance(len(guest.tokens))
+        began_us = now_us()
+        guests.append(busy.admit(prompts[len(guests)]))
+        if len(guests) == 1:
+            samples["first grow"].append(now_us() - began_us)
 
-    def unmap() -> None:
-        """Unmap what waits for it, so that the next guest's grow need not."""
-        for side in (busy, other):
-            side.cache.map_ahead(slack_us / 2, lookahead_tokens=0)
-
-    mapped_pages, asked_us, before = busy.cache.stats().mapped_pages, now_us(), len(samples["grow"])
+    asked_us = now_us()
     for _ in prompts:
-        take_step(samples, [busy, other], in_front=admit, beside=unmap)
-    grow_us = samples["grow"][before:]
-    samples["first grow"].append(grow_us[0])
+        take_step(samples, [busy, other], in_front=admit)
     samples["until all are in"].append(now_us() - asked_us)
-    stats, others = busy.cache.stats(), other.cache.stats()
-    samples["mapped"].append((stats.mapped_pages - mapped_pages) * PAGE_BYTES / MIB / (sum(grow_us) / 1e6))
-    samples["most"].append(100 * (stats.mapped_bytes + stats.pending_reclaim_bytes) / budget_bytes)
-    samples["possible"].append(100 * (1 - (others.mapped_bytes - others.parked_bytes) / budget_bytes))
-
-    held = Samples(list)
-    for _ in range(held_steps):
-        take_step(held, [busy, other], beside=unmap)
-    samples["step, undisturbed"] += held["step"]
+    stats = busy.cache.stats()
+    samples["most of the budget"].append(100 * (stats.mapped_bytes + stats.pending_reclaim_bytes) / budget_bytes)
     busy.write_and_check(guests)
     other.check()
-    busy.end(guests)
+    busy.park(guests)
     for side in (busy, other):
         side.rewind()
+        side.cache.drain()  # so that the next guest's growth need not
         side.check()
-    return SLACK_SHARE * summarize(held["slack"]).p50

@@ -82,7 +82,7 @@ def test_memory_that_is_given_back_arrives_and_comes_again(tmp_path: Path) -> No
 
 def test_a_guest_whose_rows_are_anothers_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        resize.Occupants, "admit", lambda *given, real=resize.Occupants.admit: real(*given)._replace(mark=float("nan"))
+        resize.Side, "admit", lambda *given, real=resize.Side.admit: real(*given)._replace(mark=float("nan"))
     )  # a mark that is never read as it was written
     with pytest.raises(WrongNumbers, match="not what its guest wrote"):
         resize.run(recorder_in(tmp_path, "resize"))

@@ -9,7 +9,8 @@ Attention over shared rows is in the suite kernels, part `shared`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -17,14 +18,13 @@ import torch
 from bench import workloads
 from bench.baselines import backend
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
-from bench.suites.driver_calls import TimedDriver
 from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
 from bench.suites.serve.systems import EngineLimits, ServedRun, share_same, take_turns
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
-from vmmkv.driver import open_driver
+from vmmkv.driver import Driver, open_driver
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
 PARTS: Final = ("requests", "chat", "attach", "tree", "host")
@@ -167,6 +167,25 @@ def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedR
 # attaching
 
 
+class _TimedDriver:
+    """Wraps a driver, and adds up in `spent_us` the time of its calls: the driver's share of an operation."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.spent_us = 0.0
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._driver, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        began_us = now_us()
+        try:
+            return call(*arguments, **named)
+        finally:
+            self.spent_us += now_us() - began_us
+
+
 class _Attaching:
     """Prefixes of one length, without a model. Driver time is the host's; the device's copies are in the other figure."""
 
@@ -175,12 +194,12 @@ class _Attaching:
         self._recorder, self._device, self._num_tokens, self._seconds = recorder, settings.device, num_tokens, seconds
         rng = np.random.default_rng((settings.seed, num_tokens))
         self._tokens = rng.integers(0, 100_000, num_tokens + 1, dtype=np.int32)
-        self._driver = TimedDriver(open_driver(settings.device))
+        self._driver = _TimedDriver(open_driver(settings.device))
         self._most = num_tokens + 16
         layout = settings.shape.layout
         # The source, one that attaches, and some that wait to be unmapped.
         budget_bytes = (5 * layout.pages_for(self._most) + 64) * PAGE_BYTES
-        self._pool = Pool(settings.device, budget_bytes, driver=self._driver.as_driver())
+        self._pool = Pool(settings.device, budget_bytes, driver=cast(Driver, self._driver))
         self._cache = KVCache(layout, self._pool, slots=8, max_tokens=self._most)
         self._prefix = PrefixCache(self._cache)
         views = (self._cache.k, self._cache.v)
