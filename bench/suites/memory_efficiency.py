@@ -176,15 +176,12 @@ class Occupied(NamedTuple):
     laid_bytes: float
     held_bytes: float
     tables_bytes: float
-    parked_bytes: float
-    lookahead_tokens: int
 
 
 class Simulation:
     """Steps of one system under one workload."""
 
     def __init__(self, system: CountedSystem, workload: Workload, shape: Shape, sizes: OccupancySizes, seed: int) -> None:
-        self.num_ended = self.num_preempted = 0
         self.samples: list[Occupied] = []
         self.system: Final = system
         self._cache, self._sizes, self._weight_bytes = system.cache, sizes, shape.weight_bytes
@@ -198,19 +195,15 @@ class Simulation:
         """By slot, in the order of their coming."""
         self._left: dict[int, int] = {}
         """By slot, tokens still to come."""
-        self._lookahead_tokens = 0
 
     def run(self) -> None:
         """Until sequences come and go at all times, then `steps` that are measured. Raises: WrongNumbers, AssertionError."""
         for number in range(-self._sizes.warm_steps, self._sizes.steps):
-            if not number:
-                self.num_ended = self.num_preempted = 0
             self._step()
             if number >= 0 and not number % self._sizes.every:
                 self.samples.append(self._sample())
             for slot in [slot for slot, left in self._left.items() if not left]:
                 self._end(slot)
-                self.num_ended += 1
         for slot in list(self._sequences):
             self._end(slot)
         self._cache.check()
@@ -232,11 +225,11 @@ class Simulation:
         for slot in self._sequences:
             self._left[slot] -= 1
         self._admit()
-        if self.system.name == "vmmkv":
-            step_us = (self._weight_bytes + self._needed_bytes()) / HBM_BYTES_PER_S * 1e6
-            # As KVCache.lookahead_tokens, which measures what mapping a page costs over this driver.
-            self._lookahead_tokens = 1 + ceil_div(int(len(self._sequences) * PAGE_US), max(1, int(SLACK_SHARE * step_us)))
-        cache.map_ahead(float("inf"), lookahead_tokens=self._lookahead_tokens or 1)
+        step_us = (self._weight_bytes + self._needed_bytes()) / HBM_BYTES_PER_S * 1e6
+        # As KVCache.lookahead_tokens, which measures what mapping a page costs over this driver. Blocks cost nothing to get.
+        page_us = PAGE_US if self.system.name == "vmmkv" else 0.0
+        lookahead_tokens = 1 + ceil_div(int(len(self._sequences) * page_us), max(1, int(SLACK_SHARE * step_us)))
+        cache.map_ahead(float("inf"), lookahead_tokens=lookahead_tokens)
         if self._rng.random() < _CHECKED_SHARE:
             cache.check()
 
@@ -248,9 +241,7 @@ class Simulation:
         if stats.token_bytes * scale != needed_bytes or not needed_bytes <= laid_bytes <= held_bytes:
             counted = f"{stats.token_bytes * scale} bytes of rows, {held_bytes} held"
             raise WrongNumbers(f"{self.system.name} counts {counted}; {needed_bytes} are needed, {laid_bytes} laid")
-        tables_bytes = len(slots) * self.system.table_bytes
-        parked_bytes = stats.parked_bytes * scale
-        return Occupied(len(slots), needed_bytes, laid_bytes, held_bytes, tables_bytes, parked_bytes, self._lookahead_tokens)
+        return Occupied(len(slots), needed_bytes, laid_bytes, held_bytes, len(slots) * self.system.table_bytes)
 
     def _slots(self) -> Rows:
         return np.fromiter(self._sequences, np.int64, len(self._sequences))
@@ -263,7 +254,6 @@ class Simulation:
         newest = next(reversed(self._sequences))
         self._first.appendleft(Demand(self._sequences[newest].length + 1, self._left[newest]))
         self._end(newest)
-        self.num_preempted += 1
 
     def _admit(self) -> None:
         used_bytes = self._cache.stats().pool_used_bytes * self.system.scale
@@ -306,15 +296,9 @@ def _add_rows(recorder: Recorder, name: str, budget_bytes: int, simulation: Simu
         if any(amounts):
             shares = [100 * amount / each.needed_bytes for amount, each in zip(amounts, samples, strict=True)]
             recorder.samples(name, system, metric, "%", shares, bound)
-    if system == "vmmkv":
-        recorder.samples(name, system, "lookahead", "tokens", [each.lookahead_tokens for each in samples])
-        parked = [100 * each.parked_bytes / budget_bytes for each in samples]
-        recorder.samples(name, system, "parked", "% of the budget", parked)
     bound = budget_bytes * num_sequences / needed
     recorder.figure(name, system, ADMITTED, "sequences", num_sequences / len(samples), len(samples), bound)
     recorder.samples(name, system, "admitted sequences", "sequences", [each.num_sequences for each in samples], bound)
-    recorder.figure(name, system, "rows of a sequence, averaged", "tokens", needed / num_sequences / row_bytes, num_sequences)
-    recorder.figure(name, system, "preempted, while others ended", "times", simulation.num_preempted, simulation.num_ended)
 
 
 # the map
