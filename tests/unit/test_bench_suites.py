@@ -239,12 +239,11 @@ def lies(tier: HostTier, transfer: Transfer, real: Callable[..., None] = HostTie
 def test_all_caches_of_transformers_decode_the_same(tmp_path: Path) -> None:
     rows = measured(tmp_path, "transformers", "decode")
     assert {system for _, system in found(rows, "time per token")} == set(transformers.SYSTEMS)
-    assert all(same == 100 for same in found(rows, "same tokens").values())
     assert list(transformers.absent(SETTINGS)) == ["memory", "mixed"]
 
 
 def test_logits_and_rows_of_another_token_are_seen() -> None:
     expected, logits = transformers.Expected(torch.float32), torch.randn(2, 8)
-    expected.check("first", 0, logits, logits.argmax(-1))
+    expected.check("first", 0, logits)
     with pytest.raises(WrongNumbers, match="logits are off by"):
-        expected.check("other", 0, logits + 0.1 * torch.randn(2, 8), logits.argmax(-1))
+        expected.check("other", 0, logits + 0.1 * torch.randn(2, 8))
