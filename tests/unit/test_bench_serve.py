@@ -11,7 +11,7 @@ import torch
 from bench.harness import SHAPES, Recorder, Settings, WrongNumbers
 from bench.rows import Row
 from bench.suites import serve
-from bench.suites.serve import client, outside, steps
+from bench.suites.serve import outside, over_http, steps
 from bench.suites.serve.generate import filling
 from bench.suites.serve.models import MODELS, decode_s, model_of, padded, requests_s, vocabulary_of
 from bench.suites.serve.steps import KernelSpan, steps_of
@@ -233,12 +233,12 @@ def stream(*events: object) -> bytes:
 
 def test_a_stream_is_read_to_its_usage_and_a_broken_one_says_what_is_wrong() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-    chunks = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in (("a", None), ("b", "length"))]
-    told = client.parse(stream(*chunks, {"choices": [], "usage": usage}, "[DONE]"), 200, 0.0, 1.0, 2.0)
-    assert (told["text"], told["finish_reason"], told["cached_tokens"], told["chunks"]) == ("ab", "length", 1, 2)
-    assert client.parse(stream(*chunks), 200, 0, 0, 0) == {"error": "the stream has no end"}
-    assert client.parse(b"no", 500, 0, 0, 0) == {"error": "status 500: no"}
-    assert "boom" in client.parse(stream({"error": "boom"}, "[DONE]"), 200, 0, 0, 0)["error"]
+    chunks = [{"choices": [{"text": text}]} for text in "ab"]
+    told = over_http.parse(stream(*chunks, {"choices": [], "usage": usage}, "[DONE]"), 200)
+    assert (told.text, told.prompt_tokens, told.cached_tokens, told.completion_tokens) == ("ab", 3, 1, 2)
+    assert over_http.parse(stream(*chunks), 200).error == "the stream has no end"
+    assert over_http.parse(b"no", 500).error == "status 500: no"
+    assert "boom" in over_http.parse(stream({"error": "boom"}, "[DONE]"), 200).error
 
 
 def test_a_missing_tokenizer_is_said_before_anything_runs(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ systems      what serves a workload, and the checks before timing
 generate     mixed, single, first, long, shared, sampled, full: the engine as a user has it
 compared     closed, rates: systems over the same weights with the same limits
 outside      outside: transformers beside the engine, and vLLM under the workloads of generate
-over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
+over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes
 grammar      answers by a grammar: masks, and jump-forward (schemas)
 steps        step, breakdown: decode steps against the byte limit, and steps by kind of kernel
 """

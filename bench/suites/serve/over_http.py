@@ -2,29 +2,34 @@
 
 The server runs in processes of its own, and clients in others: what is measured is what a user has. The engine in this process
 makes texts too. It runs first, and its rows are written before the server starts.
+
+Times of clients are of CLOCK_MONOTONIC, which all processes of a machine share. Bytes are put aside as they come, and parsed
+when all are there: parsing is not the server's time.
 """
 
-import itertools
+import asyncio
+import json
+import multiprocessing
 import os
 import re
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.client import Ask, Streamed, clients
 from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
-from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
+from bench.suites.serve.systems import EngineLimits, UserEngine
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
@@ -43,7 +48,6 @@ _LEAST_ALIKE: Final = 0.5
 """Of the share of answers that are the same in all runs without HTTP, what has to begin alike over HTTP."""
 _START_S: Final = 300.0
 _STOP_S: Final = 60.0
-_FORGET_S: Final = 60.0
 _SAID_CHARACTERS: Final = 4096
 """Of the end of what the server has said: what goes with a failure."""
 _ANNOUNCED: Final = re.compile(r"at (http://\S+)/v1")
@@ -58,120 +62,85 @@ def run(context: Context, part: str) -> None:
     bare, context.model = context.model, context.model.with_tokenizer(file)
     try:
         with recorder.guarded(name, SYSTEM), context.model.directory() as directory:
-            stage = stages(context.model, settings, "mixed")[0]
-            alone = _without_http(context, stage, name)
+            (stage,) = stages(context.model, settings, "mixed")
+            with closing(UserEngine(context.model, settings)) as engine:
+                (alone,) = timed_runs(context, engine, [stage], computed_alone(context, engine, [stage]))
+            context.close()
+            timed = [(run.seconds, [each.first_s for each in run.served]) for run in alone.runs[1:]]
+            _add_rows(context, name, stage, UserEngine.name, timed)
             limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in alone.runs))
             recorder.note("vmmkv serve starts")
             with clients(_CLIENTS[settings.device.type]) as ask_all, vmmkv_serve(directory, settings) as server:
                 served = _over_http(context, server, directory.name, ask_all, stage, limit_s)
-            share = _check_texts(
-                Tokenizer.load(directory), stage, alone.runs[0], alone.same, served, strict=not settings.on_gpu
-            )
-            _add_rows(context, name, stage, served, share)
+            share = _check_texts(Tokenizer.load(directory), stage, alone, served, strict=not settings.on_gpu)
+            streams = [
+                (max(each.ended_s for each in run) - min(each.begun_s for each in run), [e.first_s - e.begun_s for e in run])
+                for run in served[1:]
+            ]
+            _add_rows(context, name, stage, SYSTEM, streams)
+            count = len(stage.workload.asks)
+            recorder.figure(name, SYSTEM, f"same answers as {UserEngine.name}", "%", 100 * share, count)
     finally:
         context.model = bare
         context.close()
 
 
-def _without_http(context: Context, stage: Stage, name: str) -> Measured:
-    """The engine in this process, and its rows."""
-    engine = UserEngine(context.model, context.settings)
-    try:
-        (measured,) = timed_runs(context, engine, [stage], computed_alone(context, engine, [stage]))
-    finally:
-        engine.close()
-        context.close()
-    for run in measured.runs:
-        _check_cached(stage, run.cached_tokens)
-    timed = [(run.seconds, [each.first_s for each in run.served]) for run in measured.runs[1:]]
-    _add_times(context, name, stage, UserEngine.name, timed)
-    count = len(stage.workload.asks)
-    context.recorder.figure(name, UserEngine.name, "same answers in all runs", "%", 100 * measured.same, count)
-    return measured
-
-
 def _over_http(
-    context: Context, server: httpx.Client, model: str, ask_all: Ask, stage: Stage, limit_s: float
-) -> list[list[Streamed]]:
+    context: Context, server: httpx.Client, model: str, ask_all: "AskAll", stage: Stage, limit_s: float
+) -> list[list["Streamed"]]:
     """A run that is not timed, and those that are. Raises: WrongNumbers if a request has failed, or has other counts."""
-    common = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
-    bodies = [
-        {**common, "prompt": ask.prompt.tolist(), "max_tokens": ask.num_out, "stream_options": {"include_usage": True}}
-        for ask in stage.workload.asks
-    ]
+    asks = stage.workload.asks
+    common = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    bodies = [{**common, "prompt": ask.prompt.tolist(), "max_tokens": ask.num_out} for ask in asks]
     runs = []
     for number in range(1 + context.settings.repeat):
         context.recorder.note(f"http: run {number} of {context.settings.repeat}")
         server.post("/kv/reset", json={}).raise_for_status()
         runs.append(ask_all(str(server.base_url.join("/v1/completions")), bodies, limit_s))
-        for index, (stream, ask) in enumerate(zip(runs[-1], stage.workload.asks, strict=True)):
-            if "error" in stream:
-                raise WrongNumbers(f"request {index} failed: {stream['error']}")
-            counts = (stream["prompt_tokens"], stream["completion_tokens"], stream["finish_reason"])
-            if counts != (len(ask.prompt), ask.num_out, "length"):
-                raise WrongNumbers(f"request {index} of {len(ask.prompt)} tokens in, {ask.num_out} out, has {counts} over HTTP")
-        _check_cached(stage, sum(stream["cached_tokens"] for stream in runs[-1]))
+        for index, (stream, ask) in enumerate(zip(runs[-1], asks, strict=True)):
+            if (counts := (stream.prompt_tokens, stream.completion_tokens)) != (len(ask.prompt), ask.num_out):
+                wanted = f"{len(ask.prompt)} tokens in, {ask.num_out} out"
+                raise WrongNumbers(f"request {index} of {wanted}, has {counts} over HTTP: {stream.error}")
+        if (cached := sum(stream.cached_tokens for stream in runs[-1])) > len(asks):  # what they have in common by chance
+            raise WrongNumbers(f"{cached:,} tokens of prompts were in the emptied prefix cache")
     return runs
 
 
-def _check_cached(stage: Stage, cached_tokens: int) -> None:
-    """A run begins with an empty prefix cache, which finds no more than prompts have in common by chance."""
-    ordered = sorted(ask.prompt.tolist() for ask in stage.workload.asks)  # prompts with most in common adjoin
-    commons = [
-        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-        for one, other in itertools.pairwise(ordered)
-    ]
-    most = sum(map(max, [0, *commons], [*commons, 0]))
-    if cached_tokens > most:
-        raise WrongNumbers(f"{cached_tokens:,} tokens of prompts were in the emptied prefix cache; they have {most} in common")
-
-
 def _check_texts(
-    tokenizer: Tokenizer, stage: Stage, wanted: ServedRun, same: float, served: Sequence[Sequence[Streamed]], *, strict: bool
+    tokenizer: Tokenizer, stage: Stage, alone: Measured, served: Sequence[Sequence["Streamed"]], *, strict: bool
 ) -> float:
     """The share of texts that are those of the tokens of the engine in this process; on a CPU (`strict`) all must be.
 
     Raises: WrongNumbers if fewer are, or on a GPU if too few begin as they do.
     """
     texts, beginnings = [], []
-    for ask, each in zip(stage.workload.asks, wanted.served, strict=True):
+    for ask, each in zip(stage.workload.asks, alone.runs[0].served, strict=True):
         detokenizer = tokenizer.detokenizer((), ask.prompt.tolist())
         texts.append(detokenizer.feed(each.tokens[:-1]) + detokenizer.finish(each.tokens[-1:]))
         beginnings.append(tokenizer.detokenizer((), ask.prompt.tolist()).feed(each.tokens[:_BEGINNING]))
-    given = [[stream["text"] for stream in run] for run in served]
+    given = [[stream.text for stream in run] for run in served]
     count = len(texts) * len(given)
     share = sum(text == whole for run in given for text, whole in zip(run, texts, strict=True)) / count
     alike = sum(text.startswith(begin) for run in given for text, begin in zip(run, beginnings, strict=True)) / count
     if strict and share < 1:
         raise WrongNumbers(f"{100 * (1 - share):.3g} % of the texts over HTTP are not those of the engine's own tokens")
-    if alike < _LEAST_ALIKE * same:
+    if alike < _LEAST_ALIKE * alone.same:
         raise WrongNumbers(
             f"only {100 * alike:.3g} % of the texts over HTTP begin as those of the engine's own tokens, of which "
-            f"{100 * same:.3g} % are the same in all runs without HTTP"
+            f"{100 * alone.same:.3g} % are the same in all runs without HTTP"
         )
     return share
 
 
-def _add_rows(context: Context, name: str, stage: Stage, served: list[list[Streamed]], share: float) -> None:
-    timed = [
-        (
-            max(each["ended_s"] for each in run) - min(each["begun_s"] for each in run),
-            [each["first_s"] - each["begun_s"] for each in run],
-        )
-        for run in served[1:]
-    ]
-    _add_times(context, name, stage, SYSTEM, timed)
-    chunks, count = sum(each["chunks"] for run in served[1:] for each in run), len(stage.workload.asks)
-    context.recorder.figure(name, SYSTEM, "tokens a chunk", "tokens", stage.num_out * len(timed) / chunks, count)
-    context.recorder.figure(name, SYSTEM, f"same answers as {UserEngine.name}", "%", 100 * share, count)
-
-
-def _add_times(context: Context, name: str, stage: Stage, system: str, timed: Sequence[tuple[float, Sequence[float]]]) -> None:
+def _add_rows(context: Context, name: str, stage: Stage, system: str, timed: Sequence[tuple[float, Sequence[float]]]) -> None:
     """Of each timed run the seconds of all of it, and to each first token."""
     add, seconds = context.recorder.samples, [each for each, _ in timed]
     add(name, system, "throughput", "tok/s", [stage.num_out / each for each in seconds], stage.num_out / stage.bound_s)
     add(name, system, "total", "s", seconds, stage.bound_s)
     add(name, system, "first token", "ms", [1e3 * each for _, firsts_s in timed for each in firsts_s])
+
+
+# the server
 
 
 @contextmanager
@@ -205,11 +174,11 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
             deadline_s = time.monotonic() + _START_S
             while (announced := _ANNOUNCED.search(said())) is None:
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise WrongNumbers(f"vmmkv serve does not start:\n{said()}")
+                    raise WrongNumbers("vmmkv serve does not start")
                 time.sleep(0.1)
             headers = {"Authorization": f"Bearer {admin_key}"}
             # A proxy does not know this machine's ports.
-            with httpx.Client(base_url=announced[1], headers=headers, timeout=_FORGET_S, trust_env=False) as client:
+            with httpx.Client(base_url=announced[1], headers=headers, timeout=_STOP_S, trust_env=False) as client:
                 yield client
         except BaseException as error:
             error.add_note(f"what vmmkv serve said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
@@ -221,3 +190,105 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+# the clients
+
+
+class Streamed(NamedTuple):
+    """What became of one request. A failed one has `error` alone."""
+
+    begun_s: float = 0.0
+    first_s: float = 0.0
+    """When the first text was there."""
+    ended_s: float = 0.0
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt's, those that the prefix cache had."""
+    completion_tokens: int = 0
+    error: str = ""
+
+
+Bodies = Sequence[dict[str, Any]]
+AskAll = Callable[[str, Bodies, float], list[Streamed]]
+"""All requests to a URL at once. Raises: WrongNumbers if not all have ended after so many seconds."""
+
+_together: Barrier
+"""Of a client process: all send when all are ready to."""
+
+
+@contextmanager
+def clients(count: int) -> Iterator[AskAll]:
+    """Processes that ask together: one cannot read as many events a second as a GPU's engine makes tokens."""
+    context = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
+    pool = context.Pool(count, _begin, (context.Barrier(count),))
+
+    def ask_all(url: str, bodies: Bodies, limit_s: float) -> list[Streamed]:
+        """Each process sends every `count`-th request."""
+        parts = [(url, bodies[number::count]) for number in range(count)]
+        try:
+            told = pool.starmap_async(_ask, parts, chunksize=1).get(limit_s)
+        except multiprocessing.TimeoutError:
+            raise WrongNumbers("the streams have not ended in their time") from None
+        streamed = [Streamed()] * len(bodies)
+        for number, of_part in enumerate(told):
+            streamed[number::count] = of_part
+        return streamed
+
+    try:
+        yield ask_all
+    finally:
+        pool.terminate()
+        pool.join()
+
+
+def _begin(together: Barrier) -> None:
+    global _together
+    _together = together
+
+
+def _ask(url: str, bodies: Bodies) -> list[Streamed]:
+    return asyncio.run(_stream_all(url, bodies))
+
+
+async def _stream_all(url: str, bodies: Bodies) -> list[Streamed]:
+    # A read has no limit: a request may wait for its turn.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
+        requests = [client.build_request("POST", url, json=body) for body in bodies]
+        _together.wait()
+        return await asyncio.gather(*(_stream(client, request) for request in requests))
+
+
+async def _stream(client: httpx.AsyncClient, request: httpx.Request) -> Streamed:
+    begun_s = first_s = time.monotonic()
+    parts: list[bytes] = []
+    try:
+        response = await client.send(request, stream=True)
+        async for part in response.aiter_raw():
+            if not parts:
+                first_s = time.monotonic()
+            parts.append(part)
+    except httpx.HTTPError as error:
+        return Streamed(error=f"{type(error).__name__}: {error}")
+    ended_s = time.monotonic()
+    return parse(b"".join(parts), response.status_code)._replace(begun_s=begun_s, first_s=first_s, ended_s=ended_s)
+
+
+def parse(data: bytes, status: int) -> Streamed:
+    """A stream of /v1/completions: its text, and the usage at its end."""
+    if status != 200:
+        return Streamed(error=f"status {status}: {data.decode(errors='replace')[:500]}")
+    lines = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
+    text, usage = "", None
+    for line in lines[:-1]:
+        said = json.loads(line)
+        if "error" in said:
+            return Streamed(error=str(said["error"]))
+        usage = said.get("usage") or usage
+        text += "".join(choice["text"] for choice in said["choices"])
+    if usage is None or lines[-1] != "[DONE]":
+        return Streamed(error="the stream has no end")
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    return Streamed(0.0, 0.0, 0.0, text, usage["prompt_tokens"], cached_tokens, usage["completion_tokens"])
