@@ -158,7 +158,7 @@ def test_systems_are_compared_in_closed_and_open_loops(tmp_path: Path) -> None:
     rows = measured(tmp_path, "closed", "rates", cases=("multi turn", "8"))
     systems = {row.system for row in rows if row.metric == "throughput"}
     assert systems == {"vmmkv", "paged 16", "paged 128", "static 512"}
-    assert {row.metric for row in rows if "rates" in row.workload} >= {"goodput", "rate", "kept to the target", "first token"}
+    assert {row.metric for row in rows if "rates" in row.workload} >= {"goodput", "rate", "first token"}
     assert all(row.summary.p50 == 100 for row in rows if row.metric.startswith("same answers"))
 
 

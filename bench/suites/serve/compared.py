@@ -204,7 +204,6 @@ def _add_closed(context: Context, name: str, system: str, workload: Workload, ru
     add = context.recorder.samples
     add(name, system, "throughput", "tok/s", [sum(outs) / run.seconds for run in runs], bound_s and sum(outs) / bound_s)
     add(name, system, "total", "s", [run.seconds for run in runs], bound_s)
-    add(name, system, "running at once", "requests", [count for run in runs for count in run.running])
 
 
 def _add_open(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:
@@ -214,31 +213,22 @@ def _add_open(context: Context, name: str, system: str, runs: Sequence[ServedRun
     each token behind it, on average.
     """
     target_s, per_token_s = (5.0, 0.5) if context.settings.small else (1.0, 0.05)
-    add, count = context.recorder.samples, len(runs[0].served)
-    rows: dict[tuple[str, str], list[float]] = {
-        ("throughput", "tok/s"): [],
-        ("goodput", "requests/s"): [],
-        ("kept to the target", "%"): [],
-    }
-    for run in runs:
-        last_s = max(each.arrival_s for each in run.served)
-        if run is runs[0]:
-            context.recorder.figure(name, system, "rate", "requests/s", count / last_s, count)
-        tokens = sum(int(np.searchsorted(each.token_s, last_s, side="right")) for each in run.served)
-        good = sum(each.first_s <= target_s and (each.per_token_s or 0.0) <= per_token_s for each in run.served)
-        for samples, value in zip(rows.values(), (tokens / last_s, good / last_s, 100 * good / count), strict=True):
-            samples.append(value)
-    for (metric, unit), samples in rows.items():
-        add(name, system, metric, unit, samples)
+    add, last_s = context.recorder.samples, [max(each.arrival_s for each in run.served) for run in runs]
+    context.recorder.figure(name, system, "rate", "requests/s", len(runs[0].served) / last_s[0], len(runs[0].served))
+    tokens, good = [], []
+    for run, until_s in zip(runs, last_s, strict=True):
+        tokens.append(sum(int(np.searchsorted(each.token_s, until_s, side="right")) for each in run.served) / until_s)
+        kept = [each for each in run.served if each.first_s <= target_s and (each.per_token_s or 0.0) <= per_token_s]
+        good.append(len(kept) / until_s)
+    add(name, system, "throughput", "tok/s", tokens)
+    add(name, system, "goodput", "requests/s", good)
 
 
 def _add_latencies(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:
-    """Of each request, and of each token behind a first one."""
     served = [each for run in runs for each in run.served]
     samples = {
         "first token": [each.first_s for each in served],
         "time per output token": [each.per_token_s for each in served if each.per_token_s is not None],
-        "inter-token latency": [gap for each in served for gap in np.diff(each.token_s).tolist()],
     }
     for metric, seconds in samples.items():
         context.recorder.samples(name, system, metric, "ms", [1e3 * each for each in seconds])

@@ -6,7 +6,7 @@ each has the whole budget. vLLM takes all memory, as its users open it, and has 
 
 import gc
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
@@ -147,7 +147,7 @@ class StaticBatches:
 
     def run(self, workload: Workload) -> ServedRun:
         """See System."""
-        turns, waiting, running = Turns(workload.asks), deque[int](), []
+        turns, waiting = Turns(workload.asks), deque[int]()
         num_rows = min(self._most_rows, sum(ask.after is None for ask in workload.asks))  # one turn of each conversation
         with no_grad(), self._cache() as cache:
             self._answer([[0, 0]] + [[0]] * (num_rows - 1), _WARM_TOKENS, cache)
@@ -168,8 +168,7 @@ class StaticBatches:
                     turns.served[index].tokens = [tokens[row] for _, tokens in own]
                     turns.served[index].token_s = [at_s - began_s for at_s, _ in own]
                     turns.end(index)
-                running += [sum(step < out for out in outs) for step in range(max(outs))]
-        return ServedRun(turns.served, turns.seconds, running)
+        return ServedRun(turns.served, turns.seconds)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System."""
@@ -251,12 +250,13 @@ class ContinuousBatching:
     """
 
     name: Final = "transformers continuous batching"
-    num_running: Final = None
 
     def __init__(self, model: Any, limits: EngineLimits) -> None:
         block_bytes, budget_bytes = _BLOCK_TOKENS * row_bytes(model), limits.budget_bytes or 0
         self._model, self._limits = model, limits
         self._manager: Any = None
+        self._num_told: Counter[str] = Counter()
+        """Of each request, tokens that were said before."""
         self._num_blocks: Final = budget_bytes // block_bytes
         if not self._num_blocks:
             raise ValueError(
@@ -290,8 +290,12 @@ class ContinuousBatching:
 
     def wait(self, timeout_s: float) -> list[Said]:
         """See Server. The manager works in a thread of its own."""
-        outputs = self._outputs(timeout_s)
-        return [(int(each.request_id), each.generated_tokens, each.is_finished()) for each in outputs]
+        said: list[Said] = []
+        for output in self._outputs(timeout_s):  # all tokens of a request each time
+            index, known = int(output.request_id), self._num_told[output.request_id]
+            said.append((index, output.generated_tokens[known:], output.is_finished()))
+            self._num_told[output.request_id] = len(output.generated_tokens)
+        return said
 
     def _outputs(self, timeout_s: float) -> list[Any]:
         """All there are, once there is one. Raises: WrongNumbers if a request has failed, or the thread has ended."""
@@ -324,6 +328,7 @@ class ContinuousBatching:
                     yield
             finally:
                 self._manager = None
+                self._num_told.clear()
                 release_memory(self._model.device)
 
 

@@ -83,8 +83,6 @@ class ServedRun:
     served: list[Served]
     seconds: float
     """From the begin until the last token."""
-    running: list[int] = field(default_factory=list)
-    """Requests that ran, a sample a step."""
     cached_tokens: int = 0
     """Of all prompts, what the prefix cache had."""
     cached_by_source: Mapping[str, int] = field(default_factory=dict)
@@ -148,16 +146,11 @@ class Turns:
 
 
 Said = tuple[int, Sequence[int], bool]
-"""Of one request, by its index: tokens, and whether it has ended."""
+"""Of one request, by its index: new tokens, and whether it has ended."""
 
 
 class Server(Protocol):
     """Takes requests as they come."""
-
-    @property
-    def num_running(self) -> int | None:
-        """Requests that run now. None: it does not tell, and it says all tokens of a request each time, not new ones."""
-        ...
 
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
         """A request, from now on."""
@@ -170,28 +163,21 @@ class Server(Protocol):
 
 def serve(server: Server, asks: Sequence[Ask]) -> ServedRun:
     """All of them, each when it arrives. Raises: WrongNumbers."""
-    turns, running, begun = Turns(asks), [], set[int]()
+    turns = Turns(asks)
     began_s = time.perf_counter()
     while turns.num_unfinished:
         now_s = time.perf_counter() - began_s
         for index in turns.arrived(now_s):
             server.add(index, turns.prompts[index], asks[index].num_out)
         said = server.wait(_IDLE_S if turns.next_s is None else max(0.0, min(_IDLE_S, turns.next_s - now_s)))
-        num_running, now_s, most = server.num_running, time.perf_counter() - began_s, 0
+        now_s = time.perf_counter() - began_s
         for index, tokens, has_ended in said:
             served = turns.served[index]
-            if num_running is None:
-                tokens = tokens[len(served.tokens) :]
-                begun.add(index)
-                most = max(most, len(begun))
             served.tokens += tokens
             served.token_s += [now_s] * len(tokens)
             if has_ended:
-                begun.discard(index)
                 turns.end(index)
-        if count := most if num_running is None else num_running:
-            running.append(count)
-    return ServedRun(turns.served, turns.seconds, running)
+    return ServedRun(turns.served, turns.seconds)
 
 
 # systems
@@ -287,18 +273,13 @@ class EngineSystem:
         self.loop.settle()
         self._said.clear()
         held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
-        return ServedRun(run.served, run.seconds, run.running, self._cached.total(), self._cached, held_bytes)
+        return ServedRun(run.served, run.seconds, self._cached.total(), self._cached, held_bytes)
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Snapshot):
             self.snapshot = message
         else:
             self._said.append(message)
-
-    @property
-    def num_running(self) -> int:
-        """See Server."""
-        return self.loop.num_running
 
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
         """See Server."""
