@@ -10,7 +10,7 @@ K kv heads, D head dim.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -143,41 +143,6 @@ class PagedCache(BaselineCache):
             return 0  # a sequence that needs one asks for it, and is refused then
         self._num_ahead += num_blocks
         return num_blocks
-
-    def fork(self, sequence: BaselineSequence, count: int = 1, *, max_tokens: int | None = None) -> list[BaselineSequence]:
-        """See EngineCache.fork: full blocks are shared, the last one is copied."""
-        num_full, rest = divmod(sequence.length, self.block_rows)
-        forks: list[BaselineSequence] = []
-        try:
-            for _ in range(count):
-                fork = self.open(max_tokens=max_tokens, tenant=sequence.namespace)
-                forks.append(fork)
-                self.attach(fork, self.host_tables_SC[sequence.slot, :num_full].tolist())
-                fork.grow(sequence.length)
-        except BaseException:
-            for fork in forks:
-                fork.close()
-            raise
-        if rest:
-            self.copy_rows([(sequence, fork) for fork in forks], num_full * self.block_rows, sequence.length)
-        return forks
-
-    def copy_rows(self, pairs: Iterable[tuple[BaselineSequence, BaselineSequence]], first: int, end: int) -> None:
-        """See EngineCache.copy_rows: the target's blocks there are its own."""
-        positions = np.arange(first, end)
-        for source, target in pairs:
-            blocks = self.host_tables_SC[target.slot, positions // self.block_rows]
-            assert (self.blocks.num_refs[blocks] == 1).all(), "a block that others hold too would be written"
-            places = [
-                self.host_tables_SC[each.slot, positions // self.block_rows] * self.block_rows + positions % self.block_rows
-                for each in (source, target)
-            ]
-            from_T, to_T = (part.long() for part in self.uploads.pack(places))
-            for planes in self.planes.values():
-                for plane_PUKD in planes:
-                    rows = plane_PUKD.flatten(0, 1)
-                    rows[to_T] = rows[from_T]
-            self.lengths[target.slot] = end
 
     def stats(self) -> CacheStats:
         """See BaselineCache.stats; a block is held like a page."""

@@ -3,7 +3,7 @@
 It gives the engine what `KVCache` gives it.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any, Final, NoReturn
 
@@ -123,6 +123,12 @@ class BaselineCache:
         self.lengths[sequence.slot] = self.limits[sequence.slot] = 0
         self._free.append(sequence.slot)
 
+    def fork(self, *_: object, **options: object) -> NoReturn:
+        """Raises: ValueError."""
+        raise ValueError("a baseline forks no sequences: beam searches run over slots")
+
+    copy_rows = fork
+
     def lookahead_tokens(self, step_us: float) -> int:
         """Memory costs nothing to get: for the next token is soon enough."""
         return 1
@@ -167,14 +173,6 @@ class StaticCache(BaselineCache):
         slots_1, limits_1 = self.uploads.pack([[sequence.slot], [sequence.max_tokens]])
         self.limit.index_copy_(0, slots_1.long(), limits_1)
         return sequence
-
-    def fork(self, sequence: BaselineSequence, count: int = 1, *, max_tokens: int | None = None) -> NoReturn:
-        """Raises: ValueError."""
-        raise ValueError("a static cache forks no sequences: beam searches are not for this baseline")
-
-    def copy_rows(self, pairs: Iterable[Sequence[BaselineSequence]], first: int, end: int) -> NoReturn:
-        """Raises: ValueError."""
-        raise ValueError("a static cache copies no rows: beam searches are not for this baseline")
 
     def stats(self) -> CacheStats:
         """A slot in which a sequence runs is used, and held as all others are."""

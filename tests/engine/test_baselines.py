@@ -16,7 +16,6 @@ from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
 from vmmkv.server.engine.attention import AttentionMetadata, attend
 from vmmkv.server.engine.kv_backend import BackendConfig
-from vmmkv.server.protocol import Beams
 
 BASELINES = {"paged": open_paged, "paged 128": partial(open_paged, block_rows=128), "static": open_static}
 BLOCK_ROWS = 16
@@ -114,14 +113,6 @@ def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness
     assert most == 4 == one.cache.num_slots
     finish(one)
     assert all(len(one.tokens(str(index))) == 10 for index in range(7))
-
-
-def test_beams_over_blocks_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
-    said = []
-    for one in (over(open_memory=open_paged, share=True), harness(ours=True, share=True, max_tokens=512)):
-        one.said(prompt_of(37), 12, beam_width=3)
-        said.append([message.beams for message in one.sent if isinstance(message, Beams)])
-    assert said[0] == said[1] and said[0]
 
 
 def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harness]) -> None:
