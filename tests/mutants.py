@@ -341,8 +341,8 @@ MUTANTS = (
     Mutant(
         "a load for each that waits",
         TRANSFERS,
-        "(other := next(filter(None, under_way), None)) is not None:",
-        "(other := next(filter(None, under_way), None)) is not None and False:",
+        "return next(filter(None, map(self._loading.get, keys)), None)",
+        "return None",
         (f"{TIERS_UNIT}::test_one_load_serves_all_that_wait_for_it",),
     ),
     Mutant(
@@ -407,8 +407,8 @@ MUTANTS = (
     Mutant(
         "a tier that finds out what it has is taken to have nothing",
         TRANSFERS,
-        "                fetch._asked = tier, nexts[0]\n",
-        "                pass\n",
+        "            if len(answers) == len(self.tiers):\n",
+        "            if True:\n",
         (f"{TIERS_UNIT}::test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has",),
     ),
     Mutant(

@@ -168,7 +168,7 @@ def test_attaching_by_each_way_and_the_tree_are_timed(tmp_path: Path) -> None:
 
 def test_what_the_host_does_between_steps_is_timed_by_size(tmp_path: Path) -> None:
     rows = measured(tmp_path, "prefix", "host")
-    for text in ("running requests", "tokens of each waiting prompt", "parked slots"):
+    for text in ("running requests", "tokens of each waiting prompt", "parked slots", "tokens that a tier has"):
         timed, grown = (
             {row.metric.removeprefix("growth, ") for row in rows if text in row.workload and row.unit == unit}
             for unit in ("us", "x")

@@ -85,6 +85,15 @@ def compute(prefix, tokens, **options):
     prefix.release(sequence, tokens)
 
 
+def compute_nothing(prefix, tokens):
+    """Over a driver without memory: as `compute`, and stored nowhere."""
+    sequence = prefix.attach(tokens).sequence
+    sequence.grow(len(tokens))
+    sequence.advance(len(tokens))
+    prefix.release(sequence, tokens)
+    prefix._index.transfers.give_up()
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
 def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(layout):
     tokens = np.arange(200, dtype=np.int32)
@@ -94,9 +103,14 @@ def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(lay
         chain = chain.grown(tokens[:end])
         if looks:
             whole = keys.of("red", tokens[:end])
-            assert (chain.all, chain.by_group) == (whole.all, whole.by_group)
+            assert [*chain.hash_some(None), *whole.hash_some(None)]
+            assert (chain.in_order, chain.by_group) == (whole.in_order, whole.by_group)
             assert all(whole.key(group, page) == key for group, of in enumerate(whole.by_group) for page, key in enumerate(of))
-    assert len(set(chain.all)) == len(chain.all)
+            behind = keys.of("red", tokens[:end])
+            behind.skip([1] * len(whole.by_group))
+            behind.hash_some(None)
+            assert behind.by_group == [[b"", *of[1:]] for of in whole.by_group]
+    assert len(set(chain.in_order)) == len(chain.in_order)
     assert chain.grown(tokens[1:]) is None and chain.grown(tokens[:100]) is None
 
 
@@ -170,11 +184,11 @@ class Asking(FaultyTier):
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_cost_of_a_poll_does_not_grow_with_the_path(host, asks):
-    """While it is stored, or while a tier is asked about it."""
+def test_the_cost_of_a_call_does_not_grow_with_the_path(host, asks):
+    """While it is stored, or while it is fetched and a tier is asked about it."""
 
     def most_calls(num_pages):
-        """Of functions, by one poll that has no time."""
+        """Of functions, by a fetch or one poll that has no time."""
         counts = [0]
         tokens = np.arange(16 * num_pages, dtype=np.int32)
         tier = Asking(host, 0, ())
@@ -192,14 +206,42 @@ def test_the_cost_of_a_poll_does_not_grow_with_the_path(host, asks):
                 prefix.flush()
                 prefix.evict()
                 tier.asks = True
-                assert prefix.fetch(tokens)
             sys.setprofile(lambda _, event, __: counts.__setitem__(-1, counts[-1] + event.endswith("call")))
-            while prefix.poll(0) and not (asks and len(counts) > 9):
+            fetch = prefix.fetch(tokens) if asks else None
+            while prefix.poll(0) and not (asks and len(counts) > 30):
                 counts.append(0)
             sys.setprofile(None)
+            assert (fetch is not None) == asks
         return max(counts)
 
-    assert most_calls(800) < 1.1 * most_calls(200)
+    assert most_calls(800) < 1.1 * most_calls(400)
+
+
+def test_a_fetch_looks_no_further_than_tiers_have_and_no_nearer_than_the_device_lacks():
+    """In polls, where the prompt is long."""
+    tokens = np.arange(16 * 5000, dtype=np.int32)
+    tier = FaultyTier(HostTier(PAGE_BYTES), 0, ())
+    with (
+        Pool("cpu", 1000 * PAGE_BYTES, driver=FakeDriver(memory_bytes=2**50)) as pool,
+        KVCache(LAYOUT, pool, slots=1, max_tokens=len(tokens)) as cache,
+    ):
+        prefix = PrefixCache(cache, [tier], fingerprint="model")
+        compute_nothing(prefix, tokens[: 16 * 160])
+        chain = Keys(LAYOUT, "model").of(None, tokens)
+        chain.hash_some(None)
+        known = set(chain.in_order[160:600])
+        asked = []
+        tier.lookup = lambda keys: (asked.extend(keys), [key in known for key in keys])[1]
+        fetch = prefix.fetch(tokens)
+        assert fetch.known_tokens == 16 * 160 and not fetch.size_bytes
+        while not fetch.size_bytes:
+            prefix.poll(0)
+        assert (fetch.num_tokens, fetch.size_bytes) == (16 * 600, 440 * PAGE_BYTES)
+        cache.check()
+        assert {*chain.in_order[160:601]} <= {*asked} <= {*chain.in_order[160:2000]}
+        fetch.give_up()
+        cache.check()
+    tier.close()
 
 
 def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(cache, host):
@@ -265,8 +307,8 @@ def test_a_fetch_that_is_not_worth_it_does_not_start(cache, host, pool):
     cache.drain()
     asked = []
     assert prefix.fetch(PROMPT, least_tokens=97) is None
-    assert prefix.fetch(PROMPT, worth=lambda fetch: asked.append(fetch)) is None
-    assert [(each.num_tokens - each.known_tokens, each.bytes_by_tier) for each in asked] == [(96, {"host": 6 * PAGE_BYTES})]
+    assert prefix.fetch(PROMPT, worth=lambda fetch: asked.append((fetch.num_tokens, fetch.bytes_by_tier.copy()))) is None
+    assert asked == [(96, {"host": 6 * PAGE_BYTES})]
     assert pool.stats().held_bytes == 0
 
 

@@ -267,10 +267,11 @@ class PrefixCache:
         None if there is less, if `worth` says no, or if there is no room on the device: attach then. Else go on with other
         work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records
         get the same fetch. After one that loaded a part of what is known, another may go on. Where a tier must be asked over
-        a network, the fetch waits for its answer first, and is done if that is no.
+        a network, or more than 250 pages are to be looked up, the fetch finds in `poll` what there is, and is done if that is
+        nothing.
 
         `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
-        Cost: 3 us a page of the prompt where tiers have more of it, else 1 us for each 1,000 tokens; and what evicting takes to
+        Cost: 1 us for each 1,000 tokens, and 3 us for each of up to 250 pages that tiers may have; and what evicting takes to
         make room. Does not block.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
         """

@@ -12,10 +12,9 @@ ended. The caller holds the pool's lock.
 
 import itertools
 import math
-import operator
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -48,9 +47,18 @@ _MOST_QUEUED: Final = 1024
 """Paths that wait to be stored in a tier. Beyond that the oldest is dropped."""
 
 _MOST_KEYS: Final = 64
-"""Keys of a path that are hashed, or looked up, between two looks at the clock."""
+"""Keys of a path that are hashed, or looked up to be stored, between two looks at the clock."""
+
+_PIECES_AT_ONCE: Final = 4
+"""As many times `_MOST_KEYS` keys are hashed when a fetch begins: some 0.7 ms. Polls hash the others."""
+
+_MOST_ASKED: Final = 1024
+"""Keys of a fetch that a tier is asked about at once: it may take a round trip."""
 
 _DEVICE, _TIER = 1, 2
+"""Where a page is: 0 for nowhere, _DEVICE, _TIER in the first tier, one more in the second, and so on."""
+
+_IS_ON_DEVICE: Final = bytes(place == _DEVICE for place in range(256))
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +106,7 @@ class Fetch:
         """Tokens that `attach` finds when it is done; an upper bound until then."""
         self.done = False
         self.bytes_by_tier: Counter[str] = Counter()
-        """Bytes of its records by the name of the tier that has them. Empty while a tier is asked, and for a fetch of none."""
+        """Bytes of its records by the name of the tier that has them. Empty until that is found, and for a fetch of none."""
         self.loaded_bytes: Counter[str] = Counter()
         """The same of the records that were loaded."""
         self.waiting = 1
@@ -107,10 +115,10 @@ class Fetch:
         self._chain = chain
         self._least_tokens = least_tokens
         self._worth = worth
-        self._asked: tuple[Tier, bytes] | None = None
-        """The tier that is asked which records it has, and one of the keys."""
+        self._finding: Generator[bool, None, Fetch | None] | None = transfers.find(self)
+        """Finds what tiers have; None when that is done."""
         self._have: list[bytearray] = []
-        """For each page of each group: _DEVICE, _TIER, or 0 for neither."""
+        """Where each page of each group is: see _TIER."""
         self.known_tokens = known
         """Tokens that were on the device when it began."""
         self._node: Node[Placed] | None = None
@@ -180,8 +188,8 @@ class Transfers:
         self._fetches: dict[Fetch, None] = {}
         self._loading: dict[bytes, Fetch] = {}
         """By key of a record that is being loaded: its fetch."""
-        self._turns = [self._load, self._store]
-        """Of the next poll, in order. They change places, so that neither takes the time of all polls."""
+        self._turns = [self._find_all, self._load, self._store]
+        """Of the next poll, in order. They change places, so that none takes the time of all polls."""
         self._end_ns = 0.0
         """The end of this poll's time, of time.perf_counter_ns."""
         self._has_worked = False
@@ -229,29 +237,22 @@ class Transfers:
             return None
         chain = self.keys.of(namespace, tokens)
         fetch = Fetch(self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, worth=worth)
-        started = self._start(fetch)
-        if started is not None and started is not fetch:
-            started.waiting += 1
-        return started
+        self._fetches[fetch] = None
+        found = self._go_on(fetch, iter([True] * (_PIECES_AT_ONCE - 1) + [False]).__next__)
+        if found is not None and found is not fetch:
+            found.waiting += 1
+        return found
 
     def poll(self, budget_us: float) -> None:
         """Go on with stores and loads for about `budget_us`, in turns; do one piece of work at least, if there is any."""
         self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
         self._has_worked, self._behind = False, None
         self.finish()
-        for fetch in [fetch for fetch in self._fetches if self._is_answered(fetch)]:
-            started = None
-            try:
-                started = self._start(fetch)
-            finally:
-                if started is not fetch:  # there is nothing, or it is on its way: another call of fetch gets that
-                    fetch.bytes_by_tier = Counter()
-                    self._conclude(fetch)
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
         for work in self._turns:
             work()
-        self._turns.reverse()
+        self._turns.append(self._turns.pop(0))
         self.finish()
 
     def drop(self, fetch: Fetch) -> None:
@@ -317,132 +318,132 @@ class Transfers:
                 return num_tokens
             num_tokens = fewer
 
-    def _start(self, fetch: Fetch) -> Fetch | None:
-        """Begin to load what tiers have, or wait for their answer. None if there is nothing to load, or no room.
+    def find(self, fetch: Fetch) -> Generator[bool, None, Fetch | None]:
+        """Find what tiers have of a fetch, and begin to load it. Internal.
 
-        Another fetch that loads the same already is returned in its place.
+        Yields after each piece of work: may another one follow in this poll? The costs of those between the first and the last
+        do not grow with the prompt.
+        Returns the fetch; another one that loads the same already; or None if there is nothing to load, or no room.
         """
-        chain = fetch._chain
-        match = self._index.tree.match(chain.namespace, chain.tokens)
-        fetch._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in self.cache.layout.groups]
-        for node in match.path:
-            for piece in node.pieces:
-                if piece.end_token <= match.num_tokens and not piece.value.first_token:
-                    for page in range(piece.value.page, piece.value.end_page):
-                        fetch._have[piece.group][page] = _DEVICE
-        sources = self._find(fetch) if self._goes_on(fetch) else None
-        if fetch._asked is not None:
-            self._fetches[fetch] = None
-            return fetch
-        if sources is None:
-            return None
-        num_tokens = self._reach(fetch._have, len(chain.tokens) - 1)
+        chain, groups, tree = fetch._chain, self.cache.layout.groups, self._index.tree
+        have = fetch._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in groups]
+        match = tree.match(chain.namespace, chain.tokens)
+        if match.path:  # making room must not evict what this goes on from
+            fetch._node = match.path[-1]
+            tree.lock(fetch._node)
+        for piece in itertools.chain.from_iterable(node.pieces for node in match.path):
+            if piece.end_token <= match.num_tokens and not piece.value.first_token:
+                first, end = piece.value.page, piece.value.end_page
+                have[piece.group][first:end] = bytes([_DEVICE]) * (end - first)
+        firsts = [_first_lacking(pages, self._needed(index, fetch.known_tokens).start) for index, pages in enumerate(have)]
+        whole = [index for index, group in enumerate(groups) if group.window is None]
+        nexts = [chain.key(index, firsts[index]) for index in whole if firsts[index] < len(have[index])]
+        while nexts:  # nearly no new prompt gets further
+            answers = [answer for tier in self.tiers if (answer := self._lookup(tier, nexts)) is not None]
+            if answers and all(map(any, zip(*answers, strict=False))):
+                break
+            if len(answers) == len(self.tiers):
+                return None
+            yield False
+        if (other := self._loader_of(nexts)) is not None:
+            return other
+
+        chain.skip(firsts)
+        is_more = True
+        while is_more and all(len(chain.by_group[index]) <= _first_lacking(have[index]) for index in whole):
+            new: list[tuple[int, int]] = []
+            while is_more and len(new) < _MOST_ASKED:
+                some = chain.hash_some(_MOST_KEYS)
+                new += some
+                if is_more := len(some) == _MOST_KEYS:
+                    yield True
+            for place, tier in enumerate(self.tiers, _TIER):
+                lacking = [(index, page) for index, page in new if not have[index][page]]
+                keys = [chain.by_group[index][page] for index, page in lacking]
+                while (found := self._lookup(tier, keys)) is None:
+                    yield False
+                    while self._lookup(tier, keys[-1:]) is None:
+                        yield False
+                for index, page in itertools.compress(lacking, found):
+                    have[index][page] = place
+
+        num_tokens = self._reach(have, len(chain.tokens) - 1)
         if num_tokens - fetch.known_tokens < fetch._least_tokens:
             return None
-        have, keys = fetch._have, chain.by_group
-        needed = [
-            [page for page in self._needed(index, num_tokens) if have[index][page] == _TIER] for index in range(len(have))
-        ]
-        under_way = (self._loading.get(keys[index][page]) for index, pages in enumerate(needed) for page in pages)
-        if (other := next(filter(None, under_way), None)) is not None:
-            return other
-        wanted = Counter(sources[keys[index][page]].name for index, pages in enumerate(needed) for page in pages)
         fetch.num_tokens = num_tokens
-        fetch.bytes_by_tier = Counter({name: num_records * RECORD_BYTES for name, num_records in wanted.items()})
-        is_worth = wanted and (fetch._worth is None or fetch._worth(fetch))
-        if is_worth and self._take(fetch, match.path[-1] if match.path else None, needed, sources):
-            return fetch
-        return None
+        places = [*self._places(have, firsts, num_tokens)]
+        keys = [key for index, pages in places for key in chain.by_group[index][pages.start : pages.stop]]
+        if (other := self._loader_of(keys)) is not None:
+            return other
+        for place, tier in enumerate(self.tiers, _TIER):
+            if num_records := sum(have[index].count(place, pages.start, pages.stop) for index, pages in places):
+                fetch.bytes_by_tier[tier.name] += num_records * RECORD_BYTES
+        is_worth = places and (fetch._worth is None or fetch._worth(fetch))
+        return fetch if is_worth and self._take(fetch, places) else None
 
-    def _is_answered(self, fetch: Fetch) -> bool:
-        """Has the tier that a fetch has asked found out what it has? Cost: does not grow with the prompt."""
-        return fetch._asked is not None and self._lookup(fetch._asked[0], [fetch._asked[1]]) is not None
+    def _go_on(self, fetch: Fetch, may_go_on: Callable[[], bool]) -> Fetch | None:
+        """Do pieces of a fetch's `find`, one at least. The fetch while there are more, then what that returns."""
+        assert fetch._finding is not None, "it is found already"
+        found: Fetch | None = None
+        try:
+            while next(fetch._finding) and may_go_on():
+                pass
+            found = fetch
+        except StopIteration as end:
+            found, fetch._finding = end.value, None
+        finally:
+            if found is not fetch:
+                fetch.bytes_by_tier = Counter()
+                self._conclude(fetch)
+        return found
 
-    def _goes_on(self, fetch: Fetch) -> bool:
-        """Has a tier the first page that the device lacks of each group without a window? Nearly no new prompt gets further.
-
-        False also while a tier finds that out.
-        """
-        nexts = [
-            fetch._chain.key(index, page)
-            for index, (group, pages) in enumerate(zip(self.cache.layout.groups, fetch._have, strict=True))
-            if group.window is None and (page := pages.find(0)) >= 0
-        ]
-        fetch._asked = None
-        has = [False] * len(nexts)
-        for tier in self.tiers if nexts else ():
-            if (found := self._lookup(tier, nexts)) is None:
-                fetch._asked = tier, nexts[0]
-            else:
-                has = [*map(operator.or_, has, found)]
-        if all(has):
-            fetch._asked = None
-        return all(has)
-
-    def _find(self, fetch: Fetch) -> dict[bytes, Tier] | None:
-        """The tier of each record that the device lacks, marked in `_have`. None while a tier finds out what it has."""
-        have, keys = fetch._have, fetch._chain.by_group
-        sources: dict[bytes, Tier] = {}
-        lacking = [
-            (keys[index][page], index, page)
-            for index, pages in enumerate(have)
-            for page in range(len(pages))
-            if not pages[page]
-        ]
-        for tier in self.tiers:
-            lacking = [each for each in lacking if each[0] not in sources]
-            if not lacking:
+    def _find_all(self) -> None:
+        """Find what tiers have, of one fetch after the other. Where another loads it, another call of `fetch` gets that."""
+        for fetch in [fetch for fetch in self._fetches if fetch._finding is not None]:
+            if self._has_worked and self._is_over:
                 break
-            found = self._lookup(tier, [key for key, _, _ in lacking])
-            if found is None:
-                fetch._asked = tier, lacking[-1][0]
-                return None
-            for (key, index, page), has in zip(lacking, found, strict=False):
-                if has:
-                    sources[key] = tier
-                    have[index][page] = _TIER
-        return sources
+            self._has_worked = True
+            self._go_on(fetch, lambda: not self._is_over)
 
-    def _take(self, fetch: Fetch, node: Node[Placed] | None, needed: list[list[int]], sources: dict[bytes, Tier]) -> bool:
-        """Take extents for the pages of a fetch: large ones where all their pages are needed. False if there is no room."""
-        places: list[tuple[int, int, int]] = []
-        for index, pages in enumerate(needed):
-            left = dict.fromkeys(pages)
-            large = self.cache.layout.groups[index].window is None
-            for page in pages:
+    def _loader_of(self, keys: Sequence[bytes]) -> Fetch | None:
+        """A fetch that loads one of these records; None if there is none."""
+        return next(filter(None, map(self._loading.get, keys)), None)
+
+    def _places(self, have: list[bytearray], firsts: list[int], num_tokens: int) -> Iterator[tuple[int, range]]:
+        """Group and pages of the extents to load: large ones where all their pages are needed."""
+        for index, (group, pages, first) in enumerate(zip(self.cache.layout.groups, have, firsts, strict=True)):
+            needed = self._needed(index, num_tokens)
+            page = max(first, needed.start)
+            while page < needed.stop:
                 run = range(page, page + LARGE_PAGES)
-                if large and page % LARGE_PAGES == 0 and all(each in left for each in run):
-                    places.append((index, page, LARGE_PAGES))
-                    for each in run:
-                        del left[each]
-                elif page in left:
-                    places.append((index, page, 1))
-        if node is not None:
-            self._index.tree.lock(node)  # making room must not evict what this goes on from
-        counts = Counter(num_pages for _, _, num_pages in places)
+                is_large = group.window is None and page % LARGE_PAGES == 0 and run.stop <= needed.stop
+                if not is_large or _DEVICE in pages[run.start : run.stop]:
+                    run = range(page, page + 1)
+                if pages[page] != _DEVICE:
+                    yield index, run
+                page = run.stop
+
+    def _take(self, fetch: Fetch, places: list[tuple[int, range]]) -> bool:
+        """Take an extent for each place of a fetch. False if there is no room."""
+        counts = Counter(len(pages) for _, pages in places)
         try:
             try:
                 extents = self.cache.pool.acquire_mixed(counts, wait=False)
             except OutOfPages:
                 self.cache.collect()  # what the tree can give may be mapped still for a sequence that has ended
                 extents = self.cache.pool.acquire_mixed(counts, wait=False)
-        except BaseException as error:
-            if node is not None:
-                self._index.tree.unlock(node)
-            if isinstance(error, OutOfPages):
-                return False
-            raise
-        fetch._node = node
-        for index, page, num_pages in places:
-            extent = extents[num_pages].pop()
+        except OutOfPages:
+            return False
+        for index, pages in places:
+            extent = extents[len(pages)].pop()
             extent.tenant, extent.zeroed = None, False  # until it is loaded, and if it never is, its bytes are some other's
-            keys = fetch._chain.by_group[index][page : page + num_pages]
-            part = _Part(fetch, index, page, extent, [(sources[key], key) for key in keys])
+            keys = fetch._chain.by_group[index][pages.start : pages.stop]
+            tiers = [self.tiers[place - _TIER] for place in fetch._have[index][pages.start : pages.stop]]
+            part = _Part(fetch, index, pages.start, extent, [*zip(tiers, keys, strict=True)])
             fetch._parts.append(part)
             self._parts[part] = None
             self._loading.update(dict.fromkeys(keys, fetch))
         fetch._num_left = len(fetch._parts)
-        self._fetches[fetch] = None
         return True
 
     def _may_launch(self, *, left: int = _SPARE_WINDOWS) -> bool:
@@ -506,10 +507,10 @@ class Transfers:
     def _conclude(self, fetch: Fetch) -> None:
         """Put what was loaded into the tree, as far as it can be attached, and give the rest back."""
         index, pool, groups = self._index, self.cache.pool, self.cache.layout.groups
-        have = [bytearray(page == _DEVICE for page in pages) for pages in fetch._have]
+        have = [pages.translate(_IS_ON_DEVICE) for pages in fetch._have]
         for part in fetch._parts:
             if part.loaded:
-                have[part.group][part.page : part.page + part.extent.num_pages] = bytes([_TIER]) * part.extent.num_pages
+                have[part.group][part.page : part.page + part.extent.num_pages] = b"\1" * part.extent.num_pages
         num_tokens = self._reach(have, len(fetch._chain.tokens) - 1)
         if num_tokens > fetch.known_tokens:
             pieces = [
@@ -531,7 +532,7 @@ class Transfers:
                 del self._loading[key]
         if fetch._node is not None:
             index.tree.unlock(fetch._node)
-        fetch._parts, fetch._node, fetch._worth = [], None, None
+        fetch._parts, fetch._node, fetch._worth, fetch._finding = [], None, None, None
         fetch.num_tokens, fetch.done = max(num_tokens, fetch.known_tokens), True
         del self._fetches[fetch]
 
@@ -555,11 +556,11 @@ class Transfers:
         Yields after each piece of work, of a cost that does not grow with the path: may another one follow in this poll? An
         error ends it.
         """
-        while chain.hash_some(_MOST_KEYS):
+        while len(chain.hash_some(_MOST_KEYS)) == _MOST_KEYS:
             yield True
         has: set[bytes] = set()
-        for end in range(len(chain.all), 0, -_MOST_KEYS):
-            keys = chain.all[max(0, end - _MOST_KEYS) : end]
+        for end in range(len(chain.in_order), 0, -_MOST_KEYS):
+            keys = chain.in_order[max(0, end - _MOST_KEYS) : end]
             while (found := self._lookup(tier, keys, otherwise=True)) is None:
                 yield False
             has.update(itertools.compress(keys, found))
@@ -567,7 +568,7 @@ class Transfers:
                 yield True
         lookup: Lookup[Placed] = Lookup(chain.namespace, chain.tokens)
         done: tuple[float, float] = (math.inf, 0)
-        while len(has) < len(chain.all) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
+        while len(has) < len(chain.in_order) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
             placed = piece.value
             keys = [] if placed.first_token else chain.by_group[piece.group][placed.page : placed.end_page]
             if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):
@@ -647,3 +648,9 @@ class Transfers:
         except Exception:
             self.errors += 1
             return otherwise
+
+
+def _first_lacking(pages: bytearray, start: int = 0) -> int:
+    """The first page from `start` on that is nowhere; their number if there is none."""
+    page = pages.find(0, start)
+    return len(pages) if page < 0 else page

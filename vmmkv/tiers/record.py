@@ -14,7 +14,7 @@ import heapq
 import itertools
 import struct
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -56,15 +56,17 @@ class Keys:
 
 
 class KeyChain:
-    """The keys of the pages that the rows of some tokens fill. They are hashed when they are asked for."""
+    """The keys of the pages that the rows of some tokens fill. They are hashed piece by piece."""
 
     def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
         self.namespace: Final = namespace
         self.tokens: Final = tokens
+        self.in_order: list[bytes] = []
+        """The keys that are hashed by now, in the order of the last tokens of their pages."""
+        self.by_group: list[list[bytes]] = [[] for _ in layout.groups]
+        """The same by group and page; an empty one of a page that was skipped."""
         self._layout = layout
         self._identity = identity
-        self._in_order: list[bytes] = []
-        self._by_group: list[list[bytes]] = [[] for _ in layout.groups]
         self._state = hashlib.blake2b(identity, digest_size=KEY_BYTES)
         """After `_num_hashed` tokens."""
         self._num_hashed = 0
@@ -76,32 +78,26 @@ class KeyChain:
         if not np.array_equal(self.tokens, tokens[: len(self.tokens)]):
             return None
         chain = KeyChain(self._layout, self._identity, self.namespace, tokens)
-        chain._in_order, chain._by_group = self._in_order.copy(), [keys.copy() for keys in self._by_group]
+        chain.in_order, chain.by_group = self.in_order.copy(), [keys.copy() for keys in self.by_group]
         chain._state, chain._num_hashed = self._state.copy(), self._num_hashed
         return chain
 
-    @property
-    def by_group(self) -> list[list[bytes]]:
-        """The key of each page that only rows of these tokens lie in, by group."""
-        self.hash_some(None)
-        return self._by_group
+    def skip(self, nums_pages: Sequence[int]) -> None:
+        """The keys of so many first pages of each group are not wanted. None is hashed yet."""
+        self.by_group = [[b""] * num_pages for num_pages in nums_pages]
 
-    @property
-    def all(self) -> list[bytes]:
-        """The keys of all groups, in the order of the last tokens of their pages."""
-        self.hash_some(None)
-        return self._in_order
-
-    def hash_some(self, num_pages: int | None) -> bool:
-        """Hash the keys of so many more pages, or of all; are there more? Cost: some 2.5 us for each."""
+    def hash_some(self, num_pages: int | None) -> list[tuple[int, int]]:
+        """Hash the keys of so many more pages, or of all; group and page of each. Cost: some 2.5 us for each."""
         if self._ends is None:
-            self._ends = heapq.merge(*map(self._ends_of, range(len(self._by_group))))
+            self._ends = heapq.merge(*map(self._ends_of, range(len(self.by_group))))
+        places: list[tuple[int, int]] = []
         for end, index, page in itertools.islice(self._ends, num_pages):
             self._state.update(self.tokens[self._num_hashed : end].data)
             self._num_hashed = end
-            self._in_order.append(_digest(self._state.copy(), index, page))
-            self._by_group[index].append(self._in_order[-1])
-        return len(self._in_order) < sum(map(self._num_pages, range(len(self._by_group))))
+            self.in_order.append(_digest(self._state.copy(), index, page))
+            self.by_group[index].append(self.in_order[-1])
+            places.append((index, page))
+        return places
 
     def key(self, index: int, page: int) -> bytes:
         """The key of one page of a group. Cost: 1 us for each 1,000 tokens."""
@@ -110,7 +106,7 @@ class KeyChain:
         return _digest(state, index, page)
 
     def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
-        for page in range(len(self._by_group[index]), self._num_pages(index)):
+        for page in range(len(self.by_group[index]), self._num_pages(index)):
             yield self._end(index, page), index, page
 
     def _num_pages(self, index: int) -> int:

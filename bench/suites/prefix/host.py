@@ -1,19 +1,20 @@
 """What the host does between two steps, by size: no model, and a driver that has addresses and no memory.
 
     tree    the radix tree, and a full garbage collection in the engine's process, by nodes
-    host    the scheduler, by requests that run and by tokens of prompts that wait; the cache, by parked slots
+    host    the scheduler, by requests that run and by tokens of prompts that wait; the cache, by parked slots and by tokens
+            of a prompt that a tier has
 
 At every size as much changes, so the figures should be the same. *Growth* is the time at the largest size over that at the
 smallest.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import torch
 
 from bench.harness import Recorder, WrongNumbers, now_us
 from bench.workloads import TokenIds
-from vmmkv import KVCache, KVLayout, Pool, PrefixCache
+from vmmkv import HostTier, KVCache, KVLayout, Pool, PrefixCache
 from vmmkv import Sequence as VmmSequence
 from vmmkv.prefix import AttachMethod
 from vmmkv.prefix.radix_tree import Piece, RadixTree
@@ -81,6 +82,7 @@ _STEP_TOKENS: Final = 8192
 _NUM_WAITING: Final = 32
 _MAX_NEW: Final = 4096
 """Tokens of an answer: no request ends by itself."""
+_POLL_US: Final = 200.0
 _CPU: Final = torch.device("cpu")
 
 
@@ -91,6 +93,7 @@ def measure_engine(recorder: Recorder) -> None:
         ("running requests", _time_running, (32, 64) if quick else (256, 1_024, 4_096)),
         ("tokens of each waiting prompt", _time_waiting, (1_000, 10_000) if quick else (1_000, 10_000, 100_000, 1_000_000)),
         ("parked slots", _time_parked, (20, 100) if quick else (100, 1_000, 12_288)),
+        ("tokens that a tier has", _time_fetch, (100_000, 200_000) if quick else (100_000, 300_000, 1_000_000)),
     )
     for text, measure, sizes in cases:
         names = [f"{size:,} {text}" for size in sizes]
@@ -290,6 +293,33 @@ def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
     return timed
 
 
+class _Full(HostTier):
+    """It says that it has every record, and gives none."""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * len(keys)
+
+    def load(self, key: bytes) -> None:
+        return None
+
+
+def _time_fetch(num_tokens: int, seed: int, count: int) -> _Timed:
+    """Fetches of prompts, each until all of it is found and begun to be loaded."""
+    timed, prompts, tier = _Timed(), _Prompts(seed, 1), _Full(PAGE_BYTES)
+    num_records = num_tokens // _PAGE_TOKENS
+    with contextlib.closing(tier), _open_cache(1, num_tokens, num_records) as cache:
+        prefix = PrefixCache(cache, [tier], fingerprint="random")
+        for _ in range(count):
+            prompt = prompts.unlike(num_tokens)
+            fetch = timed("fetch", functools.partial(prefix.fetch, prompt))
+            while not fetch.done and not fetch.size_bytes:
+                timed("a poll that finds records", functools.partial(prefix.poll, _POLL_US))
+            if fetch.size_bytes != num_records * PAGE_BYTES:
+                raise WrongNumbers(f"{fetch} is begun, and {num_records} records are there")
+            fetch.give_up()
+    return timed
+
+
 # the tree
 
 _TURNS: Final = 10
@@ -367,7 +397,7 @@ def measure_tree(recorder: Recorder) -> None:
     _add_growth(recorder, names)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _collecting_as_the_engine() -> Iterator[None]:
     """Python's garbage collector is set as in the engine's process."""
     thresholds = gc.get_threshold()
