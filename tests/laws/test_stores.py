@@ -217,6 +217,20 @@ def test_the_log_says_at_the_start_that_a_store_does_not_answer(make, start, kin
     until(lambda: "does not answer" in caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("login", "database", "said"),
+    [("", "0", "authenticate"), (":secret@", "0", "invalid username-password"), (":right@", "99", "index is out of range")],
+    ids=["no password", "another password", "no such database"],
+)
+def test_the_log_tells_a_store_that_refuses_from_one_that_does_not_answer(make, caplog, login, database, said):
+    with redis_server("--requirepass", "right") as server:
+        make(f"redis://{login}127.0.0.1:{server.port}/{database}")
+        until(lambda: "asked again" in caplog.text)
+    assert "refuses this client" in caplog.text and said in caplog.text
+    assert "check its URL, redis://user:password@host:6379/DATABASE" in caplog.text
+    assert "does not answer" not in caplog.text and "secret" not in caplog.text
+
+
 def test_a_password_works_and_is_never_told(make, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     with redis_server("--requirepass", PASSWORD) as server:

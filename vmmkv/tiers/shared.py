@@ -125,6 +125,10 @@ class SharedTier(ThreadedTier):
     def remove(self, name: str) -> None:
         """Delete a value."""
 
+    def complaint_of(self, error: Exception) -> str | None:
+        """What a store that answers said against this client, and what would work, without passwords; None for no answer."""
+        return None
+
     def hang_up(self) -> None:
         """End the calls under way, which are late, if the client can do that."""
         return
@@ -287,7 +291,8 @@ class SharedTier(ThreadedTier):
             self._again_s = now_s + self._pause_s
             self._known.clear()  # it may come back empty
             self._lacked.clear()
-        log.warning("%s does not answer (%s); asked again in %g s", self.where, type(error).__name__, self._pause_s)
+        complaint = self.complaint_of(error) or f"does not answer ({type(error).__name__})"
+        log.warning("%s %s; asked again in %g s", self.where, complaint, self._pause_s)
         self.hang_up()
 
     def __repr__(self) -> str:
@@ -351,6 +356,13 @@ class RedisTier(SharedTier):
     def remove(self, name: str) -> None:
         """See SharedTier.remove."""
         self._client.unlink(name)
+
+    def complaint_of(self, error: Exception) -> str | None:
+        """See SharedTier.complaint_of."""
+        errors = self._errors
+        if not isinstance(error, (errors.AuthenticationError, errors.AuthorizationError, errors.ResponseError)):
+            return None
+        return f"refuses this client: {error}; check its URL, redis://user:password@host:6379/DATABASE, and the user's rights"
 
     def hang_up(self) -> None:
         """See SharedTier.hang_up."""
