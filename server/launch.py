@@ -155,11 +155,14 @@ def _serve(config: ServeConfig, front: FrontConfig, engine_command: Sequence[str
         )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client takes a descriptor
-    with listener, _private_directory() as directory:
+    # Of this user alone: the engine's socket has no other protection.
+    is_short = len(tempfile.gettempdir()) + len("/vmmkv-xxxxxxxx/engine") <= zmq.IPC_PATH_MAX_LEN
+    private = tempfile.TemporaryDirectory(prefix="vmmkv-", dir=None if is_short else "/tmp")
+    with listener, private as directory:
         model_dir = resolve(config.model, weights=config.load_format != "dummy")
         name = _served_name(config.model)
         config = dataclasses.replace(config, model=str(model_dir))
-        return asyncio.run(_Launch(config, front, name, listener, directory).serve(engine_command))
+        return asyncio.run(_Launch(config, front, name, listener, Path(directory)).serve(engine_command))
 
 
 class _Launch:
@@ -332,15 +335,6 @@ def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> frozenset[st
 def _is_loopback(listener: socket.socket) -> bool:
     """Whether only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A directory of this user alone: the engine's socket has no other protection."""
-    longest = len(tempfile.gettempdir()) + len("/vmmkv-xxxxxxxx/engine")
-    parent = None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="vmmkv-", dir=parent) as path:
-        yield Path(path)
 
 
 def log_once_without_descriptors(loop: asyncio.AbstractEventLoop) -> None:

@@ -103,12 +103,8 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
         except Exception as error:  # a template is a program, run in jinja2's sandbox
             refused = type(error) is jinja2.TemplateError  # by `raise_exception`
-            reason = (
-                f"refuses this conversation: {error}"
-                if refused
-                else f"fails on this conversation: {type(error).__name__}: {error}"
-            )
-            raise PromptError(f"the model's chat template {reason}") from error
+            verb, reason = ("refuses", error) if refused else ("fails on", f"{type(error).__name__}: {error}")
+            raise PromptError(f"the model's chat template {verb} this conversation: {reason}") from error
         assert isinstance(text, str)
         return self._encode_text(text, add_special_tokens=False)
 
@@ -202,11 +198,9 @@ class Detokenizer:
         """The rest of the text, with these last tokens, incomplete characters and text held back."""
         if self._stops.any:
             shown = self.feed(token_ids)
-            if self.stopped:
-                return shown
-            return (
-                shown + self._stops.feed(self._text.flush(), may_stop=self.num_tokens > self._min_tokens) + self._stops.flush()
-            )
+            if not self.stopped:
+                shown += self._stops.feed(self._text.flush(), may_stop=self.num_tokens > self._min_tokens) + self._stops.flush()
+            return shown
         self.num_tokens += len(token_ids)
         text = self._text.flush(token_ids)
         self.num_characters += len(text)

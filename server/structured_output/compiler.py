@@ -61,11 +61,8 @@ class CompilerBusy(Exception):
 class GrammarCompiler:
     """Compiled grammars of one model. Use and close it within one event loop."""
 
-    def __init__(
-        self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int], *, compile_s: float = COMPILE_S
-    ) -> None:
+    def __init__(self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int]) -> None:
         self._vocabulary = model_dir, vocabulary_size, sorted(end_tokens)
-        self._compile_s = compile_s
         self._cache: OrderedDict[_Key, bytes] = OrderedDict()
         self._cache_bytes = 0
         self._pending: dict[_Key, asyncio.Task[bytes]] = {}
@@ -116,11 +113,11 @@ class GrammarCompiler:
         async with self._turn:
             worker = await self.start()
             try:
-                data = await worker.run(self._compile_s, _compiled_by_worker, grammar.kind, grammar.source)
+                data = await worker.run(COMPILE_S, _compiled_by_worker, grammar.kind, grammar.source)
             except ValueError as error:
                 raise GrammarRefused(str(error)) from error
             except TimeoutError as error:
-                raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
+                raise GrammarRefused(f"it takes more than {COMPILE_S:g} s to compile; make it simpler") from error
             except BrokenProcessPool as error:
                 raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
         self._cache[key] = data

@@ -93,7 +93,7 @@ async def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await compiler.start()
-    monkeypatch.setattr(compiler, "_compile_s", 1.0)
+    monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
     slow = asyncio.create_task(compiler.compile(HUGE))
     waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
     began_s = asyncio.get_running_loop().time()

@@ -66,7 +66,11 @@ def _app() -> typer.Typer:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"vmmkv {_version()}")
+        try:
+            version = importlib.metadata.version("vmmkv")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(a checkout that is not installed)"
+        print(f"vmmkv {version}")
         raise typer.Exit(0)
 
 
@@ -94,10 +98,3 @@ def _guarded(name: str, module: ModuleType) -> Callable[..., None]:
         raise typer.Exit(status)
 
     return run
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("vmmkv")
-    except importlib.metadata.PackageNotFoundError:
-        return "(a checkout that is not installed)"

@@ -48,7 +48,8 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     read_environment(others=VARIABLES)
     given = {field: value for field, value in options.items() if value not in (None, [])}
     variables = {one.field: one.variable for one in OPTIONS}
-    of_environment = {field: variables[field] for field in given if _is_from_environment(context, field)}
+    sources = {field: context.get_parameter_source(field) for field in given}
+    of_environment = {field: variables[field] for field, source in sources.items() if source and source.name == "ENVIRONMENT"}
     configs = make_configs(given, of_environment, config)
     for field in SECRETS:  # the processes of the engine and of grammars inherit the environment
         os.environ.pop(variables[field], None)
@@ -59,11 +60,6 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
             raise
         raise ValueError(f"serving needs {error.name}, which is not installed: pip install 'vmmkv[server,hf]'") from error
     return launch(*configs)
-
-
-def _is_from_environment(context: typer.Context, field: str) -> bool:
-    source = context.get_parameter_source(field)
-    return source is not None and source.name == "ENVIRONMENT"
 
 
 def flags(option: Option) -> list[str]:

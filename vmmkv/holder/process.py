@@ -190,7 +190,7 @@ class Holder:
             except BaseException:
                 self._driver.release(handle)
                 raise
-            if fd >= _descriptor_limit() - _SPARE_DESCRIPTORS:
+            if fd >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
                 os.close(fd)
                 self._driver.release(handle)
                 handles = counted(len(self._held), "handle", ",")
@@ -239,10 +239,6 @@ def run(path: Path, budget_bytes: int, driver: Driver, report: Callable[[str], N
     finally:
         holder.close()
     report("ended")
-
-
-def _descriptor_limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _lock(path: Path) -> int:
