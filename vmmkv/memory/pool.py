@@ -361,7 +361,14 @@ class Pool(Closing, Unique):
     def stats(self) -> PoolStats:
         """The pool at this moment."""
         with self.lock:
-            return self.read_stats()
+            return PoolStats(
+                budget_bytes=self.budget_bytes,
+                created_bytes=self.created_bytes,
+                held_bytes=self.held_bytes,
+                used_bytes=self.used_bytes,
+                free_bytes=self.free_bytes,
+                driver_calls=dict(self.driver.calls),
+            )
 
     def tick(self) -> int:
         """The next moment of the pool's clock, by which slots of all its caches are ordered."""
@@ -461,17 +468,6 @@ class Pool(Closing, Unique):
             self.holder.release([extent.serial])
 
     # Internal interface, for the caches: the caller holds the lock.
-
-    def read_stats(self) -> PoolStats:
-        """See stats."""
-        return PoolStats(
-            budget_bytes=self.budget_bytes,
-            created_bytes=self.created_bytes,
-            held_bytes=self.held_bytes,
-            used_bytes=self.used_bytes,
-            free_bytes=self.free_bytes,
-            driver_calls=dict(self.driver.calls),
-        )
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""
