@@ -134,7 +134,7 @@ def engine(path: Path, pipe: Connection, options: dict[str, Any]) -> None:
         "evict": one.prefix.evict,
         "prepare": one.prefix.prepare,
         "imports": lambda: one.pool.driver.calls["import_fd"],
-        "held": lambda: (one.pool.created_bytes // PAGE_BYTES, one.pool.holder and one.pool.holder.stats().num_handles),
+        "held": lambda: (one.pool.created_bytes // PAGE_BYTES, one.pool.holder and one.pool.holder.held_bytes() // PAGE_BYTES),
         "settle": one.settle,
         "spin": one.spin,
     }

@@ -1,11 +1,13 @@
 """A process that holds KV memory: what outlives an engine, what does not, and who gets what. Real processes, real memory."""
 
+import contextlib
 import os
 import random
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.unit.support import STRADDLING, WINDOWED, Calls
 from vmmkv import AttachMethod, BudgetError, DriverError, HolderGone, HolderUnavailable, HostTier, KVCache, Pool, PrefixCache
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import LogDamaged, OutOfDeviceMemory
-from vmmkv.holder import HolderClient, Sealed, SealedLog
+from vmmkv.holder import HolderClient, Sealed, SealedLog, process
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
@@ -44,12 +46,9 @@ def holder(path: Path) -> Iterator[Process]:
 
 
 def num_held(path: Path) -> int:
-    """Handles that the holder has while no engine runs."""
-    client = HolderClient(path, CPU)
-    try:
-        return client.stats().num_handles
-    finally:
-        client.close()
+    """Pages that the holder has while no engine runs."""
+    with contextlib.closing(HolderClient(path, CPU)) as client:
+        return client.held_bytes() // PAGE_BYTES
 
 
 def test_a_prefix_outlives_an_engine_that_is_killed(path, holder):
@@ -94,7 +93,7 @@ def test_another_model_or_layout_starts_cold_and_says_so(path, holder, caplog):
         assert "starting cold" in caplog.text
         assert "6 extents of another layout, dtype or fingerprint" in caplog.text
         assert engine.prefix.match([*PROMPT, 1]) == 0
-        assert engine.pool.holder.stats().num_handles == 0
+        assert engine.pool.holder.held_bytes() == 0
         engine.serve(PROMPT)
         engine.cache.check()
         engine.close()
@@ -158,7 +157,7 @@ def test_a_child_made_by_fork_does_not_keep_the_holder(path, holder):
         os.read(read, 1)
         os._exit(0)
     try:
-        assert pool.holder.stats().num_handles == 0, "the parent keeps it"
+        assert pool.holder.held_bytes() == 0, "the parent keeps it"
         pool.close()
         Pool("cpu", 8 * PAGE_BYTES, holder=path).close()
     finally:
@@ -188,7 +187,7 @@ def test_budgets_are_kept(path, holder):
     client.create(32 * PAGE_BYTES)
     with pytest.raises(OutOfDeviceMemory, match=r"32.0 MiB of its budget of 96.0 MiB are left"):
         client.create(17 * PAGE_BYTES)
-    assert client.stats().held_bytes == 32 * PAGE_BYTES
+    assert client.held_bytes() == 32 * PAGE_BYTES
     client.close()
     assert num_held(path) == 0
 
@@ -197,7 +196,7 @@ def test_a_budget_of_nothing_gives_the_holders_memory_back_too(path, holder):
     engine = Engine(path)
     engine.serve(PROMPT)
     engine.pool.resize(0)
-    assert (engine.pool.holder.stats().held_bytes, engine.pool.holder.log.read().live) == (0, {})
+    assert (engine.pool.holder.held_bytes(), engine.pool.holder.log.read().live) == (0, {})
     engine.pool.resize(BUDGET_BYTES)
     assert engine.serve(PROMPT) == (0, 0)
     assert engine.serve(PROMPT) == (99, 0)
@@ -213,7 +212,7 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
     began = time.monotonic()
     with engine.cache.open(tenant="another") as sequence:
         sequence.grow(256)
-        assert engine.pool.holder.stats().num_handles == 1
+        assert [extent.num_pages for extent in engine.cache.holders()] == [16]
     with engine.cache.open() as sequence:
         holder.kill()
         with pytest.raises(HolderGone, match="its process has ended"):
@@ -233,6 +232,36 @@ def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, hol
         engine.send(packet)
     engine.close()
     assert num_held(path) == 0
+
+
+def test_a_holder_that_cannot_free_a_handle_goes_on_and_tries_again(path):
+    driver, told = FakeDriver(over=HostDriver()), []
+    holder = process.Holder(path, BUDGET_BYTES, driver, told.append)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+
+    def client_with(num_handles):
+        client = HolderClient(path, CPU)
+        for _ in range(num_handles):
+            os.close(client.create(PAGE_BYTES)[1])
+        return client
+
+    with contextlib.closing(client_with(3)) as client:
+        driver.fail_at = {driver.num_calls + 1}
+        client.release([1, 2, 3])
+        assert client.held_bytes() == PAGE_BYTES
+        driver.fail_at = {driver.num_calls}  # when the engine goes
+    with contextlib.closing(client_with(2)) as client:
+        assert client.held_bytes() == 3 * PAGE_BYTES
+    assert num_held(path) == 0, "all is freed when the next engine goes"
+    with contextlib.closing(client_with(2)):
+        holder.stop()
+        thread.join(60)
+        driver.fail_at = {driver.num_calls}
+        holder.close()
+    assert sum("2.0 MiB cannot be freed now: release was told to fail" in line for line in told) == 3
+    assert driver.live_handles == 1, "that one goes with the process"
+    assert not path.exists()
 
 
 def test_without_a_holder_a_pool_says_how_to_start_one(path):
@@ -277,7 +306,6 @@ def test_a_growth_that_fails_loses_no_handle(path, holder, call):
     with pytest.raises(DriverError, match="told to fail"):
         engine.serve([5] * 40)
     engine.cache.check()
-    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
     assert engine.serve([5] * 40)[1] == 0
     engine.close()
     assert (driver.live_handles, driver.live_mappings) == (0, 0)
@@ -523,7 +551,6 @@ def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path
         assert engine.prefix.evict(7) == 12, "the first and the second prefix"
     engine.cache.drain()
     engine.cache.check()
-    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
     engine.close()
     engine = Engine(path)
     assert [engine.prefix.match([*PROMPT, 1], namespace=name) for name in ("a" * 4_000_000, "small")] == [0, 96]
@@ -564,7 +591,6 @@ def test_engines_killed_under_load_leave_right_rows_and_books(path, holder, num_
     assert all(warm[1:]), "each one found what the one before had sealed"
     engine = Engine(path, layout=WINDOWED if windowed else engines.LAYOUT)
     engine.cache.check()
-    assert engine.pool.holder.stats().held_bytes == engine.pool.created_bytes
     engine.close()
 
 

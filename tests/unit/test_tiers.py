@@ -19,7 +19,7 @@ import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls
-from vmmkv import Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
+from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers.record import Keys
@@ -359,6 +359,16 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     cache.check()
     assert fetch.num_tokens < 96
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
+
+
+def test_a_budget_below_what_is_fetched_is_refused_by_the_name_of_fetches(cache, host, pool):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    fetch = prefix.fetch(PROMPT)
+    with pytest.raises(BudgetError, match=f"tiers load into.* give fetches up, or ask for at least {6 * PAGE_BYTES} bytes"):
+        pool.resize(5 * PAGE_BYTES)
+    fetch.give_up()
+    pool.resize(5 * PAGE_BYTES)
 
 
 class FailsAfter(Future):

@@ -6,7 +6,7 @@ engine and refuses others. Then the engine asks, and each request but `release` 
     {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor
     {"do": "open", "serials": [...]}       {"serials": [those known]}    and theirs
     {"do": "release", "serials": [...]}
-    {"do": "stats"}                        what is held
+    {"do": "count"}                        {"held_bytes": n}
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import select
 import socket
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,15 +33,6 @@ MOST_DESCRIPTORS: Final = 128
 _MESSAGE_BYTES: Final = 64 * 1024
 _TIMEOUT_S: Final = 30.0
 """A holder that does not answer for so long is gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HolderStats:
-    """A holder at one moment."""
-
-    budget_bytes: int
-    held_bytes: int
-    num_handles: int
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -177,9 +167,9 @@ class HolderClient:
             with contextlib.suppress(HolderGone):
                 self._send("release", {"do": "release", "serials": serials[first : first + MOST_DESCRIPTORS]})
 
-    def stats(self) -> HolderStats:
+    def held_bytes(self) -> int:
         """What it holds now. Raises: HolderGone."""
-        return HolderStats(**self._ask("stats", {"do": "stats"})[0])
+        return int(self._ask("count", {"do": "count"})[0]["held_bytes"])
 
     def check(self) -> None:
         """Raises: HolderGone if the connection is closed. Cost: some microseconds; does not wait for the holder."""

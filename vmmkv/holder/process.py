@@ -17,13 +17,13 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from vmmkv.driver.base import Driver, Handle
 from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDeviceMemory
-from vmmkv.holder.client import VERSION, HolderStats, close_all, device_identity, peer, receive, send
+from vmmkv.holder.client import VERSION, close_all, device_identity, peer, receive, send
 from vmmkv.holder.sealed_log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -111,10 +111,6 @@ class Holder:
         self._free(list(self._held))
         self._undo.close()
 
-    def stats(self) -> HolderStats:
-        """What is held now."""
-        return HolderStats(budget_bytes=self.budget_bytes, held_bytes=self._held_bytes, num_handles=len(self._held))
-
     # engines
 
     def _greet(self) -> None:
@@ -168,8 +164,8 @@ class Holder:
                 send(connection, {"serials": list(known)}, list(known.values()))
             case "release":
                 self._free(serial for serial in message["serials"] if serial in self._held)
-            case "stats":
-                send(connection, asdict(self.stats()))
+            case "count":
+                send(connection, {"held_bytes": self._held_bytes})
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}")
 
@@ -204,11 +200,17 @@ class Holder:
         return {"serials": [self._last_serial]}, [fd]
 
     def _free(self, serials: Iterable[int]) -> None:
+        """Give handles back to the device. One whose release fails stays held; the next sweep tries it again."""
         for serial in serials:
-            held = self._held.pop(serial)
+            held = self._held[serial]
+            try:
+                self._driver.release(held.handle)
+            except DriverError as error:
+                self._report(f"{format_bytes(held.size_bytes)} cannot be freed now: {error}")
+                continue
+            del self._held[serial]
             self._held_bytes -= held.size_bytes
             os.close(held.fd)
-            self._driver.release(held.handle)
 
     def _sweep(self) -> int:
         """Free what no seal names; the bytes. If the log cannot be read, everything is freed."""

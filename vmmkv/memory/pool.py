@@ -312,8 +312,8 @@ class Pool(Closing, Unique):
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
-                    f"sequences hold or share, or that is pinned; close, park or unpin some, or ask for at least {least_bytes} "
-                    f"bytes"
+                    f"sequences hold or share, that tiers load into, or that is pinned; close, park or unpin some, give "
+                    f"fetches up, or ask for at least {least_bytes} bytes"
                 )
             self._shrink_to(budget_bytes)
             self.budget_bytes = budget_bytes
@@ -400,6 +400,8 @@ class Pool(Closing, Unique):
             if self.holder is not None:
                 serials = {extent.serial for extent in (*free, *held)}
                 assert len(serials - {0}) == len(free) + len(held), "two extents are one handle of the holder"
+                with contextlib.suppress(HolderGone):
+                    assert self.holder.held_bytes() == self.created_bytes, "the holder has lost a handle, or kept one"
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and (self.created_bytes or self.null_page.handle is not None):
