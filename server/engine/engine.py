@@ -145,6 +145,10 @@ class Engine:
         """From now on requests may have a grammar. Call it before any request has come."""
         self._structured = structured
 
+    def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        """A step that computed so many prompt tokens, at these times of time.perf_counter."""
+        self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
+
     def close(self) -> None:
         """End the threads. Idempotent; the memory is the caller's."""
         if self._structured is not None:
@@ -313,7 +317,7 @@ class Engine:
             return
         now_s = time.perf_counter()
         num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if not chunk.of_beam)
-        self._scheduler.fetches.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
+        self.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
         self._read_s = now_s
         self.num_steps += 1

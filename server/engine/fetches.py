@@ -8,7 +8,7 @@ estimate of the bandwidth rises a little, so that now and then a fetch measures 
 
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -23,7 +23,7 @@ _MOST_FETCHES: Final = 2
 """For one request: a second fetch goes on where the first, which began for another request, ended."""
 
 _FIRST_TOKENS_PER_S: Final = 1000.0
-"""Rate of prefill before it has been measured: then a fetch is waited for."""
+"""Rate of prefill until it is measured, which the warm-up does: of an engine whose steps are too short to measure it."""
 
 _LEAST_MEASURED: Final = 256
 """Prompt tokens of a step that measures the rate of prefill. A step with fewer spends its time on other things."""
@@ -67,6 +67,8 @@ class _Wait:
     began_s: float
     num_tokens: int
     """Of the request."""
+    unless_loaded: str = "unknown"
+    """How it is counted if nothing is loaded."""
 
 
 class Fetches:
@@ -76,7 +78,7 @@ class Fetches:
         self.waiting: dict[Request, _Wait] = {}
         self.counts: Counter[str] = Counter()
         """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
-        to the tier that was asked, or `given_up` for other requests or by the client."""
+        to tiers, or `given_up` for other requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
@@ -116,7 +118,10 @@ class Fetches:
             return True
         for tier in fetch.bytes_by_tier:
             self._loads[tier].hope()
-        self.counts["declined"] += 1
+        if (wait := self.waiting.get(request)) is not None:
+            self.waiting[request] = replace(wait, unless_loaded="declined")
+        else:
+            self.counts["declined"] += 1
         request.num_fetches = _MOST_FETCHES
         return False
 
@@ -133,7 +138,8 @@ class Fetches:
             if wait.fetch.done or now_s > wait.began_s + self._computing_s(wait.fetch, wait.num_tokens)
         ]
         for request in over:
-            fetch = self.waiting[request].fetch
+            wait = self.waiting[request]
+            fetch = wait.fetch
             began_s = self._began_s.pop(fetch, None)
             if began_s is not None and fetch.size_bytes:
                 self._measure(fetch, began_s, now_s)
@@ -141,7 +147,7 @@ class Fetches:
                 request.fetched.append(fetch)
             else:
                 request.num_fetches = _MOST_FETCHES
-            self.leave(request, "late" if not fetch.done else "done" if fetch.size_bytes else "unknown")
+            self.leave(request, "late" if not fetch.done else "done" if fetch.size_bytes else wait.unless_loaded)
         return over
 
     def _measure(self, fetch: Fetch, began_s: float, now_s: float) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def assemble(
         model = source.over(cache, memory.rows)
         runner = Runner(model, cache, max_rows=min(config.max_num_seqs, cache.num_slots), max_tokens=step_tokens)
         with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
-            warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
+            prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
         memory.take_free()
         engine = Engine(
@@ -146,6 +147,7 @@ def assemble(
                 lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
             ),
         )
+        engine.measure_prefill(*prefill)
         if events is not None:
             assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
@@ -366,10 +368,11 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
-def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
+def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, float, float]:
     """Run the largest prefill, one that scores its tokens, a decode step with every sampling option, and one with a mask only.
 
     Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows whether the model can.
+    Run again it shows the rate of prefill: its tokens, and when it began and ended, of time.perf_counter, are returned.
 
     Raises: ValueError if the model cannot be served.
     """
@@ -388,13 +391,18 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
         sequence.grow(num_tokens)
         request.sequence = sequence
         runner.sampler.assign([request])
-        for start, end, scores in ((0, num_tokens - 1, False), (0, num_tokens - 1, True), (num_tokens - 1, num_tokens, False)):
+        prefill, last = (0, 0.0, 0.0), num_tokens - 1
+        for start, end, scores in ((0, last, False), (0, last, True), (0, last, False), (last, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
                 request.num_scored = 0 if scores else num_tokens
                 chunk = Chunk(request, sequence, start, request.prompt[start:end])
+                began_s = time.perf_counter()
                 compute(chunk)
+                if not (start or scores):
+                    prefill = end, began_s, time.perf_counter()
                 runner.model.check()
         runner.sampler.release(sequence.slot)
         compute(chunk)
     most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
     runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then
+    return prefill

@@ -395,6 +395,24 @@ def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarne
     assert one.tokens("known") == tokens and ended(one) == {"declined": 1}
 
 
+def test_a_fetch_that_is_declined_once_a_tier_has_answered_counts_once(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["asks"], chance=0.0)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 1e6)
+    one.engine._scheduler.fetches._loads["faulty host"].add(1, 0.0, 1.0)
+    tier.chance = 1.0
+    one.ask("known", PROMPT)
+    one.step(2)
+    tier.chance = 0.0
+    one.run()
+    assert one.tokens("known") == tokens and ended(one) == {"declined": 1}
+    one.cache.close()
+    tier.close()
+
+
 @pytest.fixture
 def prompt_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are stored and fetched page by page, all that is queued in the slack of one step."""
@@ -479,6 +497,14 @@ def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefi
     one = serving(harness, HostTier(64 * PAGE_BYTES), lookahead=0)
     one.said(PROMPT)
     assert one.engine._scheduler.fetches._prefill.per_s < len(PROMPT) / 0.1
+
+
+def test_the_rate_of_prefill_is_measured_before_the_first_request(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a fetch could be waited for where computing takes no time."""
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 256)
+    with LLM(directory, **OPTIONS) as llm:
+        assert llm._loaded is not None
+        assert llm._loaded.engine._scheduler.fetches._prefill.per_s > 20
 
 
 # options
