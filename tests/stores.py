@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,14 +17,16 @@ import pytest
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that stays free until it is listened at: below those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
-def until(done: Callable[[], object], timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
+def until(done: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
     while not done():
         assert time.monotonic() < end, "it never comes true"
         time.sleep(2e-3)

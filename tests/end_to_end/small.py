@@ -89,7 +89,7 @@ def server_process(log: Path, model: str | Path, *options: str) -> Iterator[Serv
             yield server
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0, log.read_text()
+                assert process.wait(120) == 0, log.read_text()
                 assert not re.search("Traceback|nanobind|leaked", log.read_text()), log.read_text()
         finally:
             process.kill()
@@ -101,7 +101,7 @@ def small_server(directory: Path, *options: str) -> contextlib.AbstractContextMa
     return server_process(directory / "log", small_model(directory), *options)
 
 
-def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], *, within_s: float = 120.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"

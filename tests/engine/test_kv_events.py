@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from vmmkv.server.protocol import BLOCK_TOKENS, Generate
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.units import MIB
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Block = tuple[str | None, tuple[int, ...]]
 """The salt of a prefix, and all its tokens up to the end of a block."""
 
@@ -110,9 +111,23 @@ class Router:
 
 @contextlib.contextmanager
 def published(tmp_path: Path, topic: str = "") -> Iterator[tuple[KVEventPublisher, Router]]:
+    """A router that hears everything: what is published before it has connected is lost."""
     publisher = KVEventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", topic)
-    router = Router(publisher, topic)
+    router, num_sent, edges = Router(publisher, topic), 1, [bytes(64)]
+
+    def hears() -> bool:
+        nonlocal num_sent
+        if not router.num_heard:
+            publisher.stored(None, edges)
+            publisher.removed(None, edges)
+            num_sent += 2
+        return bool(router.num_heard) and len(router.events) == num_sent
+
     try:
+        router.listen(hears)
+        assert not router.blocks
+        del router.events[1:]
+        router.num_gaps = 0
         yield publisher, router
     finally:
         publisher.close()
@@ -175,14 +190,15 @@ def test_a_router_has_the_tree_after_a_walk_and_after_a_gap(tmp_path: Path, seed
 def test_changes_that_were_dropped_leave_a_gap_and_no_block_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 8)
-    tree, rng = clocked_tree(), random.Random(0)
+    tree, rng, goes_on, events_of = clocked_tree(), random.Random(0), threading.Event(), kv_events._events
     with published(tmp_path) as (publisher, router):
-        router.listen(lambda: (router.ask(), router.next_number)[1] == 1)
+        monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 8)
+        monkeypatch.setattr(kv_events, "_events", lambda change: (goes_on.wait(WAIT_S), events_of(change))[1])
         router.replay.close()
         tree.listen(publisher)
         for _ in walk(tree, rng, 300):
             pass
+        goes_on.set()
         last = tree.insert(None, range(100, 116)).node
         router.listen(lambda: (None, tuple(range(100, 116))) in router.blocks.values())
         assert {"type": "AllBlocksCleared"} in router.events[1:]
@@ -195,7 +211,6 @@ def test_changes_that_were_dropped_leave_a_gap_and_no_block_that_is_gone(
 def test_events_on_the_wire_are_vllms(tmp_path: Path) -> None:
     tree, tokens = clocked_tree(), list(range(40))
     with published(tmp_path, "kv@here") as (publisher, router):
-        router.listen(lambda: (router.ask(), router.next_number)[1] == 1)
         tree.listen(publisher)
         tree.insert("salt:red", tokens[:20])
         tree.remove(tree.insert("salt:red", tokens).node)
@@ -241,12 +256,11 @@ def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> Non
             loaded.engine.receive(Generate(request_id=str(len(prompt)), prompt=prompt, params=params, cache_salt="salt:s"))
             while loaded.engine.has_work:
                 loaded.engine.step()
-        router.ask()
         tree = prefixes._index.tree
         assert {("s", tuple(prompt[:96])) for prompt in prompts} <= known(tree)
-        router.listen(lambda: set(router.blocks.values()) == known(tree))
+        router.listen(lambda: (router.ask(), set(router.blocks.values()) == known(tree))[1])
         prefixes.evict()
-        router.listen(lambda: not router.blocks and not known(tree))
+        router.listen(lambda: (router.ask(), not router.blocks and not known(tree))[1])
 
 
 def test_an_endpoint_that_is_taken_is_refused_and_port_0_is_any() -> None:

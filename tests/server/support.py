@@ -15,12 +15,13 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.config import FrontConfig
-from vmmkv.server.engine_client import EngineClient
+from vmmkv.server.engine_client import Answers, EngineClient
 from vmmkv.server.http.app import Service, create_app
 from vmmkv.server.launch import uvicorn_options
 from vmmkv.server.protocol import Abort, Generate, Ready, encode
@@ -106,7 +107,7 @@ class Running:
     @property
     def http(self) -> httpx.Client:
         transport = None if self.has_sockets else AppTransport(self.app, self.loop)
-        return httpx.Client(base_url=self.url, timeout=20, transport=transport)
+        return httpx.Client(base_url=self.url, timeout=60, transport=transport)
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -158,7 +159,7 @@ class Running:
         return error
 
     def engine_dies(self, reason: str) -> None:
-        asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(WAIT_S)
 
     def reset(self) -> None:
         """As a new one, but for counters: nothing runs, and the engine answers as at first."""
@@ -220,7 +221,7 @@ def running_server(
             yield one
         finally:
             one.loop.call_soon_threadsafe(stop.set)
-            thread.join(20)
+            thread.join(WAIT_S)
             if start_engine:
                 engine.stop()
 
@@ -241,9 +242,22 @@ def asking(server: Running | str, path: str, body: dict[str, Any]) -> Iterator[N
         return
     url = httpx.URL(server.url if isinstance(server, Running) else server)
     head = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((url.host, url.port or 80), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=60) as connection:
         connection.sendall(f"POST {path} {head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
+
+
+def without_deadlines(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on no answer is late before the function that is returned is called: then all are."""
+    timers, call_later = list[Any](), server.loop.call_later
+
+    def held(delay_s: float, callback: Any, *given: Any, **options: Any) -> asyncio.TimerHandle:
+        is_deadline = getattr(callback, "__func__", None) is Answers.fail
+        timers.extend([(callback, *given)] * is_deadline)
+        return call_later(3600 if is_deadline else delay_s, callback, *given, **options)
+
+    monkeypatch.setattr(server.loop, "call_later", held)
+    return lambda: [server.loop.call_soon_threadsafe(*timer) for timer in timers] and None
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -263,7 +277,7 @@ def texts_of(reply: Any) -> dict[int, str]:
     return texts
 
 
-def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool:
     """Whether the condition comes true in time: other threads and processes are as fast as the machine lets them be."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -77,7 +77,7 @@ class TestChat:
 
         def answer(_: Generate) -> list[int]:
             if next(num_steps) > 1:  # the second step is made when the first one's text has been read
-                in_time.append(seen.wait(10))
+                in_time.append(seen.wait(60))
             return ids
 
         server.engine.answer = answer
@@ -184,27 +184,20 @@ class TestCompletions:
     def test_a_large_prompt_does_not_hold_up_others(
         self, server: Running, prompt: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They are answered while tokens are made of it: not so on the event loop, or in a thread that keeps Python's lock."""
-        encode, encoded, answered = server.tokenizer.encode, list[tuple[float, float]](), list[tuple[float, float]]()
+        """They are answered while tokens are made of it."""
+        encode, answered = server.tokenizer.encode, list[int]()
 
-        def timed(prompt: Any, **options: bool) -> list[int]:
-            began_s = time.monotonic()
-            ids = encode(prompt, **options)
-            encoded.append((began_s, time.monotonic()))
-            return ids
+        def watched(prompt: Any, **options: bool) -> list[int]:
+            answered.append(server.http.get("/health").status_code)  # on the event loop it would wait for itself
+            return encode(prompt, **options)
 
-        monkeypatch.setattr(server.tokenizer, "encode", timed)
-        with server.http as http:
-            large = threading.Thread(target=server.complete, kwargs={"prompt": prompt})
-            ticking = asyncio.run_coroutine_threadsafe(longest_turn_s(large), server.loop)
-            large.start()
-            while large.is_alive():
-                began_s = time.monotonic()
-                assert http.get("/health").status_code == 200
-                answered.append((began_s, time.monotonic()))
-            large.join()
-        assert any(encoded[0][0] < began_s and ended_s < encoded[-1][1] for began_s, ended_s in answered)
-        assert ticking.result(20) < 0.25, "0.01 is usual"
+        monkeypatch.setattr(server.tokenizer, "encode", watched)
+        large = threading.Thread(target=server.complete, kwargs={"prompt": prompt})
+        ticking = asyncio.run_coroutine_threadsafe(longest_turn_s(large), server.loop)
+        large.start()
+        large.join()
+        assert answered and set(answered) == {200}
+        assert ticking.result(60) < 0.25, "0.01 is usual"
 
 
 async def longest_turn_s(until: threading.Thread) -> float:
@@ -403,7 +396,7 @@ class TestFailure:
         assert eventually(lambda: len(server.engine.received) == 2)
         assert server.http.get("/health").json() == {"status": "ok", "reason": None}
         server.engine_dies("exit code 3")
-        waiting.join(20)
+        waiting.join(60)
         late = server.complete()
         assert [each.status_code for each in (got[0], late, server.http.get("/health"))] == [503] * 3
         assert "exit code 3" in got[0].json()["error"]["message"] and "Retry-After" in late.headers

@@ -37,7 +37,7 @@ async def engine(client: EngineClient) -> AsyncIterator[FakeEngine]:
     """The engine that the client is connected to."""
     engine = FakeEngine(client.address)
     engine.start()
-    assert await asyncio.wait_for(client.settled(), 20) == READY
+    assert await asyncio.wait_for(client.settled(), 60) == READY
     yield engine
     await client.close()
     engine.stop()
@@ -58,7 +58,7 @@ async def every(answers: Answers) -> list[Output]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -122,7 +122,7 @@ async def test_when_the_engine_dies_all_waiting_requests_fail(client: EngineClie
 async def test_what_the_engine_sent_before_it_died_still_counts(
     client: EngineClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv.server.engine_client.LAST_WORDS_S", 20.0)
+    monkeypatch.setattr("vmmkv.server.engine_client.LAST_WORDS_S", 60.0)
     with client.submit([request("a")]) as answers:
         ending = asyncio.create_task(client.engine_ended("exit code 3"))
         assert (await every(answers))[-1].finish_reason == "stop"
@@ -135,7 +135,7 @@ async def test_a_message_that_cannot_be_read_ends_the_connection(client: EngineC
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as stranger:
         stranger.connect(client.address)
         await stranger.send(b"hello")
-        phase = await asyncio.wait_for(client.settled(), 20)
+        phase = await asyncio.wait_for(client.settled(), 60)
         assert isinstance(phase, Dead) and "cannot be read" in phase.reason
 
 
@@ -145,7 +145,7 @@ async def test_an_error_of_the_receiving_task_fails_all_requests(client: EngineC
 
     client._handle = broken  # type: ignore[method-assign]
     with client.submit([request("a")]) as answers, pytest.raises(EngineDead, match="KeyError"):
-        await asyncio.wait_for(anext(answers), 20)
+        await asyncio.wait_for(anext(answers), 60)
 
 
 async def test_of_requests_of_which_one_cannot_be_encoded_none_is_sent(client: EngineClient, engine: FakeEngine) -> None:

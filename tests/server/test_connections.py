@@ -15,7 +15,7 @@ from vmmkv.server.launch import log_once_without_descriptors
 
 def connected(server: Running) -> socket.socket:
     url = httpx.URL(server.url)
-    return socket.create_connection((url.host, url.port or 80), timeout=10)
+    return socket.create_connection((url.host, url.port or 80), timeout=60)
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
@@ -33,7 +33,7 @@ def test_a_client_that_ends_its_side_after_its_request_gets_its_answer(listening
 def test_a_client_that_is_gone_has_its_request_aborted(listening: Running) -> None:
     with asking(listening, "/v1/completions", {"model": "tiny", "prompt": "abc", "seed": SILENT_SEED}):
         pass
-    assert eventually(lambda: len(listening.engine.aborted()) == 1, within_s=8)
+    assert eventually(lambda: len(listening.engine.aborted()) == 1)
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/version", "/metrics", "/v1/models", "/kv", "/events", "/openapi.json"])
@@ -62,6 +62,6 @@ def test_a_shortage_of_descriptors_is_one_line_of_the_log(caplog: pytest.LogCapt
         loop.call_exception_handler({"message": "something else"})
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(asyncio.wait_for(shortage(), 5))
+        asyncio.run(asyncio.wait_for(shortage(), 60))
     said = [record.message.partition(" (")[0] for record in caplog.records]
     assert said == ["no connection can be accepted: Too many open files", "something else"]

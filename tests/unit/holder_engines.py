@@ -165,9 +165,9 @@ def busy_engine(path: Path, pipe: Connection, seed: int, seconds: float, windowe
     one = Engine(path, pages=40, layout=WINDOWED if windowed else LAYOUT, device=device, tiers=tiers)
     one.cache.check()
     pipe.send(sum(one.prefix.match(tokens, namespace=name) for tokens in PROMPTS for name in tenants))
-    outcome, end = "served on", time.monotonic() + seconds
+    outcome, end, has_sealed = "served on", time.monotonic() + seconds, False
     try:
-        while time.monotonic() < end:
+        while not has_sealed or time.monotonic() < end:
             tokens, namespace, wrong = draw.choice(PROMPTS)[: draw.randint(2, 330)], draw.choice(tenants), 0
             if draw.random() < 0.5:
                 one.prefix.fetch(tokens, namespace=namespace)
@@ -176,6 +176,9 @@ def busy_engine(path: Path, pipe: Connection, seed: int, seconds: float, windowe
                 _, wrong = one.serve(tokens, namespace, ends=draw.random() < 0.9)
             if wrong:
                 pipe.send(f"{wrong} wrong rows")
+            if not has_sealed and one.pool.holder is not None and one.pool.holder.log.read().live:
+                has_sealed = True
+                pipe.send("sealed")
             if draw.random() < 0.3:
                 one.prefix.prepare(0)
             if draw.random() < 0.1:

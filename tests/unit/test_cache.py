@@ -189,14 +189,12 @@ def test_a_budget_below_a_page_for_each_group_is_refused(driver):
 
 
 def test_more_addresses_than_a_process_has_are_refused_at_once(pool):
-    began_s = time.monotonic()
     group = Group(layers=(0,), planes=(Plane(name="k", heads=1, dim=PAGE_BYTES // 2, dtype=torch.float16),))
     wide = KVLayout(groups=(group,))  # 8,192 slots of 2**30 tokens are 2**64 bytes, which wrap around to nothing
     with pytest.raises(ValueError, match=r"slots=8191 of max_tokens=1073741824 take 16777216.0 TiB of addresses"):
         KVCache(wide, pool, slots=8191, max_tokens=2**30)
     with pytest.raises(ValueError, match=r"at most slots=[1-9][0-9]+ of that length can$"):
         KVCache(LAYOUT, pool, slots=2**70, max_tokens=1)
-    assert time.monotonic() - began_s < 1.0
     assert pool.driver.calls["reserve"] == 0
 
 
@@ -645,10 +643,10 @@ def test_a_cache_waits_for_its_fences_without_the_lock(cache, pool, driver, end,
     waiting, finish = threading.Event(), threading.Event()
     fence = type(driver.fence())
     slow = fence.wait
-    monkeypatch.setattr(fence, "wait", lambda self: (waiting.set(), finish.wait(10.0), slow(self)))
+    monkeypatch.setattr(fence, "wait", lambda self: (waiting.set(), finish.wait(60), slow(self)))
     sequence.close()
     thread = in_thread(lambda: end(other))
-    assert waiting.wait(10.0)
+    assert waiting.wait(60)
     running = cache.open()
     running.grow(64)  # would be refused the lock
     assert not finish.is_set() and thread.is_alive()
@@ -668,7 +666,7 @@ def test_a_blocked_step_is_a_running_sequence_that_waited_for_memory(cache, pool
     assert cache.stats().blocked_steps == 0
     with pool.lock:
         thread = in_thread(lambda: sequence.grow(20))
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while thread not in clock.readers:
             assert time.monotonic() < deadline_s, "it does not look when it begins"
             time.sleep(0.001)
@@ -678,7 +676,7 @@ def test_a_blocked_step_is_a_running_sequence_that_waited_for_memory(cache, pool
     assert cache.stats().blocked_us > 3600e6
     with pool.lock:  # what lacks nothing does not even wait for the lock
         thread = in_thread(lambda: sequence.grow(20))
-        thread.join(10.0)
+        thread.join(60)
         assert not thread.is_alive()
     assert cache.stats().blocked_steps == 1
 

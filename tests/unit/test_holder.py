@@ -209,7 +209,6 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
     with engine.cache.open() as sequence:
         for num_tokens in range(16, 256, 16):
             sequence.grow(num_tokens)
-    began = time.monotonic()
     with engine.cache.open(tenant="another") as sequence:
         sequence.grow(256)
         assert [extent.num_pages for extent in engine.cache.holders()] == [16]
@@ -218,7 +217,6 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
         with pytest.raises(HolderGone, match="its process has ended"):
             sequence.grow(16)
         assert engine.pool.free_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
-    assert time.monotonic() - began < 10
     engine.close()
 
 
@@ -496,11 +494,11 @@ def host() -> Iterator[HostTier]:
 def test_what_a_tier_gives_back_outlives_the_engine_too(path, holder, host):
     engine = Engine(path, tiers=[host])
     engine.serve(PROMPT, "red")
-    assert engine.prefix.flush(5)
+    assert engine.prefix.flush()
     engine.prefix.evict()
     assert not engine.pool.holder.log.read().live
     fetch = engine.prefix.fetch(PROMPT, namespace="red")
-    assert engine.prefix.flush(5)
+    assert engine.prefix.flush()
     assert fetch.num_tokens == 96
     engine.cache.check()
     assert len(engine.pool.holder.log.read().live) == 6
@@ -523,12 +521,12 @@ def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, h
         holder.kill()
     engine.prefix.insert(computed, PROMPT)
     assert engine.pool.driver.calls["import_fd"] == 7, "those of the sequence: the tree keeps those that it had"
-    assert engine.prefix.flush(5)
+    assert engine.prefix.flush()
     engine.cache.check()
     computed.close()
     engine.prefix.evict()
     fetch = engine.prefix.fetch([*PROMPT, 1])
-    assert engine.prefix.flush(5)
+    assert engine.prefix.flush()
     if is_gone:
         assert fetch is None, "nothing could be stored"
         assert engine.prefix.match([*PROMPT, 1]) == 0
@@ -583,8 +581,9 @@ def test_the_command_holds_until_sigterm_and_names_the_holder_of_a_socket(path):
 def test_engines_killed_under_load_leave_right_rows_and_books(path, holder, num_kills, windowed):
     draw, warm = random.Random(num_kills), []
     for seed in range(num_kills):
-        engine = Process(engines.busy_engine, path, seed, 60, windowed)
+        engine = Process(engines.busy_engine, path, seed, 600, windowed)
         warm.append(engine.get())
+        assert engine.get() == "sealed"
         assert not engine.pipe.poll(draw.uniform(0.2, 1.0)), engine.pipe.recv()
         engine.kill()
     assert warm[0] == 0
@@ -599,7 +598,7 @@ def test_holders_killed_under_load_leave_an_engine_with_right_rows(path, num_kil
     for seed in range(num_kills):
         holder = start_holder(path)
         engine = Process(engines.busy_engine, path, seed, 1.0)
-        assert engine.get() == 0
+        assert (engine.get(), engine.get()) == (0, "sealed")
         time.sleep(random.Random(seed).uniform(0.1, 0.6))
         holder.kill()
         assert engine.get() in ("gone", "served on"), "no row was wrong, and the books are right"

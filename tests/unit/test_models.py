@@ -187,7 +187,7 @@ def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source, capsy
             while "another process is fetching tiny" not in capsys.readouterr().err:
                 time.sleep(0.01)
             models._fetch_locked(source.model, target, force=False, thorough=False)
-        assert other.result(20) == target
+        assert other.result(60) == target
     assert source.conversions == 1
 
 

@@ -143,7 +143,7 @@ def stored(prefix, tokens, **options):
 def fetched(prefix, tokens, **options):
     """A prompt is attached after what tiers have of it has come."""
     fetch = prefix.fetch(tokens, **options)
-    assert prefix.flush(10) and (fetch is None or fetch.done)
+    assert prefix.flush() and (fetch is None or fetch.done)
     prefix.cache.check()
     return prefix.attach(tokens, **options)
 
@@ -355,7 +355,7 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     driver.fail_at = {driver.num_calls + 3}
     with pytest.raises(Exception, match="told to fail"):
         prefix.poll()
-    assert prefix.flush(5) and fetch.done
+    assert prefix.flush() and fetch.done
     cache.check()
     assert fetch.num_tokens < 96
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
@@ -418,7 +418,7 @@ def test_a_fetch_whose_extents_cannot_be_created_ends_as_a_miss(cache, host, dri
     driver.fail_at = {driver.num_calls + 2}
     with pytest.raises(Exception, match="told to fail"):
         prefix.poll()
-    assert prefix.flush(1) and fetch.done and not fetch.num_tokens
+    assert prefix.flush() and fetch.done and not fetch.num_tokens
     cache.check()
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
@@ -670,7 +670,7 @@ def test_the_steps_of_others_do_not_wait_for_a_file_that_is_restored(cache, pool
     def crc32_beside_a_step(data):
         other = threading.Thread(target=pool.stats, daemon=True)
         other.start()
-        other.join(5)
+        other.join(60)
         assert not other.is_alive(), "the lock is held"
         sums.append(crc32(data))
         if len(sums) == 4:
