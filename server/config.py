@@ -27,6 +27,7 @@ from typing import Annotated, Any, Final
 
 from vmmkv.config import LOG_LEVELS, PREFIX
 from vmmkv.errors import did_you_mean
+from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS
 from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
@@ -34,6 +35,7 @@ MIN_KEY_CHARS: Final = 8
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", *KV_KINDS),
     "model_impl": ("auto", "vmmkv", "transformers"),
     "load_format": ("auto", "dummy"),
     "log_level": LOG_LEVELS,
@@ -111,7 +113,7 @@ class ServeConfig:
     model: Annotated[str, _MODEL("smollm2-135m, a transformers directory, or a hub name", "NAME|DIR")] = DEFAULT_MODEL
     device: Annotated[str, _MODEL("auto (a GPU if there is one), cpu, cuda or cuda:INDEX")] = "auto"
     dtype: Annotated[
-        str, _MODEL("of weights and KV: auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16")
+        str, _MODEL("of weights, and of KV unless said: auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16")
     ] = "auto"
     model_impl: Annotated[
         str,
@@ -125,6 +127,9 @@ class ServeConfig:
     kv_budget_bytes: Annotated[
         int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
     ] = None
+    kv_cache_dtype: Annotated[
+        str, _MEMORY("of the KV cache: auto (that of --dtype); fp8, int8 or int4 keep more tokens, less exactly", "TYPE")
+    ] = "auto"
     kv_holder: Annotated[
         str | None, _MEMORY("take KV memory from the `vmmkv hold` at this socket: prefixes outlive the server", "PATH")
     ] = None
@@ -165,6 +170,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         object.__setattr__(self, "log_level", self.log_level.lower())
+        object.__setattr__(self, "kv_cache_dtype", KV_KIND_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
         if not self.model:
             raise ValueError(f"model='' is empty; name a model such as {DEFAULT_MODEL}, or a directory")
         if not self.host:

@@ -286,13 +286,13 @@ class _Launch:
 
 
 def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
-    limits = ready.limits
+    limits, kv_dtype = ready.limits, ready.kv_cache_dtype
     host, port = listener.getsockname()[:2]
     host = f"\\[{host}]" if ":" in host else host
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
         f"page: http://{host}:{port}/\n"
-        f"KV budget {format_bytes(limits.budget_bytes)}: {counted(limits.pool_tokens, 'token', ',')}; "
+        f"KV budget {format_bytes(limits.budget_bytes)} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}; "
         f"{counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')}"
     )
 

@@ -133,6 +133,7 @@ class LLM(Closing):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         kv_budget_bytes: int | None = None,
+        kv_cache_dtype: str = "auto",
         kv_holder: str | PathLike[str] | None = None,
         max_tokens: int | None = None,
         prefix_cache: bool = True,
@@ -156,6 +157,7 @@ class LLM(Closing):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_budget_bytes=kv_budget_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             kv_holder=str(kv_holder) if isinstance(kv_holder, PathLike) else kv_holder,
             max_tokens=max_tokens,
             prefix_cache=prefix_cache,
@@ -197,7 +199,10 @@ class LLM(Closing):
         self._settle()
         ready = self.ready
         self._limits = dataclasses.replace(ready.limits, model=self._model)
-        log.info("%s: %s on %s, %s implementation", model, ready.dtype, ready.device, ready.implementation)
+        log.info(
+            "%s: %s on %s, KV cache in %s, %s implementation",
+            model, ready.dtype, ready.device, ready.kv_cache_dtype, ready.implementation,
+        )  # fmt: skip
 
     def __del__(self) -> None:
         if getattr(self, "_loaded", None) is not None:

@@ -106,6 +106,9 @@ class Ready(Message, frozen=True, kw_only=True):
     """Its directory."""
     device: str
     dtype: str
+    """Of the weights."""
+    kv_cache_dtype: str
+    """The same, or what K and V are quantised to."""
     implementation: str
     """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
     limits: Limits

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _PAYLOAD_DTYPES: Final = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 
 KV_KINDS: Final = tuple(_PAYLOAD_DTYPES)
+KV_KIND_ALIASES: Final = {"fp8_e4m3": "fp8"}
+"""What vLLM calls them too, where users name one."""
 KV_SCALES: Final = ("token", "head")
 
 
@@ -112,7 +114,7 @@ _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 class Plane:
     """One named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
 
-    Payloads of int4 begin each head on PLANE_ALIGNMENT_BYTES, which all others do by themselves in the sizes that models have.
+    Elements of one byte begin each head on PLANE_ALIGNMENT_BYTES, as all others do by themselves in the sizes that models have.
 
     K and V are planes; a latent (MLA) model has a single one; quantised K and V have a plane of scales beside them.
     A `trailing` plane stands behind all layers' other planes, at the row's end.
@@ -139,7 +141,7 @@ class Plane:
             raise LayoutError(f"dtype={self.dtype}: {_WHAT_WORKS}")
         if not self.name.isidentifier():
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
-        head_stride = round_up(self.dim, PLANE_ALIGNMENT_BYTES) if self.dtype == torch.uint8 else self.dim
+        head_stride = round_up(self.dim, PLANE_ALIGNMENT_BYTES) if self.dtype.itemsize == 1 else self.dim
         object.__setattr__(self, "head_stride", head_stride)
 
     @property

@@ -33,8 +33,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.decode import attend_singles
 from vmmkv.kernels.attention.decode import workspace_elements as decode_elements
-from vmmkv.kernels.attention.kv_memory import blocks_of, descriptor, kv_memory, load_tile, row_pointers
-from vmmkv.kernels.attention.split_kv import EMPTY_PEAK, resident_splits
+from vmmkv.kernels.attention.kv_memory import blocks_of, descriptor, kv_memory, load_tile, row_pointers, values_of
+from vmmkv.kernels.attention.split_kv import EMPTY_PEAK, divisor_of, resident_splits
+from vmmkv.kernels.quantise import Kind, kind_of
 from vmmkv.units import round_up
 
 MAX_GROUPS = 4096
@@ -65,15 +66,19 @@ class CascadeTiling:
 
 
 @functools.cache
-def cascade_tiling(group: int, head_dim: int, itemsize: int) -> CascadeTiling:
+def cascade_tiling(group: int, head_dim: int, itemsize: int, kind: Kind | None) -> CascadeTiling:
     """The tiling of a shape with `group` query heads a kv head.
 
     Two groups of four warps multiply 128 queries together. The tile leaves registers for scores, weights and output, and shared
-    memory for its stages. float32 is multiplied without tensor cores.
+    memory for its stages; quantised tiles, which pass through registers, are as in prefill. float32 is multiplied without
+    tensor cores.
     """
+    wide = head_dim > 128
     if itemsize == 4:
         return CascadeTiling(queries=max(32, triton.next_power_of_2(group)), tile_rows=16, num_stages=2)
-    return CascadeTiling(num_stages=2) if head_dim > 128 else CascadeTiling()
+    if kind is not None:
+        return CascadeTiling(queries=64 if wide else 128, tile_rows=32 if wide or kind == "int4" else 64, num_stages=2)
+    return CascadeTiling(num_stages=2) if wide else CascadeTiling()
 
 
 @triton.jit
@@ -125,25 +130,27 @@ def later_part(split, i_sharer, num_sequences, num_heads, SHARERS: tl.constexpr)
 @triton.jit
 def _load(
     p, i_s, row, i_kv, skip, stride_s, stride_t,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[TILE, D_PAD]: the rows from `row` on of one kv head of a slot, of which the first `skip` are to be masked.
+    """[TILE, W_PAD]: the rows from `row` on of one kv head of a slot, of which the first `skip` are to be masked.
 
     i_s: the slot; over blocks the block of each row, or with TMA of all.
     """
     if TMA:
-        return p.load([i_s.to(tl.int32), i_kv, row if BLOCK == 0 else row % BLOCK, 0]).reshape(TILE, D_PAD)
+        return p.load([i_s.to(tl.int32), i_kv, row if BLOCK == 0 else row % BLOCK, 0]).reshape(TILE, W_PAD)
     else:
         p_rows = row_pointers(p, i_s, row, stride_s, stride_t, TILE, BLOCK)
-        return load_tile(p_rows, tl.arange(0, TILE) >= skip, D, D_PAD)
+        return load_tile(p_rows, tl.arange(0, TILE) >= skip, W, W_PAD)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_sequences", "num_slots", "num_rows"])
 def attend_groups(
-    p_q, p_k, p_v, p_tables, p_group_starts, p_leaders, p_prefix_rows, p_limits, p_parts, p_part_lse,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_tables, p_group_starts, p_leaders, p_prefix_rows, p_limits, p_parts, p_part_lse,
     scale_log2, softcap, num_groups, num_sequences, num_slots, num_rows,
     stride_qb, stride_qh, stride_table, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    stride_kss, stride_kst, stride_vss, stride_vst, stride_scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    KIND: tl.constexpr, SCALE: tl.constexpr, QMAX: tl.constexpr, GROUPS_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SHARERS: tl.constexpr, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr, TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -172,9 +179,16 @@ def attend_groups(
     i_group = tl.arange(0, GROUPS_PAD)
     i_query = tl.arange(0, QUERIES)
     i_sharer = i_query // G
-    i_d = tl.arange(0, D_PAD)
+    i_pad = tl.arange(0, D_PAD)  # the halves of an int4 head are padded each for itself
+    i_d = i_pad // W_PAD * W + i_pad % W_PAD
+    m_d = i_pad % W_PAD < W
     i_t = tl.arange(0, TILE)
     i_h = i_kv * G + i_query % G
+    if SCALE == "token":
+        p_k_scale += i_kv * stride_scale
+        p_v_scale += i_kv * stride_scale
+    elif SCALE == "head":
+        scale_log2 *= tl.load(p_k_scale + i_kv)
     factor = 1.0 if HAS_SOFTCAP else scale_log2
     if not TMA:
         p_k += tl.cast(i_kv, tl.int64) * stride_kk
@@ -192,7 +206,7 @@ def attend_groups(
         num_sharers = tl.minimum(only(ends, m_one) - b, SHARERS)
         m_query = i_sharer < num_sharers
         p_query = p_q + tl.cast(b, tl.int64) * stride_qb + (i_sharer * stride_qb + i_h * stride_qh)[:, None] + i_d[None, :]
-        q = tl.load(p_query, mask=m_query[:, None] & (i_d < D)[None, :], other=0.0)
+        q = tl.load(p_query, mask=m_query[:, None] & m_d[None, :], other=0.0)
 
         # The online softmax (Milakov & Gimelshein, 2018), first over the tiles that are whole and need no mask.
         acc = tl.zeros([QUERIES, D_PAD], tl.float32)
@@ -211,8 +225,11 @@ def attend_groups(
                 skip = (step + 1) * TILE - num_prefix if part == 1 else 0
                 m_t = i_t >= skip if MOVES else i_t < TILE - skip
                 i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK, TMA)
-                k = _load(p_k, i_s, row, i_kv, skip, stride_ks, stride_kt, TILE, BLOCK, D, D_PAD, TMA)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                k = _load(p_k, i_s, row, i_kv, skip, stride_ks, stride_kt, TILE, BLOCK, W, W_PAD, TMA)
+                scores = tl.dot(q, tl.trans(values_of(k, q.dtype, KIND, TILE, D_PAD)), input_precision="ieee")
+                if SCALE == "token":
+                    p_scales = row_pointers(p_k_scale, i_s, row, stride_kss, stride_kst, TILE, BLOCK)
+                    scores *= tl.load(p_scales, mask=m_t, other=0.0).to(tl.float32)[None, :]
                 if HAS_SOFTCAP:
                     # The launcher folded 2 / softcap into scale_log2, log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
                     scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * scale_log2) + 1.0))
@@ -223,7 +240,12 @@ def attend_groups(
                 rescale = tl.exp2(peak - new_peak)
                 peak = new_peak
                 totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [QUERIES, TILE // 8, 8]), 1)
-                v = _load(p_v, i_s, row, i_kv, skip, stride_vs, stride_vt, TILE, BLOCK, D, D_PAD, TMA)
+                if SCALE == "token":
+                    # Times QMAX, by which the output is divided: float16 then holds a weight times a small scale.
+                    p_scales = row_pointers(p_v_scale, i_s, row, stride_vss, stride_vst, TILE, BLOCK)
+                    weights *= tl.load(p_scales, mask=m_t, other=0.0).to(tl.float32)[None, :] * QMAX
+                v = _load(p_v, i_s, row, i_kv, skip, stride_vs, stride_vt, TILE, BLOCK, W, W_PAD, TMA)
+                v = values_of(v, q.dtype, KIND, TILE, D_PAD)
                 if part == 1 and not MOVES:
                     v = tl.where(m_t[:, None], v, 0.0)  # what is behind the prefix may be NaN, and 0 * NaN is
                 acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
@@ -234,7 +256,8 @@ def attend_groups(
         else:
             i_part = later_part(split, i_sharer, num_sequences, H, SHARERS) + i_h
         p_part = p_parts + (i_part * D)[:, None] + i_d[None, :]
-        tl.store(p_part, acc / total[:, None], mask=m_query[:, None] & (i_d < D)[None, :])
+        divisor = divisor_of(total, i_kv, p_v_scale, QMAX, SCALE)
+        tl.store(p_part, acc / divisor[:, None], mask=m_query[:, None] & m_d[None, :])
         tl.store(p_part_lse + i_part, peak + tl.log2(total), mask=m_query)
         i_tile = problem_end
 
@@ -316,11 +339,11 @@ class Parts:
     elements: int
 
     @classmethod
-    def of(cls, q_BHD: torch.Tensor, num_kv_heads: int) -> "Parts":
+    def of(cls, q_BHD: torch.Tensor, num_kv_heads: int, kind: Kind | None) -> "Parts":
         """The size that is enough for queries like these, whatever the groups."""
         num_sequences, num_heads, head_dim = q_BHD.shape
         group = num_heads // num_kv_heads
-        cut = cascade_tiling(group, head_dim, q_BHD.element_size())
+        cut = cascade_tiling(group, head_dim, q_BHD.element_size(), kind)
         sharers = cut.queries // group
         num_splits = resident_splits(q_BHD.device, num_kv_heads, cut.programs_per_sm)
         count = (num_sequences + num_splits * sharers) * num_heads
@@ -333,7 +356,7 @@ def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch
     k: the views of all slots, or with `tables_SC` of all blocks.
     """
     num_lse = round_up(q_BHD.shape[0] * q_BHD.shape[1], _ALIGNMENT_ELEMENTS)
-    return Parts.of(q_BHD, k.shape[2]).elements + num_lse + decode_elements(q_BHD, k, tables_SC=tables_SC)
+    return Parts.of(q_BHD, k.shape[2], kind_of(k.dtype)).elements + num_lse + decode_elements(q_BHD, k, tables_SC=tables_SC)
 
 
 def firsts_of(group_starts_G1: torch.Tensor, prefix_rows_G: torch.Tensor, num_sequences: int) -> torch.Tensor:
@@ -352,8 +375,8 @@ def firsts_of(group_starts_G1: torch.Tensor, prefix_rows_G: torch.Tensor, num_se
 
 def cascade(
     q_BHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
+    k_STKW: torch.Tensor,
+    v_STKW: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     group_starts_G1: torch.Tensor,
@@ -362,6 +385,8 @@ def cascade(
     *,
     query_starts: torch.Tensor | None = None,
     tables_SC: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     firsts_B: torch.Tensor | None = None,
     limit_S: torch.Tensor | None = None,
     scale: float | None = None,
@@ -386,7 +411,7 @@ def cascade(
     With `tables_SC` K and V are blocks, as in `decode`, with the bits of slots where it has them. A prefix is read
     through its leader's table alone.
 
-    - q_BHD, k_STKD, v_STKD: of one dtype; quantised K and V are refused.
+    - q_BHD, k_STKW, v_STKW: of one dtype, or K and V quantised, with `k_scale` and `v_scale` as in `decode`.
     - group_starts_G1 (not descending), leaders_G, prefix_rows_G: int32 on the device.
     - firsts_B: the result of `firsts_of`; an engine computes it once for all layers.
     - workspace: float32, at least `workspace_elements(...)` of B queries, not shared by launches that may overlap; from
@@ -401,10 +426,7 @@ def cascade(
     """
     device = q_BHD.device
     checks.runnable("q_BHD", device)
-    if k_STKD.dtype not in checks.FLOAT_DTYPES:
-        wanted = "float16, bfloat16 or float32: of quantised K and V prefixes are not shared yet, which `decode` reads"
-        checks.refuse("k_STKD", f"of {k_STKD.dtype}", wanted)
-    memory = kv_memory(k_STKD, v_STKD, None, None, tables_SC, q_BHD.dtype, device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_BHD.dtype, device)
     options = checks.attention_options(scale, None, softcap, memory.head_dim)
     memory.check_queries("q_BHD", q_BHD, "sequences")
     num_sequences, num_heads, head_dim = q_BHD.shape
@@ -427,22 +449,23 @@ def cascade(
     if num_sequences == 0 or len(q_BHD) == 0:
         return out
     one_each_BHD = q_BHD[:1].expand(num_sequences, -1, -1)  # for its shape
-    parts = Parts.of(one_each_BHD, num_kv_heads)
+    parts = Parts.of(one_each_BHD, num_kv_heads, memory.kind)
     cut = parts.cut
     memory.check_tile_offsets(cut.tile_rows)
-    workspace = checks.workspace(workspace, workspace_elements(one_each_BHD, memory.k, tables_SC=tables_SC), device).view(-1)
+    workspace = checks.workspace(workspace, workspace_elements(one_each_BHD, k_STKW, tables_SC=tables_SC), device).view(-1)
 
     num_lse = num_sequences * num_heads
     p_parts, p_part_lse, rest = workspace, workspace[parts.count * head_dim :], workspace[parts.elements :]
     lse_BH, rest = rest[:num_lse].view(num_sequences, num_heads), rest[round_up(num_lse, _ALIGNMENT_ELEMENTS) :]
     groups = (group_starts_G1, leaders_G, prefix_rows_G, limit_S)
     sizes = (num_groups, min(num_sequences, len(q_BHD)), memory.num_slots, memory.num_rows)
+    width = memory.k.shape[3]
     common: dict[str, Any] = {
         "D": head_dim, "D_PAD": checks.padded(head_dim), "SHARERS": parts.sharers, "GROUPS_PAD": checks.padded(num_groups),
         "TILE": cut.tile_rows, "LEAST_TILES": cut.least_tiles, **checks.overlap(device),
     }  # fmt: skip
     k, v = memory.k, memory.v
-    by_tma = memory.fits_tma(cut.tile_rows)
+    by_tma = memory.kind is None and memory.fits_tma(cut.tile_rows)
     if by_tma:
         # As [S, K, T, D], in which a box is a tile as it is: the tensor cores read it from where it was loaded to.
         box = [1, 1, cut.tile_rows, checks.padded(head_dim)]
@@ -454,9 +477,12 @@ def cascade(
     num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
     with checks.on_device(device):
         attend_groups[(parts.num_splits * num_kv_heads,)](
-            q_BHD, k, v, tables_SC, *groups, p_parts, p_part_lse, options.scale_log2, options.softcap_log2, *sizes,
-            q_BHD.stride(0), q_BHD.stride(1), memory.stride_table if memory.block else None, *memory.strides[:6],
-            K=num_kv_heads, G=group, QUERIES=cut.queries, STAGES=num_stages, BLOCK=memory.block, TMA=by_tma,
+            q_BHD, k, v, memory.k_scale, memory.v_scale, tables_SC, *groups, p_parts, p_part_lse,
+            options.scale_log2, options.softcap_log2, *sizes,
+            q_BHD.stride(0), q_BHD.stride(1), memory.stride_table if memory.block else None, *memory.strides,
+            K=num_kv_heads, G=group, W=width, W_PAD=checks.padded(head_dim) * width // head_dim,
+            KIND=memory.kind or "", SCALE=memory.scale, QMAX=memory.qmax,
+            QUERIES=cut.queries, STAGES=num_stages, BLOCK=memory.block, TMA=by_tma,
             HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=num_stages, **common,
         )  # fmt: skip
     # Settled: the first launch has waited for what was launched before it.

@@ -414,3 +414,13 @@ def dequantise_nibbles(payload, DTYPE: tl.constexpr):
         low = (payload & 0xF).to(tl.float32) - 8.0
         high = (payload >> 4).to(tl.float32) - 8.0
     return low, high
+
+
+@triton.jit
+def values_of(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, D_PAD: tl.constexpr):
+    """A tile's payload dequantised, without its scales: [TILE, D_PAD] of the queries' type."""
+    if KIND == "int4":
+        low, high = dequantise_nibbles(payload, DTYPE)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [TILE, D_PAD])
+    else:
+        return dequantise(payload, DTYPE, KIND)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.decode import attend_singles
-from vmmkv.kernels.attention.kv_memory import LayerKV, dequantise, dequantise_nibbles, kv_memory
+from vmmkv.kernels.attention.kv_memory import LayerKV, kv_memory, values_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +79,6 @@ def _uniform(x):
     It computes a loop's addresses and counters once for a warp, which saves a tenth of its instructions.
     """
     return tl.max(x + tl.zeros([32], tl.int32), 0)
-
-
-@triton.jit
-def _values(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, D_PAD: tl.constexpr):
-    """A tile's payload dequantised, without its scales: [TILE, D_PAD] of the queries' type."""
-    if KIND == "int4":
-        low, high = dequantise_nibbles(payload, DTYPE)
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [TILE, D_PAD])
-    else:
-        return dequantise(payload, DTYPE, KIND)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_tiles", "num_slots", "num_rows", "window"])
@@ -177,7 +167,7 @@ def _prefill(
         part_end = full_begin if part == 0 else (full_end if part == 1 else end)
         for row in tl.range(part_begin, part_end, TILE, num_stages=STAGES):
             k = _load_rows(p_k, p_table, slot, stride_ks, stride_kt, row, first, end, TILE, BLOCK, part != 1, W, W_PAD)
-            scores = tl.dot(q, tl.trans(_values(k, q.dtype, KIND, TILE, D_PAD)), input_precision="ieee")
+            scores = tl.dot(q, tl.trans(values_of(k, q.dtype, KIND, TILE, D_PAD)), input_precision="ieee")
             if SCALE == "token":
                 k_scale = _load_rows(p_k_scale, p_table, slot, stride_kss, stride_kst, row, first, end, TILE, BLOCK, part != 1)
                 scores *= k_scale.to(tl.float32)[None, :]
@@ -201,7 +191,7 @@ def _prefill(
                 # Times QMAX, by which the output is divided: float16 then holds a weight times a small scale.
                 weights *= (v_scale.to(tl.float32) * QMAX)[None, :]
             v = _load_rows(p_v, p_table, slot, stride_vs, stride_vt, row, first, end, TILE, BLOCK, part != 1, W, W_PAD)
-            v = _values(v, q.dtype, KIND, TILE, D_PAD)
+            v = values_of(v, q.dtype, KIND, TILE, D_PAD)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
     total = tl.sum(totals, 1)

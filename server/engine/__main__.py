@@ -66,8 +66,9 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     loaded.engine.settle()
     collect_what_is_new()
     log.info(
-        "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
+        "KV cache: %s in %s on %s, %s tokens in all; the model runs by the code of %s",
         format_bytes(loaded.ready.limits.budget_bytes),
+        loaded.ready.kv_cache_dtype,
         loaded.ready.device,
         loaded.ready.limits.pool_tokens,
         loaded.ready.implementation,

@@ -1,7 +1,7 @@
 """Attention over the rows of a cache: append a step's keys and values in place, and attend to whole sequences.
 
 On a GPU vmmkv's kernels read lengths from the device, so that a captured step serves every length. On a CPU torch's own
-attention goes over the rows of one sequence at a time.
+attention goes over the rows of one sequence at a time. Rows may be quantised: a token attends to its own as it is kept, too.
 
 Legend: N tokens of the step, B sequences, whose tokens stand side by side, G prefix groups, H query heads, K key-value heads,
 D head dimension, T rows, R angles, S slots.
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from vmmkv import MIB
+from vmmkv.kernels.quantise import dequantise, kind_of, quantise
+from vmmkv.layout import SCALES
 
 _SCORES_BYTES: Final = 64 * MIB
 """Float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
@@ -73,12 +75,19 @@ class KVRows:
     """
 
     def __init__(self, cache: Any, *, tables_SC: torch.Tensor | None = None) -> None:
-        """`cache` has `layout`, `device`, `limit` [1 + S], and `k(layer)` and `v(layer)`, as `KVCache` has.
+        """`cache` has `layout`, `device`, `limit` [1 + S], `k(layer)` and `v(layer)`, as `KVCache` has; quantised also scales.
 
         With `tables_SC` K and V are blocks, and the tables say which a slot has: see `vmmkv.kernels.attention`.
         """
         self.on_gpu: Final[bool] = cache.device.type == "cuda"
-        self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
+        layout = cache.layout
+        self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in layout.group_of}
+        self.scales: Final[dict[int, dict[str, Any]]] = {
+            layer: {"k_scale": cache.k_scale(layer), "v_scale": cache.v_scale(layer)}
+            for layer, group in layout.group_of.items()
+            if SCALES in layout.groups[group].plane_offsets
+        }
+        """Of quantised K and V, by layer: what the kernels call them; float16 [S, T, K] each."""
         self.limit: Final[torch.Tensor] = cache.limit
         self.tables_SC: Final = tables_SC
 
@@ -89,7 +98,8 @@ class KVRows:
         from vmmkv.kernels.attention.append import append
 
         places = *self.views[layer], step.slots_N, step.positions_N, self.limit
-        append(k_NKD, v_NKD, *places, tables_SC=self.tables_SC, **({} if rotary is None else rotary._asdict()))
+        options = ({} if rotary is None else rotary._asdict()) | self.scales.get(layer, {})
+        append(k_NKD, v_NKD, *places, tables_SC=self.tables_SC, **options)
 
     def decode(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
@@ -99,7 +109,9 @@ class KVRows:
 
         rows = *self.views[layer], step.lengths_B, step.slots_B
         # Settled: the model has embedded the step's tokens since.
-        return decode(q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, settled=True)
+        return decode(
+            q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, settled=True, **self.scales.get(layer, {})
+        )
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
@@ -111,8 +123,9 @@ class KVRows:
         assert step.query_starts is not None, "a decode step"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
         return prefill(
-            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD, skips_singles=out_NHD is not None
-        )
+            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD,
+            skips_singles=out_NHD is not None, **self.scales.get(layer, {}),
+        )  # fmt: skip
 
     def cascade(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None
@@ -123,20 +136,29 @@ class KVRows:
         return cascade(
             q_BHD, *self.views[layer], step.lengths_B, step.slots_B, group_starts_G1=shared.starts_G1,
             leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B,
-            query_starts=step.query_starts, tables_SC=self.tables_SC, scale=scale,
+            query_starts=step.query_starts, tables_SC=self.tables_SC, scale=scale, **self.scales.get(layer, {}),
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
         """As `append`, of rows that are rotated already."""
         may_write_N = step.positions_N < self.limit[step.slots_N]
         places = step.slots_N[may_write_N], step.positions_N[may_write_N]
-        for rows_STKD, values_NKD in zip(self.views[layer], (k_NKD, v_NKD), strict=True):
-            rows_STKD[places] = values_NKD[may_write_N]
+        scales = self.scales.get(layer, {}).values() or (None, None)
+        for rows_STKW, scale_STK, values_NKD in zip(self.views[layer], scales, (k_NKD, v_NKD), strict=True):
+            values_NKD = values_NKD[may_write_N]
+            if scale_STK is not None:
+                kind = kind_of(rows_STKW.dtype)
+                assert kind is not None, "rows with scales are quantised"
+                values_NKD, scale_STK[places] = quantise(values_NKD, kind)
+            rows_STKW[places] = values_NKD
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of rows [first, end): [T, K, D] each. Views."""
-        k_STKD, v_STKD = self.views[layer]
-        return k_STKD[slot, first:end], v_STKD[slot, first:end]
+        """K and V of rows [first, end): [T, K, D] each. Views; of quantised ones float32 copies."""
+        k_TKW, v_TKW = (rows_STKW[slot, first:end] for rows_STKW in self.views[layer])
+        if layer not in self.scales:
+            return k_TKW, v_TKW
+        k_scale_TK, v_scale_TK = (scale_STK[slot, first:end] for scale_STK in self.scales[layer].values())
+        return dequantise(k_TKW, k_scale_TK), dequantise(v_TKW, v_scale_TK)
 
 
 class CachedAttention:
@@ -195,7 +217,8 @@ class CachedAttention:
         sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)
         for slot, length, (begin, end) in sequences:
             first = 0 if window is None else max(0, length - (end - begin) + 1 - window)
-            out_NHD[begin:end] = attend(q_NHD[begin:end], *rows.read(layer, slot, first, length), scale, window)
+            k_TKD, v_TKD = rows.read(layer, slot, first, length)
+            out_NHD[begin:end] = attend(q_NHD[begin:end].to(k_TKD.dtype), k_TKD, v_TKD, scale, window)
         return out_NHD
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from vmmkv import KVLayout
+from vmmkv import KVLayout, KVType
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
@@ -159,6 +159,7 @@ def assemble(
         model=config.model,
         device=str(device),
         dtype=str(source.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(getattr(source.kv_dtype, "kind", source.kv_dtype)).removeprefix("torch."),
         implementation=model.implementation,
         limits=Limits(
             model_tokens=max_tokens,
@@ -185,11 +186,12 @@ class ModelSource:
 
         self.device: Final = device
         self.dtype: Final = dtype
+        self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
         directory = Path(config.model)
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
-        self.layout: Final = choose_layout(self.text_config, dtype)
+        self.layout: Final = choose_layout(self.text_config, self.kv_dtype)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
             check_lengths(
@@ -309,8 +311,8 @@ def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     return tiers
 
 
-def choose_layout(text_config: Any, dtype: torch.dtype) -> KVLayout:
-    """The layout of this model's keys and values. Raises UnsupportedModel if it keeps anything else."""
+def choose_layout(text_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
+    """The layout of this model's keys and values. Raises UnsupportedModel if it keeps anything else, or cannot keep them so."""
     try:
         return KVLayout.from_config(text_config, dtype)
     except LayoutError as error:

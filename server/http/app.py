@@ -117,6 +117,7 @@ class Service:
         card, ready = responses.ModelCard(id=self.model, created=self.created), self.engine.phase
         if isinstance(ready, Ready):
             card.max_model_len, card.implementation = ready.limits.max_tokens, ready.implementation
+            card.kv_cache_dtype = ready.kv_cache_dtype
         return card
 
 

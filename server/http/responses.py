@@ -171,7 +171,7 @@ class ChatCompletionChunk(Answer):
 
 
 class ModelCard(BaseModel):
-    """The served model. `max_model_len`, the tokens of one request, and the `implementation` are known once it is loaded."""
+    """The served model. What follows `owned_by` is known once it is loaded; `max_model_len` is in tokens of one request."""
 
     id: str
     object: Literal["model"] = "model"
@@ -180,6 +180,8 @@ class ModelCard(BaseModel):
     max_model_len: int | None = None
     implementation: str | None = None
     """`vmmkv` or `transformers`."""
+    kv_cache_dtype: str | None = None
+    """A type of torch's, or `fp8`, `int8` or `int4`."""
 
 
 class ModelList(BaseModel):
@@ -267,7 +269,11 @@ class ServerInfo(BaseModel):
         return cls(
             vllm_config={
                 "model_config": {"model": model, "max_model_len": limits.max_tokens, "dtype": ready.dtype},
-                "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": ready.num_blocks},
+                "cache_config": {
+                    "block_size": BLOCK_TOKENS,
+                    "num_gpu_blocks": ready.num_blocks,
+                    "cache_dtype": ready.kv_cache_dtype,
+                },
                 "scheduler_config": {"max_num_seqs": limits.max_sequences},
                 "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
                 "device_config": {"device": ready.device},

@@ -1,15 +1,21 @@
 """An engine in this process: a real model of transformers over a real cache, with its answers in a list."""
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tests.attending import attending_by
-from vmmkv import KVCache, KVLayout, Pool
+from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
+from vmmkv.kernels.quantise import Kind, dequantise, quantise
+from vmmkv.layout import SCALES, SECTOR_BYTES
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
@@ -69,6 +75,32 @@ def windowed(window: int = 30, **changes: Any) -> MistralForCausalLM:
     return MistralForCausalLM(config).eval()
 
 
+def layout_of(config: Any, dtype: torch.dtype, kv_kind: Kind | None) -> KVLayout:
+    """A model's layout. One of quantised rows has a plane that fills them up to what they are without."""
+    plain = KVLayout.from_config(config, dtype)
+    if kv_kind is None:
+        return plain
+    groups = []
+    for exact, group in zip(plain.groups, KVLayout.from_config(config, KVType(kv_kind)).groups, strict=True):
+        spare_bytes = (exact.layer_bytes - group.layer_bytes) // SECTOR_BYTES * SECTOR_BYTES
+        filling = Plane(name="filling", heads=1, dim=spare_bytes, dtype=torch.int8)
+        groups.append(dataclasses.replace(group, planes=(*group.planes, filling)))
+    return KVLayout(groups=tuple(groups))
+
+
+def quantising(kind: Kind) -> str:
+    """The name of an attention function of transformers, after which K and V are kept quantised: torch's, over what is left."""
+    name = f"quantising-{kind}"
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        kept = (dequantise(*quantise(x_BKTD, kind)).to(query.dtype) for x_BKTD in (key, value))
+        return sdpa_attention_forward(module, query, *kept, *args, **options)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
 def decoder_of(model: Any, **options: Any) -> Decoder:
     """The config-driven decoder with the weights of a model of transformers."""
     config = DecoderConfig.of(model.config)
@@ -84,6 +116,7 @@ class Harness:
     """An engine, what it sent, and what transformers itself would say.
 
     `ours` runs the config-driven decoder instead of transformers' code; `lookahead` steps are under way, as on a GPU.
+    Rows quantised to `kv_kind` are as long as others, so that as many fill a page.
     """
 
     def __init__(
@@ -91,6 +124,7 @@ class Harness:
         model: Any,
         *,
         device: str = "cpu",
+        kv_kind: Kind | None = None,
         budget_pages: int = 64,
         slots: int = 8,
         step_tokens: int = 256,
@@ -102,10 +136,11 @@ class Harness:
         max_sequences: int | None = None,
         capture: bool = False,
         open_memory: OpenBackend | None = None,
-        tiers: Sequence[Tier] = (),
+        tiers: Iterable[Tier] = (),
     ) -> None:
         self.model = model.to(device)
-        layout = KVLayout.from_config(model.config, model.dtype)
+        self.kv_kind = kv_kind
+        layout = layout_of(model.config, model.dtype, kv_kind)
         max_tokens = max_tokens or model.config.max_position_embeddings
         self.sent: list[Message] = []
         self.cache: Any
@@ -123,7 +158,7 @@ class Harness:
                 step_tokens=step_tokens,
                 shares_prefixes=share,
                 budget_bytes=budget_pages * 2**21,
-                tiers=tiers,
+                tiers=list(tiers),
                 fingerprint="model",
             )
             self.memory = open_memory(wanted)
@@ -135,7 +170,7 @@ class Harness:
         if capture:
             self.runner.capture()
         if open_memory is None:
-            self.prefix = PrefixCache(self.cache, tiers, fingerprint="model") if share else None
+            self.prefix = PrefixCache(self.cache, list(tiers), fingerprint="model") if share else None
         else:
             self.prefix = self.memory.prefixes
         self.engine = Engine(
@@ -237,10 +272,18 @@ class Harness:
         """What failed, by request."""
         return {message.request_id: message.message for message in self.sent if isinstance(message, Failed)}
 
+    def by_transformers(self) -> AbstractContextManager[None]:
+        """Within, the model attends by transformers' own function, over quantised K and V if ours are."""
+        return attending_by(self.model, "sdpa" if self.kv_kind is None else quantising(self.kv_kind))
+
+    def poison(self, sequence: Sequence, end: int) -> None:
+        """V of its first rows is NaN in the first layer."""
+        sequence.view(0, "v" if self.kv_kind is None else SCALES)[:end] = float("nan")
+
     def expected(self, prompt: list[int], max_new_tokens: int = 8) -> list[int]:
-        """transformers' own greedy answer, with its DynamicCache and its own attention."""
+        """transformers' own greedy answer, with its DynamicCache and its own attention, as `by_transformers` says."""
         ids = torch.tensor([prompt], device=self.cache.device)
-        with attending_by(self.model, "sdpa"):
+        with self.by_transformers():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
         return out[0, len(prompt) :].tolist()
 
@@ -256,13 +299,14 @@ class Harness:
 MakeHarness = Callable[..., Harness]
 
 
-@pytest.fixture
-def harness() -> Iterator[MakeHarness]:
-    """Makes harnesses, and closes them after the test."""
+@pytest.fixture(params=["exact", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "int8"))])
+def harness(request: pytest.FixtureRequest) -> Iterator[MakeHarness]:
+    """Makes harnesses, and closes them after the test. All tests hold over quantised K and V as well."""
     made: list[Harness] = []
+    kv_kind = None if request.param == "exact" else request.param
 
     def make(model: Any = None, **options: Any) -> Harness:
-        made.append(Harness(tiny_model() if model is None else model, **options))
+        made.append(Harness(tiny_model() if model is None else model, **({"kv_kind": kv_kind} | options)))
         return made[-1]
 
     yield make

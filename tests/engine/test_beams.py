@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError, KVCache
 from vmmkv.server.engine.beams import BeamSearch, Candidates
@@ -56,7 +55,7 @@ def test_it_finds_what_transformers_finds(width: int, num_stops: int, length_pen
     seen = dict.fromkeys(token for beam in search(model, width=8, max_new_tokens=10) for token in beam.token_ids[2:])
     stops = list(seen)[:num_stops]
     found = search(model, width=width, max_new_tokens=10, stop_ids=stops, length_penalty=length_penalty)
-    wanted = by_transformers(llama, prompt, width=width, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    wanted = beams_of(llama, prompt, width=width, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
     assert [beam.token_ids for beam in found] == [tokens for tokens, _ in wanted]
     assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
     if num_stops and length_penalty <= 1:  # above, the longest win here
@@ -142,17 +141,22 @@ def searched(harness: Harness, prompt: list[int], max_new_tokens: int, **options
     return answer(harness, "alone")
 
 
-def by_transformers(
+def by_transformers(one: Harness, prompt: list[int], **options: Any) -> list[tuple[list[int], float]]:
+    """`beams_of` the model, with the attention of transformers."""
+    with one.by_transformers():
+        return beams_of(one.model, prompt, **options)
+
+
+def beams_of(
     model: Any, prompt: list[int], *, width: int, max_new_tokens: int, stops: Sequence[int] = (), length_penalty: float = 1.0
 ) -> list[tuple[list[int], float]]:
     """By transformers' own beam search: the sequences, without end tokens, and their scores."""
     ids = torch.tensor([prompt], device=model.device)
-    with attending_by(model, "sdpa"):
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, num_beams=width,
-            num_return_sequences=width, length_penalty=length_penalty, eos_token_id=list(stops) or None, pad_token_id=0,
-            do_sample=False, early_stopping=False, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, num_beams=width,
+        num_return_sequences=width, length_penalty=length_penalty, eos_token_id=list(stops) or None, pad_token_id=0,
+        do_sample=False, early_stopping=False, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
     kept = [
         list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
     ]
@@ -183,7 +187,7 @@ def test_over_the_cache_it_finds_what_transformers_finds(
     assert not one.failures()
     for index, prompt in enumerate(prompts):
         if width > 1:
-            wanted = by_transformers(one.model, prompt, width=width, max_new_tokens=12, length_penalty=length_penalty)
+            wanted = by_transformers(one, prompt, width=width, max_new_tokens=12, length_penalty=length_penalty)
             check(answer(one, str(index)), wanted)
         else:
             assert answer(one, str(index)).beams[0].token_ids == one.expected(prompt, 12)
@@ -210,7 +214,7 @@ def test_stop_tokens_end_beams(harness: MakeHarness, as_eos: bool, length_penalt
     one = harness(model_of(), eos_ids=frozenset(stops) if as_eos else frozenset())
     own = [] if as_eos else stops
     found = searched(one, prompt, 10, stop_token_ids=own, beam_width=4, length_penalty=length_penalty)
-    wanted = by_transformers(one.model, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    wanted = by_transformers(one, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
     check(found, wanted)
     assert "stop" in {beam.finish_reason for beam in found.beams}
 
@@ -225,7 +229,7 @@ def test_a_long_prompt_is_shared_and_pages_are_crossed(harness: MakeHarness, sha
         one.cache.check()
     assert one.pool.stats().held_bytes <= (3 + 4 * 2) * 2**21, "the prompt's full pages are there once"
     one.run()
-    check(answer(one, "a"), by_transformers(one.model, prompt, width=4, max_new_tokens=40))
+    check(answer(one, "a"), by_transformers(one, prompt, width=4, max_new_tokens=40))
     again = searched(one, prompt, 40, beam_width=4)
     check(again, [(beam.token_ids, beam.score) for beam in answer(one, "a").beams])
     assert again.cached_tokens == (len(prompt) - 1 if share else 0)
@@ -244,7 +248,7 @@ def test_reordering_copies_what_differs_and_calls_no_driver(harness: MakeHarness
 
     monkeypatch.setattr(KVCache, "copy_rows", counted)
     found = searched(one, prompt_of(500), 60, beam_width=4)
-    check(found, by_transformers(one.model, prompt_of(500), width=4, max_new_tokens=60))
+    check(found, by_transformers(one, prompt_of(500), width=4, max_new_tokens=60))
     assert copied[0] == 0 < max(copied) < 60
     assert sum(copied) < 60 * 60 / 4, "less than all that was written since the start, each time"
 
@@ -262,7 +266,7 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
     assert not one.failures()
     assert 1 <= one.engine._scheduler.num_preempted < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
-        check(answer(one, name), by_transformers(one.model, prompt, width=4, max_new_tokens=60))
+        check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
     for name, prompt in older.items():
         assert one.tokens(name) == one.expected(prompt, 300), name
 
@@ -280,7 +284,7 @@ def test_an_aborted_search_leaves_nothing_running(harness: MakeHarness, num_step
     assert held_by_sequences(one) == 0
     assert one.sent and not any(isinstance(message, Beams) for message in one.sent)
     found = searched(one, prompt_of(100), 10, beam_width=4)
-    check(found, by_transformers(one.model, prompt_of(100), width=4, max_new_tokens=10))
+    check(found, by_transformers(one, prompt_of(100), width=4, max_new_tokens=10))
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -308,11 +312,11 @@ def test_no_numbers_end_a_search_once_and_alone(harness: MakeHarness) -> None:
     one.step(4)
     (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
     for sequence in bad.sequences:
-        sequence.v(0)[:5] = float("nan")
+        one.poison(sequence, 5)
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
     assert sum(getattr(message, "request_id", None) == "bad" for message in one.sent) == 1
-    check(answer(one, "good"), by_transformers(one.model, prompt_of(9, 1), width=3, max_new_tokens=20))
+    check(answer(one, "good"), by_transformers(one, prompt_of(9, 1), width=3, max_new_tokens=20))
     assert held_by_sequences(one) == 0
 
 
@@ -325,7 +329,7 @@ def test_windows_move_with_the_beams(harness: MakeHarness, share: bool) -> None:
         one.ask(name, prompt, 80, beam_width=3)
     one.run()
     for name, prompt in prompts.items():
-        check(answer(one, name), by_transformers(one.model, prompt, width=3, max_new_tokens=80))
+        check(answer(one, name), by_transformers(one, prompt, width=3, max_new_tokens=80))
     assert held_by_sequences(one) == 0
 
 
@@ -343,7 +347,7 @@ def test_a_vocabulary_smaller_than_the_search(harness: MakeHarness, monkeypatch:
 
 
 def _log_probability(harness: Harness, prompt: list[int], tokens: Sequence[int]) -> float:
-    with torch.inference_mode(), attending_by(harness.model, "sdpa"):
+    with torch.inference_mode(), harness.by_transformers():
         logits_TV = harness.model(torch.tensor([[*prompt, *tokens]])).logits[0]
     logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
     return sum(float(row[token]) for row, token in zip(logprobs_TV, tokens, strict=True))
@@ -353,5 +357,5 @@ def test_a_search_of_one_new_token_needs_no_fork(harness: MakeHarness, monkeypat
     monkeypatch.setattr(KVCache, "fork", None)
     one = harness(model_of())
     found = searched(one, prompt_of(9), 1, beam_width=3)
-    check(found, by_transformers(one.model, prompt_of(9), width=3, max_new_tokens=1))
+    check(found, by_transformers(one, prompt_of(9), width=3, max_new_tokens=1))
     assert all(beam.finish_reason == "length" for beam in found.beams)

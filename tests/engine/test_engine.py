@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.attending import attending_by
 from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import MIB, BudgetError, DriverError, KVLayout, Pool
 from vmmkv.server import LLM
@@ -114,7 +113,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     if after:
         bad = one.engine._scheduler.find("bad")
         assert bad is not None
-        bad.memory.v(0)[:5] = float("nan")
+        one.poison(bad.memory, 5)
     else:
         forward = one.runner.model.forward
 
@@ -161,7 +160,7 @@ def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: MakeHar
     assert one.logprobs("beside") == []
     for name, prompt in (("greedy", prompt_of(9)), ("sampled", prompt_of(7, 1))):
         tokens = one.tokens(name)
-        with torch.inference_mode(), attending_by(one.model, "sdpa"):
+        with torch.inference_mode(), one.by_transformers():
             logits_TV = one.model(torch.tensor([prompt + tokens])).logits[0]
         all_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
         wanted = [float(row[token]) for row, token in zip(all_TV, tokens, strict=True)]

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of
 
 PROMPT = prompt_of(30)
@@ -22,7 +21,7 @@ def ends_of(harness: MakeHarness, count: int = 3, **options: Any) -> tuple[list[
 def greedy(one: Harness, prompt: list[int], count: int, withheld: frozenset[int], min_tokens: int) -> list[int]:
     """By transformers, with its own attention: the likeliest tokens, of all but the withheld ones at first; up to an end."""
     answer: list[int] = []
-    with torch.inference_mode(), attending_by(one.model, "sdpa"):
+    with torch.inference_mode(), one.by_transformers():
         while len(answer) < count:
             logits_V = one.model(torch.tensor([prompt + answer])).logits[0, -1]
             if len(answer) < min_tokens:

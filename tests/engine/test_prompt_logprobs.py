@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.request import Request
@@ -29,7 +28,7 @@ def told(one: Harness, request_id: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def truth(one: Harness, prompt: list[int]) -> torch.Tensor:
     """transformers' own log-softmax behind each token: [N, V]."""
-    with torch.inference_mode(), attending_by(one.model, "sdpa"):
+    with torch.inference_mode(), one.by_transformers():
         return one.model(torch.tensor([prompt], device=one.cache.device)).logits[0].float().log_softmax(-1).cpu()
 
 

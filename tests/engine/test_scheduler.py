@@ -111,7 +111,7 @@ def test_no_preemption_that_would_not_suffice(harness: MakeHarness) -> None:
     assert running(one) == ["equal", "lesser"], "with the slot of one of them there would still be too few"
     one.run()
     assert not one.failures()
-    check(answer(one, "beams"), by_transformers(one.model, prompt_of(20, 2), width=4, max_new_tokens=4))
+    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=4))
 
 
 @LOOKAHEADS
@@ -125,7 +125,7 @@ def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness:
     one.run()
     assert one.engine._scheduler.num_preempted == 1
     assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
-    check(answer(one, "beams"), by_transformers(one.model, prompt_of(20, 2), width=4, max_new_tokens=12))
+    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 
 
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: MakeHarness) -> None:
@@ -277,7 +277,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_cannot_be_served_is_refused_alone_with_the_reason(harness: MakeHarness) -> None:
     one = harness(ours=True, slots=4)
     one.ask("before", prompt_of(9))
-    for name, options, _ in REFUSED:
+    for name, given, _ in REFUSED:
+        options = given.copy()
         one.ask(name, **{"prompt": prompt_of(5), "max_new_tokens": options.pop("max_tokens", 8)} | options)
     one.ask("after", prompt_of(9))
     assert one.failures() == {name: reason for name, _, reason in REFUSED}

@@ -13,7 +13,7 @@ import transformers as hf
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.llama import modeling_llama
 
-from tests.engine.conftest import MakeHarness, prompt_of
+from tests.engine.conftest import MakeHarness, prompt_of, quantising
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB
 from vmmkv.adapters.transformers import attention
@@ -88,7 +88,7 @@ def assert_tokens_are_those_of_transformers(
     config: hf.PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
 ) -> None:
     model = model_of(config)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(quantising(options["kv_cache_dtype"]) if "kv_cache_dtype" in options else "sdpa")
     model.save_pretrained(directory)
     model.to(device)
     prompts = [prompt_of(length, length) for length in lengths]

@@ -102,7 +102,7 @@ def test_beams_are_those_of_transformers(harness: Callable[..., Harness], share:
     one.ask("beams", prompt, 20, beam_width=4)
     one.ask("beside", prompt[:700], 20)
     one.run()
-    check(answer(one, "beams"), by_transformers(one.model, prompt, width=4, max_new_tokens=20))
+    check(answer(one, "beams"), by_transformers(one, prompt, width=4, max_new_tokens=20))
     assert one.tokens("beside") == one.expected(prompt[:700], 20)
 
 

@@ -8,12 +8,27 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.kernels.cases import DEVICE, FP16, FP32, NAN, NO_BLOCK, SMALL, Case, assert_close, index, make_case, some
+from tests.kernels.cases import (
+    DEVICE,
+    FORMATS,
+    FP16,
+    FP32,
+    NAN,
+    NO_BLOCK,
+    POISON,
+    SMALL,
+    Case,
+    assert_close,
+    index,
+    make_case,
+    some,
+)
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.cascade import cascade, firsts_of, workspace_elements
 from vmmkv.kernels.attention.prefill import prefill
+from vmmkv.kernels.quantise import Kind
 
-NAMES = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
+NAMES = ("q_BHD", "k_STKW", "v_STKW", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
 Cut = Callable[..., None]
 
 
@@ -38,8 +53,9 @@ class Shared:
     def cascade(self, **options: Any) -> torch.Tensor:
         """By the kernels, into poison."""
         out = self.case.poisoned_out()
-        assert cascade(*self.case.arguments, *self.groups, **{"out": out, **options}) is options.get("out", out)
-        return options.get("out", out)
+        options = self.case.memory.scales | {"out": out} | options
+        assert cascade(*self.case.arguments, *self.groups, **options) is options["out"]
+        return options["out"]
 
     def cascade_in_blocks(self, block: int, **options: Any) -> torch.Tensor:
         """By the kernels, over the same rows in shuffled blocks."""
@@ -58,7 +74,7 @@ class Shared:
                 is_read_ST[leader, :rows] = True
         tables_SC[~is_read_ST.unflatten(1, (-1, block)).any(2).to(tables_SC.device)] = NO_BLOCK
         arguments = (case.q_NHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, *self.groups, tables_SC)
-        return dict(zip((*NAMES, "tables_SC"), arguments, strict=True))
+        return dict(zip((*NAMES, "tables_SC"), arguments, strict=True)) | blocks.scales
 
     def assert_right(self, out_BHD: torch.Tensor) -> None:
         """As decode is."""
@@ -76,16 +92,17 @@ def share(
     leaders = []
     for start, group in zip(starts, groups, strict=False):
         leaders.append(spare_slot if group.leader is None else slots[min(start + group.leader, len(slots) - 1)])
-        for view in (case.memory.k, case.memory.v):
-            prefix_TKD = view[slots[start], : group.rows].clone() if group.count else 0.0
-            for slot in (*slots[start : start + group.count], leaders[-1]):
-                view[slot, : group.rows] = prefix_TKD
+        prefix_TE = case.memory.bytes_STE[slots[start], : group.rows].clone() if group.count else 0
+        for slot in (*slots[start : start + group.count], leaders[-1]):
+            case.memory.bytes_STE[slot, : group.rows] = prefix_TE
     arguments = (case.q_NHD, *case.memory.values(), case.lengths_B, case.slots_B)
     truth = reference.decode(*arguments, **options)
     peer = reference.decode(*arguments, **options, dtype=case.q_NHD.dtype)
     for start, group, leader in zip(starts, groups, leaders, strict=False):
         for slot in slots[start : start + group.count]:
-            if slot != leader:
+            if slot != leader and "kind" in shape:
+                case.memory.bytes_STE[slot, : group.rows] = POISON
+            elif slot != leader:
                 case.memory.k[slot, : group.rows] = poison
                 case.memory.v[slot, : group.rows] = poison
     starts += starts[-1:] * spare_groups
@@ -106,6 +123,31 @@ def test_cascade_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: in
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     shared = share([140, 66, 70, 75, 1], [Group(2, 64), Group(2, 70)], shape=shape)
     shared.assert_right(shared.cascade())
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "head_dim", "dtype", "block"),
+    some(
+        [("fp8", "token", 64, FP16, 16), ("int8", "token", 80, FP32, 5), ("int4", "token", 96, FP16, 16),
+         ("fp8", "head", 64, FP16, 5)],
+        [(kind, scale, head_dim, dtype, 16) for kind, scale in FORMATS[1:] for head_dim, dtype in ((128, FP32), (256, FP16))],
+    ),
+)  # fmt: skip
+def test_a_quantised_prefix_is_right_and_has_the_same_bits_in_blocks(
+    kind: Kind, scale: str, head_dim: int, dtype: torch.dtype, block: int, cut_cascade: Cut
+) -> None:
+    cut_cascade(3)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "dtype": dtype, "kind": kind, "scale": scale}
+    shared = share(*GROUPINGS["led by the last"], shape=shape)
+    out = shared.cascade()
+    shared.assert_right(out)
+    assert torch.equal(shared.cascade_in_blocks(block), out)
+
+
+def test_the_tiling_of_quantised_rows_is_right() -> None:
+    for kind, head_dim in (("int4", 64), ("fp8", 256)):
+        shared = share([90, 70, 66, 64], [Group(4, 64)], shape=SMALL | {"kind": kind, "head_dim": head_dim})
+        shared.assert_right(shared.cascade())
 
 
 GROUPINGS = {
@@ -265,7 +307,7 @@ def test_the_workspace_is_as_large_as_said_and_may_hold_anything(block: int, cut
     cut_cascade(5)
     shared = share([60 + b for b in range(9)], [Group(9, 60)], shape=SMALL | {"heads": 3})
     arguments = shared.in_blocks(block) if block else dict(zip(NAMES, (*shared.case.arguments, *shared.groups), strict=True))
-    needed = workspace_elements(shared.case.q_NHD, arguments["k_STKD"], tables_SC=arguments.get("tables_SC"))
+    needed = workspace_elements(shared.case.q_NHD, arguments["k_STKW"], tables_SC=arguments.get("tables_SC"))
     memory = torch.full((needed + 64,), NAN, device=DEVICE)
     shared.assert_right(cascade(**arguments, workspace=memory[:needed]))
     assert memory[needed:].isnan().all()

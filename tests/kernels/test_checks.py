@@ -62,8 +62,7 @@ def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int
     if block:
         memory, tables_SC = memory.in_blocks(block)
         tables = {"tables_SC": tables_SC}
-    width = "D" if launch is cascade else "W"
-    arguments = {"q_NHD" if launch is prefill else "q_BHD": case.q_NHD, f"k_STK{width}": memory.k, f"v_STK{width}": memory.v}
+    arguments = {"q_NHD" if launch is prefill else "q_BHD": case.q_NHD, "k_STKW": memory.k, "v_STKW": memory.v}
     arguments |= {"lengths_B": case.lengths_B, "slots_B": case.slots_B, "limit_S": case.limits(9), **tables, **memory.scales}
     if launch is cascade:
         groups = {"group_starts_G1": index(0, 2), "leaders_G": case.slots_B[:1], "prefix_rows_G": index(4)}
@@ -206,7 +205,7 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
     ]),
     "cascade": (cascade, attention(cascade), [
         ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-        ("k_STKD", lambda k: k.view(torch.int8), "quantised"),
+        ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
         ("lengths_B", lambda lengths: lengths.float(), "int32"),
         ("group_starts_G1", shorter, "(2,)"),
         ("group_starts_G1", long, "int32"),

@@ -166,7 +166,7 @@ class Model:
     def cascade(self, **options: Any) -> None:
         """Its two launches, and those of decode."""
         rows, groups = (empty(SLOTS), empty(SLOTS)), (empty(9), empty(8), empty(8))
-        cascade.cascade(self.q_NHD, *self.kv, *rows, *groups, **self.tables, firsts_B=empty(SLOTS), **options)
+        cascade.cascade(self.q_NHD, *self.kv, *rows, *groups, **self.tables, **self.scales, firsts_B=empty(SLOTS), **options)
 
 
 def attention() -> None:
@@ -191,6 +191,10 @@ def attention() -> None:
     ):
         Model(*form).cascade(limit_S=empty(SLOTS) if form[3] == BF16 else None, softcap=30.0 if form[3] == FP16 else None)
     Model(*llama).cascade(query_starts=empty(SLOTS + 1))
+    Model(*llama, "fp8").cascade(limit_S=empty(SLOTS))
+    Model(*llama, "int4", block=16).cascade()
+    Model(9, 3, 64, FP16, "int8").cascade(softcap=30.0)
+    Model(9, 3, 64, FP16, "fp8", "head").cascade()
     Model(*llama).column_sums()
     Model(9, 3, 64, FP16).column_sums(limit=False)
     Model(4, 1, 80, FP32).column_sums(torch.int64)

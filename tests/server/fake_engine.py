@@ -57,6 +57,7 @@ READY = Ready(
     model="tiny",
     device="fake",
     dtype="float32",
+    kv_cache_dtype="int8",
     implementation="vmmkv",
     limits=Limits(model_tokens=256, pool_tokens=1024, budget_bytes=1 << 26, max_sequences=4, vocabulary_size=258),
 )

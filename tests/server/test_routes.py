@@ -147,7 +147,7 @@ class TestRendering:
 
     def test_the_server_says_what_it_serves_by_vllms_names(self, server: Running) -> None:
         told = server.http.get("/server_info").json()
-        assert told["vllm_config"]["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64}
+        assert told["vllm_config"]["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64, "cache_dtype": "int8"}
         assert told["vllm_config"]["model_config"] == {"model": "tiny", "max_model_len": 256, "dtype": "float32"}
         assert told["system_env"] == {"vmmkv_version": vmmkv.__version__}
 
@@ -312,6 +312,7 @@ def test_the_version_and_the_model_are_told(server: Running) -> None:
     (model,) = server.http.get("/v1/models").json()["data"]
     assert server.http.get("/v1/models/tiny").json() == model
     assert (model["id"], model["owned_by"], model["max_model_len"], model["implementation"]) == ("tiny", "vmmkv", 256, "vmmkv")
+    assert model["kv_cache_dtype"] == "int8"
 
 
 def a_map(*slots: SlotMap, requests: dict[int, str] | None = None) -> MemoryMap:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attending import attending_by
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import runner
@@ -53,7 +52,7 @@ def text(one: Harness, name: str) -> str:
 def assert_logprobs_are_the_models_own(one: Harness, name: str, prompt: list[int], within: float) -> None:
     """Of the tokens that were answered, by transformers, with no grammar."""
     ids = torch.tensor([[*prompt, *one.tokens(name)]], device=one.cache.device)
-    with attending_by(one.model, "sdpa"), torch.no_grad():
+    with one.by_transformers(), torch.no_grad():
         own_TV = torch.log_softmax(one.model(ids).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
     own_T = own_TV.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
     ours = one.logprobs(name)[: len(own_T)]

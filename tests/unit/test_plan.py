@@ -15,7 +15,7 @@ from vmmkv.cli.plan import KNOWN_CONFIGS
 from vmmkv.server.models import KNOWN_MODELS
 from vmmkv.units import GIB, PAGE_BYTES
 
-LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-dtype"]
+LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-cache-dtype"]
 
 Plan = Callable[..., Any]
 
@@ -68,7 +68,7 @@ def test_the_known_values_of_80_layers(plan: Plan, table: Callable[..., str]) ->
 def test_waste_is_below_a_page_for_each_sequence_and_group(plan: Plan, tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = write_config(tmp_path, num_hidden_layers=4, layer_types=kinds, sliding_window=512)
-    given = plan("--model", model, "--lengths", "1,100,1000,10000", "--kv-dtype", "bf16")
+    given = plan("--model", model, "--lengths", "1,100,1000,10000", "--kv-cache-dtype", "bf16")
     assert given["groups"] == 2
     for row in given["lengths"]:
         wasted_bytes = row["waste_fraction"] * row["num_pages"] * PAGE_BYTES
@@ -79,7 +79,7 @@ def test_waste_is_below_a_page_for_each_sequence_and_group(plan: Plan, tmp_path:
 def test_a_model_directory_gives_geometry_dtype_and_limit(plan: Plan, tmp_path: Path) -> None:
     model = write_config(tmp_path, dtype="bfloat16", max_position_embeddings=40_960, sliding_window=512)
     given = plan("--model", model)
-    assert (given["row_bytes"], given["kv_dtype"], given["max_tokens"]) == (114_688, "bfloat16", 40_960)
+    assert (given["row_bytes"], given["kv_cache_dtype"], given["max_tokens"]) == (114_688, "bfloat16", 40_960)
     assert given["longest_sequence_tokens"] == 40_960, "a window does not lengthen what the model can have"
     assert [row["num_tokens"] for row in given["lengths"]] == [1024, 4096, 32768]
     assert plan("--model", f"{model}/config.json") == given
@@ -92,7 +92,7 @@ def test_models_that_can_be_fetched_or_are_measured_are_planned_by_name(
     assert KNOWN_CONFIGS.keys() == KNOWN_MODELS.keys() | MODELS.keys()
     for name, served in MODELS.items():
         (tmp_path / "config.json").write_text(json.dumps(served.config))
-        assert plan("--model", name, "--kv-dtype", "bf16") == plan("--model", ".", "--kv-dtype", "bf16")
+        assert plan("--model", name, "--kv-cache-dtype", "bf16") == plan("--model", ".", "--kv-cache-dtype", "bf16")
     Path("smollm2-135m").mkdir()
     write_config(Path("smollm2-135m"), num_hidden_layers=7)
     assert plan("--model", "smollm2-135m")["layers"] == 7, "a directory goes before a model of its name"
@@ -102,7 +102,7 @@ def test_the_decoder_of_a_model_of_several_inputs_is_planned(plan: Plan, tmp_pat
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
     given = plan("--model", str(tmp_path))
-    assert (given["row_bytes"], given["kv_dtype"], given["kv_scale"]) == (2 * 2 * 256 * 4, "float32", None)
+    assert (given["row_bytes"], given["kv_cache_dtype"], given["kv_scale"]) == (2 * 2 * 256 * 4, "float32", None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_quantised_rows_are_a_part_and_their_scales(
 ) -> None:
     given = plan(*LARGE, *options, "--memory", "80GiB", "--lengths", "4096")
     assert given["row_bytes"] == row_bytes
-    assert (given["kv_dtype"], given["kv_scale"]) == (options[0], options[2] if len(options) > 1 else "token")
+    assert (given["kv_cache_dtype"], given["kv_scale"]) == (options[0], options[2] if len(options) > 1 else "token")
     assert given["lengths"][0]["token_bytes"] == 4096 * row_bytes
     assert f"in {options[0]}, scales by {given['kv_scale']}" in table(*LARGE, *options)
 
@@ -200,9 +200,9 @@ def test_of_windows_only_the_rows_that_are_needed_are_loaded(plan: Plan) -> None
         ([*LARGE, "fp16", "--max-tokens", "-1"], "--max-tokens -1: it must be at least 1"),
         ([*LARGE, "fp16", "--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
         ([*LARGE, "fp16", "--guard-tokens", "-1"], "--guard-tokens -1: it must be at least 0"),
-        ([*LARGE, "int3"], "--kv-dtype 'int3' is not known; use auto or one of fp8, int8, int4"),
-        ([*LARGE, "fp16", "--kv-scale", "head"], "fp16 has no scales; add --kv-dtype fp8 or int8 or int4"),
-        ([*LARGE, "int8", "--kv-scale", "head"], "use --kv-scale token, or --kv-dtype fp8"),
+        ([*LARGE, "int3"], "--kv-cache-dtype 'int3' is not known; use auto or one of fp8, int8, int4"),
+        ([*LARGE, "fp16", "--kv-scale", "head"], "fp16 has no scales; add --kv-cache-dtype fp8 or int8 or int4"),
+        ([*LARGE, "int8", "--kv-scale", "head"], "use --kv-scale token, or --kv-cache-dtype fp8"),
         ([*LARGE, "fp8", "--kv-scale", "row"], "--kv-scale 'row' is not known; use token or head"),
         (["--model", "smollm2-135m", "--max-tokens", "8193"], "--max-tokens 8193 is more than this model's positions reach"),
         (["--layers", "0", *LARGE[2:], "fp16"], "at least 1"),
@@ -245,7 +245,7 @@ def test_a_model_whose_configuration_has_names_of_its_own_is_planned(
     config = {"model_type": model_type, "n_layer": 2, "n_head": 4, "n_embd": 256, "n_positions": 512, "dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = plan("--model", str(tmp_path))
-    assert (given["layers"], given["kv_dtype"], given["max_tokens"]) == (2, "float16", 512)
+    assert (given["layers"], given["kv_cache_dtype"], given["max_tokens"]) == (2, "float16", 512)
     assert given["row_bytes"] == 2 * 2 * kv_heads * 64 * 2
 
 

@@ -263,6 +263,13 @@ TYPES = {
 }
 
 
+def test_no_type_finds_the_records_of_another():
+    layouts = [
+        KVLayout.uniform(layers=4, kv_heads=8, head_dim=dim, dtype=dtype) for dim in (128, 256) for dtype in TYPES.values()
+    ]
+    assert len({Keys(layout, "model").identity for layout in layouts}) == len(layouts)
+
+
 @pytest.mark.parametrize("windows", [None, [None, 40, None, 40]], ids=["one group", "windowed"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_every_byte_of_every_type_comes_back(pool, host, dtype, windows):

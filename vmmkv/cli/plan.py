@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vmmkv.layout import KV_KINDS, KV_SCALES, KVLayout, KVType
+from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, KVLayout, KVType
 from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SUMMARY = "print how many tokens and sequences fit in some memory, what is waste
 EXAMPLES = """\
 examples:
   vmmkv plan --model llama-3.1-8b --memory 60GiB
-  vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-dtype int4
+  vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-cache-dtype int4
   vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --memory 320GiB
   vmmkv plan --model ./my-model --memory 8GiB --lengths 4096,100000 --json
   vmmkv plan --model llama-3.1-8b --memory 60GiB --host-budget 256GiB
@@ -88,7 +88,7 @@ class SourcePlan:
 class Plan:
     """The answer of `vmmkv plan`."""
 
-    kv_dtype: str
+    kv_cache_dtype: str
     kv_scale: str | None
     """Of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
     layers: int
@@ -129,7 +129,7 @@ def run(
         int | None,
         typer.Option(metavar="N", help="the longest sequence allowed", show_default="the model's, else the longest length"),
     ] = None,
-    kv_dtype: Annotated[
+    kv_cache_dtype: Annotated[
         str,
         typer.Option(
             metavar="TYPE",
@@ -155,7 +155,7 @@ def run(
     """Print the plan on stdout."""
     _check_one_is_given(model, {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "window": window})
     config = {} if model is None else _read_config(model)
-    dtype = _kv_dtype(kv_dtype, kv_scale, config)
+    dtype = _kv_cache_dtype(kv_cache_dtype, kv_scale, config)
     layout = _uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype)
     asked = _parse_lengths(lengths)
     model_tokens = config.get("max_position_embeddings") or None
@@ -179,7 +179,7 @@ def run(
     most = min(fitting, model_tokens or fitting)
     planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked))
     plan = Plan(
-        kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
+        kv_cache_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
         layers=sum(len(group.layers) for group in layout.groups),
         groups=num_groups,
@@ -271,7 +271,7 @@ def format_plan(plan: Plan) -> str:
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     facts = (
         ("layers", f"{plan.layers}, in {groups}"),
-        ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_dtype}{scaled}"),
+        ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_cache_dtype}{scaled}"),
         ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
         ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}"),
         ("longest sequence", longest),
@@ -384,23 +384,25 @@ def _uniform(
     return KVLayout(groups=(dataclasses.replace(group, window=window),))
 
 
-def _kv_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":
+def _kv_cache_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":
     import torch
 
-    wanted = config.get("dtype") or config.get("torch_dtype") or "bf16" if name == "auto" else name
+    wanted = config.get("dtype") or config.get("torch_dtype") or "bf16" if name == "auto" else KV_KIND_ALIASES.get(name, name)
     if scale not in (None, *KV_SCALES):
         raise ValueError(f"--kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
     if wanted in KV_KINDS:
         if scale == "head" and wanted != "fp8":
             raise ValueError(
                 f"--kv-scale head is for fp8 alone: {wanted} has no range for a static scale of a whole head; "
-                "use --kv-scale token, or --kv-dtype fp8"
+                "use --kv-scale token, or --kv-cache-dtype fp8"
             )
         return KVType(wanted, scale or "token")
     if scale is not None:
-        raise ValueError(f"--kv-scale is of quantised KV, and {wanted} has no scales; add --kv-dtype {' or '.join(KV_KINDS)}")
+        raise ValueError(
+            f"--kv-scale is of quantised KV, and {wanted} has no scales; add --kv-cache-dtype {' or '.join(KV_KINDS)}"
+        )
     if wanted not in DTYPE_NAMES:
-        raise ValueError(f"--kv-dtype {wanted!r} is not known; use auto or one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}")
+        raise ValueError(f"--kv-cache-dtype {wanted!r} is not known; use auto or one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}")
     dtype: torch.dtype = getattr(torch, DTYPE_NAMES[wanted])
     return dtype
 

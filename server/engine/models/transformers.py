@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.errors import VmmkvError
+from vmmkv.kernels.quantise import kind_of
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.models import UnsupportedModel
@@ -183,13 +184,14 @@ class TransformersModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in the shape of the layer's rows. One head may stand for all, as in GPT-BigCode."""
         planes = [self._groups[layer].plane(name) for name in ("k", "v")]
+        # Two elements of int4 lie in a byte.
+        kept = [(plane.heads, plane.dim * (2 if kind_of(plane.dtype) == "int4" else 1)) for plane in planes]
         given = [(side.shape[1], side.shape[3]) for side in (key, value)]
-        if any(dim != plane.dim or heads not in (1, plane.heads) for (heads, dim), plane in zip(given, planes, strict=True)):
+        if any(dim != of_rows[1] or heads not in (1, of_rows[0]) for (heads, dim), of_rows in zip(given, kept, strict=True)):
             raise UnsupportedModel(
-                f"{type(module).__name__} gives {_heads(given)} in layer {layer}, where the configuration says "
-                f"{_heads([(plane.heads, plane.dim) for plane in planes])}"
+                f"{type(module).__name__} gives {_heads(given)} in layer {layer}, where the configuration says {_heads(kept)}"
             )
-        return key.expand(-1, planes[0].heads, -1, -1), value.expand(-1, planes[1].heads, -1, -1)
+        return key.expand(-1, kept[0][0], -1, -1), value.expand(-1, kept[1][0], -1, -1)
 
 
 @contextlib.contextmanager
