@@ -8,7 +8,7 @@ a thread (`http.generation.off_loop`).
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
@@ -343,7 +343,8 @@ class TokenTexts:
     def __init__(self, tokenizer: RustTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        kinds = set(_decoder_kinds(tokenizer))
+        decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+        kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
         self._bytes_of_letter = _byte_alphabet() if "ByteLevel" in kinds else None
         self._is_sentencepiece = bool(kinds & {"Metaspace", "ByteFallback"})
 
@@ -371,15 +372,6 @@ class TokenTexts:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _decoder_kinds(tokenizer: RustTokenizer) -> Iterator[str]:
-    """The types of the decoder's steps."""
-    if tokenizer.decoder is None:
-        return
-    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    for step in state.get("decoders", [state]):
-        yield step["type"]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -4,6 +4,7 @@ The child is spawned, not forked: it has a CUDA context of its own to lose, and 
 reported. A check whose process dies has crashed, and the next check gets a new process, as after any CUDA error.
 """
 
+import contextlib
 import multiprocessing
 import pickle
 import signal
@@ -291,10 +292,6 @@ def conformance(
         error_floor=error_floor,
         capturable=capturable,
     )
-    own = Worker() if worker is None else worker
-    try:
+    with Worker() if worker is None else contextlib.nullcontext(worker) as own:
         results = tuple(own.run(name, subject) for name in names)
-    finally:
-        if worker is None:
-            own.close()
     return Report(kernel=subject.name, subject=str(subject), results=results)
