@@ -8,12 +8,11 @@ whose contrast to black and to white is 3 to 1 at least.
 """
 
 import io
-import json
 import re
 import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,15 +28,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from bench.baselines import COMMON_PREFILL
 from bench.cli import OUT, SUITES, Parser
 from bench.rows import FAILED, GPU, Provenance, Recorded, Row, Summary, figure, make_folder, newest, read
-from vmmkv.units import MIB
 
 PAGE: Final = "report.html"
 _HERE: Final = Path(__file__).parent
-_MAP: Final = "memory_map.json"
 
 DOCS: Final[Mapping[str, str]] = {
     "sequences-that-fit": "memory-efficiency-admitted",
-    "serve-rates": "serve-rates-llama-3-1-8b-chat-poisson",
+    "serve-rates": "serve-rates-llama-3-1-8b-rates-chat",
 }
 """Figures that README.md and the documents show: by their names there, how the page's are called behind the device."""
 
@@ -349,8 +346,9 @@ def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
         for part, panels in by_part.items():
             title = f"{part}: {spec.title}" if len(by_part) > 1 else spec.title
             yield bars("-".join(filter(None, (name, spec.slug, _slug(part)))), title, unit, panels)
-    if suite in _OTHERS:
-        yield from _OTHERS[suite](rows, name)
+    if suite == "driver_calls":
+        yield from _driver_calls(rows, name)
+    yield from _drawn_lines(rows, suite, name)
 
 
 def _panels() -> Panels:
@@ -372,87 +370,53 @@ def _driver_calls(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         yield bars(f"{name}-calls", f"What each call of the driver takes ({rows[0].system})", "us", panels)
 
 
-def _attach_and_tree(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    for pattern, slug, title, x_label in (
-        (r"attach (\d+) tokens", "attach", "Attaching a prefix", "tokens"),
-        (r"a tree of ([\d,]+) nodes", "tree", "The radix tree alone", "nodes"),
-    ):
-        panels = _panels()
-        for row in rows:
-            if row.unit == "us" and (match := re.fullmatch(pattern, row.workload)):
-                heading, series = ("a call", row.metric) if slug == "tree" else (row.metric, row.system)
-                panels[heading, row.unit][series][int(match[1].replace(",", ""))] = row.summary
-        if panels:
-            yield lines(f"{name}-{slug}", title, panels, x_label)
+class Lines(NamedTuple):
+    """A figure of lines: a panel for each metric, a line for each system, by a number that workloads name."""
+
+    suite: str
+    slug: str
+    title: str
+    x_label: str
+    workload: str
+    """A pattern that workloads match. It captures the number as `x`, the panel as `panel`, and as `by` splits into figures."""
+    metrics: tuple[str, ...] = ()
+    """Empty: all that are times, each a line, in one panel."""
 
 
-def _rates(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """Requests that arrive, by the rate at which they have."""
-    offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}
-    by_figure: defaultdict[tuple[str, ...], Panels] = defaultdict(_panels)
-    for metric in ("goodput", "first token", "time per output token"):
-        for row in rows:
-            match = re.match(r"(.+?) rates: (.+), [\d.]+ requests/s, (.+)$", row.workload)
-            if match and row.metric == metric and row.workload in offered and row.summary.median > 0:
-                by_figure[match.groups()][metric, row.unit][row.system][offered[row.workload]] = row.summary
-    for names, panels in by_figure.items():
-        title = f"{', '.join(names)}: {', '.join(heading for heading, _ in panels)}"
-        yield lines(f"{name}-rates-{_slug(' '.join(names))}", title, panels, "requests/s offered")
+_LINES: Final = (
+    Lines(
+        *("prefix", "attach", "Attaching a prefix", "tokens", r"attach (?P<x>\d+) tokens$"),
+        ("in the driver", "until the device is done"),
+    ),
+    Lines("prefix", "tree", "The radix tree alone", "nodes", r"a tree of (?P<x>[\d,]+) nodes$"),
+    Lines(
+        *("serve", "rates", "goodput, first token, time per output token", "requests/s offered"),
+        r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson",
+        ("goodput", "first token", "time per output token"),
+    ),
+    Lines(
+        *("tiers", "first", "First token of a prompt: computed, or known to the device or a tier", "tokens"),
+        r"(?P<panel>.+) first: (?P<x>\d+) tokens in",
+        ("first token",),
+    ),
+)
 
 
-def _first_tokens(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """A panel for each model: from where the first token of a prompt comes, by its length."""
-    panels = _panels()
-    for row in rows:
-        if row.metric == "first token" and (match := re.match(r"(.+) first: (\d+) tokens in", row.workload)):
-            panels[match[1], row.unit][row.system][int(match[2])] = row.summary
-    if panels:
-        yield lines(f"{name}-first", "First token of a prompt: computed, or known to the device or a tier", panels, "tokens")
-
-
-_OTHERS: Final[Mapping[str, Callable[[Sequence[Row], str], Iterator[Figure]]]] = {
-    "driver_calls": _driver_calls,
-    "prefix": _attach_and_tree,
-    "serve": _rates,
-    "tiers": _first_tokens,
-}
-
-_STATES: Final[Mapping[str, tuple[str, str]]] = {
-    "live": ("rows of running sequences", _COLOURS[0]),
-    "ahead": ("mapped ahead", _COLOURS[6]),
-    "parked": ("parked, to be adopted or evicted", _COLOURS[3]),
-}
-"""Of the memory map: by state, what it is and its colour."""
-_OTHER_STATE: Final = ("about to be unmapped", _COLOURS[8])
-
-
-def memory_map(record: Mapping[str, Any]) -> Figure:
-    """Slots across, addresses up: what lies under each slot at one moment, by the suite `memory_efficiency`."""
-    page_mib, slots = record["page_bytes"] / MIB, record["slots"]
-    present: dict[str, tuple[str, str]] = {}
-    with matplotlib.rc_context(_STYLE):
-        canvas = Canvas(figsize=(8.6, 4.6), layout="constrained")
-        axis: Any = canvas.subplots()
-        for column, slot in enumerate(slots):
-            for page, num_pages, state, num_holders in slot["runs"]:
-                present[state] = _STATES.get(state, _OTHER_STATE)
-                style: Any = {"hatch": "////"} if num_holders > 1 else {}
-                style |= {"width": 0.84, "color": present[state][1], "edgecolor": _INK, "linewidth": 0.4}
-                axis.bar([column], [num_pages * page_mib], bottom=[page * page_mib], **style)
-            if slot["state"] == "live":
-                end_mib = slot["rows"] * record["row_bytes"] / MIB
-                axis.plot([column - 0.47, column + 0.47], [end_mib, end_mib], color=_INK, linewidth=1.8)
-        axis.set_xticks(range(len(slots)), [slot["slot"] for slot in slots], fontsize=7)
-        axis.set(ylabel="addresses of a slot, MiB", xlabel="slots")
-        axis.grid(axis="x", visible=False)
-        handles = [Patch(facecolor=colour, edgecolor=_INK, label=text) for text, colour in present.values()]
-        handles.append(Patch(facecolor="none", edgecolor=_INK, hatch="////", label="held by more than one"))
-        canvas.legend(handles=handles, loc="outside upper left", ncols=2)
-    moment = f"{record['workload']}, {record['shape']}, behind {record['step']} decode steps"
-    said = f"Of {record['budget_pages']} pages {record['held_pages']} are held, {record['used_pages']} by running sequences"
-    title = "Memory map: extents under the addresses of slots"
-    caption = f"{moment}. {said}. Thick lines: where rows end. Commit {record['commit'][:12]} of {record['date'][:10]}."
-    return Figure(name="memory-map", title=title, alt=f"{title}, {moment}. {said}.", caption=caption, canvas=canvas)
+def _drawn_lines(rows: Sequence[Row], suite: str, name: str) -> Iterator[Figure]:
+    offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}  # the number, where it was measured
+    for spec in (spec for spec in _LINES if spec.suite == suite):
+        by_part: defaultdict[str, Panels] = defaultdict(_panels)
+        for metric in spec.metrics or (None,):
+            for row in rows:
+                match = re.match(spec.workload, row.workload)
+                if match and row.summary.median > 0 and (row.metric == metric if metric else row.unit == "us"):
+                    found = match.groupdict()
+                    x = offered.get(row.workload) or float(found["x"].replace(",", ""))
+                    panel, series = (found.get("panel", metric), row.system) if metric else ("a call", row.metric)
+                    by_part[found.get("by", "")][panel, row.unit][series][x] = row.summary
+        for part, panels in by_part.items():
+            title = f"{part}: {spec.title}" if part else spec.title
+            yield lines("-".join(filter(None, (name, spec.slug, _slug(part)))), title, panels, spec.x_label)
 
 
 # the page
@@ -506,8 +470,6 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
     for one in sorted(recorded, key=lambda one: order.get(one.row.suite, len(order))):
         groups[one.row.suite, one.provenance.device, one.provenance.quick].append(one)
     sections = [_section(*key, rows) for key, rows in groups.items()]
-    folders = dict.fromkeys(source if source.is_dir() else source.parent for source in sources)
-    maps = [memory_map(json.loads((folder / _MAP).read_text("utf-8"))) for folder in folders if (folder / _MAP).is_file()]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -525,11 +487,10 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         num_quick=len(recorded) - len(full),
         failed=[one for one in recorded if one.row.metric == FAILED],
         sections=sections,
-        maps=maps,
         runs=_runs(recorded),
     )
     if docs is not None:
-        drawn = [*(each for section in sections for each in section.figures), *maps]
+        drawn = [each for section in sections for each in section.figures]
         for name, ending in DOCS.items():
             chosen = next((each for each in drawn if each.name.endswith(ending)), None)
             if chosen is not None:

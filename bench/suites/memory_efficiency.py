@@ -8,12 +8,9 @@ A step takes as long as reading the weights and all rows at 4.5 TB/s. Requests n
 one step, then it gets one row in each; how long it will be is not known. It is admitted while it leaves a hundredth of the
 budget free, as in vLLM. If a running sequence finds no memory the newest is preempted: it goes to the head of the queue, and is
 computed again with its answer so far. No two prompts begin alike. All figures are counts: of the same seed they are the same.
-
-The part `map` writes memory_map.json: what lies under each slot at one moment, after requests with shared prefixes.
 """
 
 import itertools
-import json
 from collections import deque
 from dataclasses import dataclass
 from math import gcd
@@ -27,14 +24,12 @@ from bench import workloads
 from bench.baselines.paged import PagedCache
 from bench.baselines.slots import StaticCache
 from bench.harness import HBM_BYTES_PER_S, SHAPES, Recorder, Settings, Shape, WrongNumbers
-from bench.workloads import Ask, Workload
-from vmmkv import KVCache, KVLayout, Pool, PrefixCache
+from bench.workloads import Workload
+from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.errors import OutOfPages
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 
-PARTS: Final = ("occupancy", "map")
-MAP: Final = "memory_map.json"
 MAX_TOKENS: Final = 4096
 """Of a sequence, prompt and answer: the rows of a static slot."""
 WATERMARK: Final = 0.01
@@ -76,27 +71,19 @@ class OccupancySizes:
 
 
 def run(recorder: Recorder) -> None:
-    """Every model under each workload, by each system; then the map."""
+    """Every model under each workload, by each system."""
     settings, sizes = recorder.settings, OccupancySizes.of(recorder.settings)
     # A CPU's usual shape is no model: here it stands for none having been named.
     named = not settings.shapes and settings.shape.name != "wide"
     shapes = (settings.shape,) if named else tuple(SHAPES[name] for name in _MODELS)
-    if settings.wants("occupancy"):
-        common: Any = {"seed": settings.seed, "vocabulary": _VOCABULARY, "count": sizes.asks, "max_tokens": MAX_TOKENS}
-        cases = [(shape, make(**common), system) for shape in shapes for make in _WORKLOADS for system in SYSTEMS]
-        for shape, workload, system in recorder.track(cases, lambda case: f"{case[0].name} {case[1].name}"):
-            name = f"{shape.name} {workload.name}: {workload.text}, {format_bytes(sizes.budget_bytes)}"
-            with recorder.guarded(name):
-                simulation = Simulation(CountedSystem(system, shape, sizes), workload, shape, sizes, settings.seed)
-                simulation.run()
-                _add_rows(recorder, name, sizes.budget_bytes, simulation)
-    if settings.wants("map"):
-        with recorder.guarded(f"{shapes[0].name} map"):
-            found = draw_map(shapes[0], settings.quick, settings.seed)
-            made_by = {name: getattr(recorder.file.provenance, name) for name in ("commit", "date")}
-            (recorder.file.folder / MAP).write_text(json.dumps(made_by | found, separators=(",", ":")), encoding="utf-8")
-            name = f"{shapes[0].name} map: {found['workload']}"
-            recorder.figure(name, "vmmkv", "memory, used", "MiB", found["used_pages"] * PAGE_BYTES / MIB)
+    common: Any = {"seed": settings.seed, "vocabulary": _VOCABULARY, "count": sizes.asks, "max_tokens": MAX_TOKENS}
+    cases = [(shape, make(**common), system) for shape in shapes for make in _WORKLOADS for system in SYSTEMS]
+    for shape, workload, system in recorder.track(cases, lambda case: f"{case[0].name} {case[1].name}"):
+        name = f"{shape.name} {workload.name}: {workload.text}, {format_bytes(sizes.budget_bytes)}"
+        with recorder.guarded(name):
+            simulation = Simulation(CountedSystem(system, shape, sizes), workload, shape, sizes, settings.seed)
+            simulation.run()
+            _add_rows(recorder, name, sizes.budget_bytes, simulation)
 
 
 # systems
@@ -299,66 +286,3 @@ def _add_rows(recorder: Recorder, name: str, budget_bytes: int, simulation: Simu
     bound = budget_bytes * num_sequences / needed
     recorder.figure(name, system, ADMITTED, "sequences", num_sequences / len(samples), len(samples), bound)
     recorder.samples(name, system, "admitted sequences", "sequences", [each.num_sequences for each in samples], bound)
-
-
-# the map
-
-
-def draw_map(shape: Shape, quick: bool, seed: int) -> dict[str, Any]:
-    """Serve requests of two groups that share a prefix, and of none, until one has just ended; then look at all slots.
-
-    Rows are copied where prompts part, so there is memory behind the addresses: the host's. The budget is so small that each
-    page is seen.
-    """
-    num_pages, most_running, least_steps, prefixes = (64, 4, 60, (90, 40)) if quick else (256, 10, 200, (400, 250))
-    count = least_steps + most_running + 512
-    common: Any = {"vocabulary": _VOCABULARY, "count": count, "max_tokens": 1024}
-    groups = [
-        workloads.shared_prefix(seed=seed + group, prefix_tokens=prefix, own=(8, 80), out=(16, 80), **common)
-        for group, prefix in enumerate(prefixes)
-    ]
-    groups.append(workloads.uniform(seed=seed, prompt=(16, 160), out=(16, 80), **common))
-    which = np.random.default_rng(seed).choice(3, count, p=(0.45, 0.35, 0.2)).tolist()
-    asks = (groups[group].asks[index] for index, group in enumerate(which))
-    rng = np.random.default_rng(seed)
-    running: dict[int, tuple[Any, Ask]] = {}
-    with (
-        Pool("cpu", num_pages * PAGE_BYTES) as pool,
-        KVCache(shape.layout, pool, slots=most_running + 6, max_tokens=1024) as cache,
-    ):
-        prefix = PrefixCache(cache)
-        for step in itertools.count(1):
-            cache.map_ahead(lookahead_tokens=1 + ceil_div(int(len(running) * PAGE_US), 1800))
-            ended = [slot for slot, (sequence, ask) in running.items() if sequence.length == len(ask.prompt) + ask.num_out - 1]
-            for sequence, _ in running.values():
-                sequence.grow(sequence.length + 1)
-                sequence.advance()
-            for slot in ended:  # what it answered was never computed: tokens at random, for the tree
-                sequence, ask = running.pop(slot)
-                answer = rng.integers(0, _VOCABULARY, sequence.length - len(ask.prompt), dtype=np.int32)
-                prefix.park(sequence, np.concatenate((ask.prompt, answer)))
-            if len(running) < most_running:
-                ask = next(asks)
-                attached = prefix.attach(ask.prompt, max_tokens=len(ask.prompt) + ask.num_out)
-                attached.sequence.grow(len(ask.prompt))
-                attached.sequence.advance(len(ask.prompt) - attached.num_tokens)
-                prefix.insert(attached.sequence, ask.prompt)
-                running[attached.sequence.slot] = attached.sequence, ask
-            prefix.free_slots(1)
-            if step >= least_steps and ended:
-                break
-        cache.check()
-        slots = [
-            {
-                "slot": found.slot,
-                "state": found.state.name.lower(),
-                "rows": found.num_tokens,
-                "runs": [[one.page, one.num_pages, one.state.value, one.num_holders] for one in found.groups[0]],
-            }
-            for found in cache.slot_maps(cache.taken_slots())
-        ]
-        pages = {f"{name}_pages": getattr(pool, f"{name}_bytes") // PAGE_BYTES for name in ("budget", "held", "used")}
-    shared = " or ".join(map(str, prefixes))
-    text = f"{most_running} at once, of which {shared} tokens are shared, or none"
-    found = {"shape": shape.name, "workload": text, "step": step, "page_bytes": PAGE_BYTES, "slots": slots}
-    return {**found, "row_bytes": shape.layout.row_bytes, **pages}
