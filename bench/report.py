@@ -64,7 +64,7 @@ _PAGED: Final = "paged *"
 QUESTIONS: Final = (
     *(
         Question(text, "serve", "throughput", other, part=part)
-        for other in (_PAGED, "static 4096", "transformers continuous batching")
+        for other in (_PAGED, "static 4096", "transformers *")
         for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
     ),
     *(

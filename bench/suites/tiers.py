@@ -17,7 +17,7 @@ import socket
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -272,9 +272,9 @@ class _Engine(EngineSystem):
         self.beside: Callable[[list[Said]], object] = lambda said: None
         """What else is done behind each step, told what the step has said."""
 
-    def wait(self, timeout_s: float) -> Iterable[Said]:
-        """See Server."""
-        said = list(super().wait(timeout_s))
+    def step(self) -> list[Said]:
+        """See EngineSystem."""
+        said = super().step()
         self.beside(said)
         return said
 

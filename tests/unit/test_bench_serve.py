@@ -167,7 +167,7 @@ def test_systems_outside_the_engine_give_its_answers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = measured(tmp_path, "outside", cases=("uniform", "multi turn"))
     systems = {row.system for row in rows if row.metric == "throughput"}
-    assert systems == {"vmmkv", "transformers StaticCache", "transformers continuous batching"}
+    assert systems == {"vmmkv", "transformers StaticCache"}
 
 
 @pytest.mark.nightly

@@ -137,11 +137,10 @@ def opened(
             systems.append(EngineSystem(memory if shares else "vmmkv", weights, limits, prefix_cache=shares))
             stack.callback(systems[-1].close)
         if outside:
-            from bench.suites.serve.outside import open_outside
+            from bench.suites.serve.outside import StaticBatches
 
-            for system in open_outside(weights, limits):
-                systems.append(system)
-                stack.callback(system.close)
+            systems.append(StaticBatches(weights, limits))
+            stack.callback(systems[-1].close)
         del weights
         yield systems
     context.close()  # collects: what captured graphs and weights keep is not free before

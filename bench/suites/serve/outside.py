@@ -1,4 +1,4 @@
-"""What serves the same requests without the engine: transformers by `generate` and by continuous batching, and vLLM.
+"""What serves the same requests without the engine: transformers by `generate`, and vLLM.
 
 transformers runs over the engine's own weights, under its names for them. Nothing but weights is kept between two runs, so that
 each has the whole budget. vLLM takes all memory, as its users open it, and has the workloads of `generate`.
@@ -6,7 +6,7 @@ each has the whole budget. vLLM takes all memory, as its users open it, and has 
 
 import gc
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
@@ -15,21 +15,18 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
 
 from bench.harness import Settings, WrongNumbers, release_memory
 from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
-from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, Said, ServedRun, System, Turns, UserEngine, serve
+from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, ServedRun, Turns, UserEngine
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVLayout
-from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
 from vmmkv.units import format_bytes
 
-_BLOCK_TOKENS: Final = 256
-"""Of continuous batching: transformers' default."""
 _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
 _VLLM_TOKENS: Final = 40_960
@@ -58,13 +55,6 @@ def _run_vllm(context: Context, parts: Sequence[str]) -> None:
         vllm: Vllm = context.engine(Vllm, folder, model, settings)
     for of_part, of_ours in zip(all_stages, wanted, strict=True):
         measure(context, vllm, of_part, of_ours)
-
-
-def open_outside(weights: Weights, limits: EngineLimits) -> Iterator[System]:
-    """All of transformers. Raises: ValueError if the budget does not hold one sequence."""
-    model = as_transformers(weights)
-    yield StaticBatches(model, limits)
-    yield ContinuousBatching(model, limits)
 
 
 # weights
@@ -115,11 +105,6 @@ def as_transformers(weights: Weights) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def row_bytes(model: Any) -> int:
-    """K and V of a token in all layers."""
-    return KVLayout.from_config(model.config, model.dtype).row_bytes
-
-
 # one batch after the other
 
 
@@ -134,10 +119,11 @@ class StaticBatches:
 
     name: Final = "transformers StaticCache"
 
-    def __init__(self, model: Any, limits: EngineLimits) -> None:
+    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
         assert limits.budget_bytes and limits.max_tokens, "all systems have the same"
-        self._model, self._max_tokens = model, limits.max_tokens
-        sequence_bytes = limits.max_tokens * row_bytes(model)
+        self._model, self._max_tokens = as_transformers(weights), limits.max_tokens
+        row_bytes = KVLayout.from_config(self._model.config, self._model.dtype).row_bytes
+        sequence_bytes = limits.max_tokens * row_bytes
         self._most_rows: Final = min(limits.max_num_seqs, limits.budget_bytes // sequence_bytes)
         if not self._most_rows:
             raise ValueError(
@@ -236,100 +222,6 @@ class _Steps:
 
     def end(self) -> None:
         pass
-
-
-# servers
-
-
-class ContinuousBatching:
-    """transformers' own, over as many blocks of 256 tokens as the budget holds. See System and Server.
-
-    Set are the number of blocks, of requests at once and of tokens a step, as in the engine. All else is its default: prefixes
-    are shared by whole blocks, and FlashAttention attends, in CUDA graphs, where its package is installed. Where it is not,
-    SDPA does, without graphs, under a mask of all tokens of a step by all rows that any of them reads.
-    """
-
-    name: Final = "transformers continuous batching"
-
-    def __init__(self, model: Any, limits: EngineLimits) -> None:
-        block_bytes, budget_bytes = _BLOCK_TOKENS * row_bytes(model), limits.budget_bytes or 0
-        self._model, self._limits = model, limits
-        self._manager: Any = None
-        self._num_told: Counter[str] = Counter()
-        """Of each request, tokens that were said before."""
-        self._num_blocks: Final = budget_bytes // block_bytes
-        if not self._num_blocks:
-            raise ValueError(
-                f"{self.name}: a block of {_BLOCK_TOKENS} tokens takes {format_bytes(block_bytes)}, and the budget is "
-                f"{format_bytes(budget_bytes)}; raise budget_bytes"
-            )
-
-    def run(self, workload: Workload) -> ServedRun:
-        """See System."""
-        with self._opened(wants_logprobs=False):
-            return serve(self, workload.asks)
-
-    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See System. It tells of the likeliest only."""
-        found: dict[int, LogProbs] = {}
-        with self._opened(wants_logprobs=True):
-            for index, prompt in enumerate(prompts):
-                self.add(index, prompt.tolist(), 1)
-            while len(found) < len(prompts):
-                for output in self._outputs(1.0):
-                    found[int(output.request_id)] = dict(zip(output.generated_tokens, output.logprobs, strict=True))
-        return [found[index] for index in range(len(prompts))]
-
-    def close(self) -> None:
-        """See System. The weights are the engine's."""
-        self._model = None
-
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
-        """See Server."""
-        self._manager.add_request(prompt, request_id=str(index), max_new_tokens=num_out, streaming=True)
-
-    def wait(self, timeout_s: float) -> list[Said]:
-        """See Server. The manager works in a thread of its own."""
-        said: list[Said] = []
-        for output in self._outputs(timeout_s):  # all tokens of a request each time
-            index, known = int(output.request_id), self._num_told[output.request_id]
-            said.append((index, output.generated_tokens[known:], output.is_finished()))
-            self._num_told[output.request_id] = len(output.generated_tokens)
-        return said
-
-    def _outputs(self, timeout_s: float) -> list[Any]:
-        """All there are, once there is one. Raises: WrongNumbers if a request has failed, or the thread has ended."""
-        outputs: list[Any] = []
-        output = self._manager.get_result(timeout=timeout_s)
-        while output is not None:
-            if output.error is not None:
-                raise WrongNumbers(f"request {output.request_id} failed: {output.error}")
-            outputs.append(output)
-            output = self._manager.get_result(timeout=0)
-        if not outputs and not self._manager.is_running():
-            raise WrongNumbers(f"its thread has ended: {self._manager.background_thread_status.fatal_error}")
-        return outputs
-
-    @contextmanager
-    def _opened(self, *, wants_logprobs: bool) -> Iterator[None]:
-        """A manager runs, over empty blocks, which are given back at the end."""
-        config = ContinuousBatchingConfig(
-            block_size=_BLOCK_TOKENS,
-            num_blocks=self._num_blocks,
-            max_batch_tokens=self._limits.max_num_batched_tokens or STEP_TOKENS[self._model.device.type],
-            max_requests_per_batch=self._limits.max_num_seqs,
-            return_logprobs=wants_logprobs,
-        )
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
-        with no_grad():
-            opened = self._model.continuous_batching_context_manager(greedy, continuous_batching_config=config)
-            try:
-                with opened as self._manager:
-                    yield
-            finally:
-                self._manager = None
-                self._num_told.clear()
-                release_memory(self._model.device)
 
 
 # an engine of its own

@@ -16,7 +16,7 @@ import heapq
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -44,8 +44,6 @@ bfloat16 on an H200. A system that reads zeroes for each sequence's first key is
 """
 _LEAST_COMMON: Final = 0.5
 """Of the likeliest tokens, the share that both must have, for their log-probabilities to be compared."""
-_IDLE_S: Final = 1.0
-"""After which a silent server is asked whether it still runs."""
 
 LogProbs = Mapping[int, float]
 Begin = tuple[list[int], list[LogProbs]]
@@ -149,37 +147,6 @@ Said = tuple[int, Sequence[int], bool]
 """Of one request, by its index: new tokens, and whether it has ended."""
 
 
-class Server(Protocol):
-    """Takes requests as they come."""
-
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
-        """A request, from now on."""
-        ...
-
-    def wait(self, timeout_s: float) -> Iterable[Said]:
-        """What there is to say, as soon as there is something. Raises: WrongNumbers if a request or the server has failed."""
-        ...
-
-
-def serve(server: Server, asks: Sequence[Ask]) -> ServedRun:
-    """All of them, each when it arrives. Raises: WrongNumbers."""
-    turns = Turns(asks)
-    began_s = time.perf_counter()
-    while turns.num_unfinished:
-        now_s = time.perf_counter() - began_s
-        for index in turns.arrived(now_s):
-            server.add(index, turns.prompts[index], asks[index].num_out)
-        said = server.wait(_IDLE_S if turns.next_s is None else max(0.0, min(_IDLE_S, turns.next_s - now_s)))
-        now_s = time.perf_counter() - began_s
-        for index, tokens, has_ended in said:
-            served = turns.served[index]
-            served.tokens += tokens
-            served.token_s += [now_s] * len(tokens)
-            if has_ended:
-                turns.end(index)
-    return ServedRun(turns.served, turns.seconds)
-
-
 # systems
 
 
@@ -232,7 +199,7 @@ def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = Fal
 
 
 class EngineSystem:
-    """The engine's loop over one of `SYSTEMS`, each a kind of memory. It is its own Server."""
+    """The engine's loop over one of `SYSTEMS`, each a kind of memory."""
 
     def __init__(
         self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True, tiers: Sequence[Tier] = ()
@@ -242,7 +209,6 @@ class EngineSystem:
         self.dtype: Final = weights.source.dtype
         self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[weights.device.type]
         self._said: deque[FromEngine] = deque()
-        self._num_open = 0
         self._cached: Counter[str] = Counter()
         self.snapshot: Snapshot | None = None
         """The engine's counts since it was started, at the end of the last run or later."""
@@ -264,16 +230,36 @@ class EngineSystem:
         """See System. `keep`: prefixes of the run before stay."""
         if not keep:
             self.forget()
-        self._num_open, self._cached = 0, Counter()
+        self._cached = Counter()
+        turns, began_s = Turns(workload.asks), time.perf_counter()
         try:
-            run = serve(self, workload.asks)
+            while turns.num_unfinished:
+                self._serve(turns, began_s)
         except BaseException:
             self.abort(len(workload.asks))
             raise
         self.loop.settle()
         self._said.clear()
         held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
-        return ServedRun(run.served, run.seconds, self._cached.total(), self._cached, held_bytes)
+        return ServedRun(turns.served, turns.seconds, self._cached.total(), self._cached, held_bytes)
+
+    def _serve(self, turns: Turns, began_s: float) -> None:
+        """A step, for those that have arrived."""
+        now_s = time.perf_counter() - began_s
+        for index in turns.arrived(now_s):
+            self.add(index, turns.prompts[index], turns.asks[index].num_out)
+        if not self.loop.has_work:
+            assert turns.next_s is not None, f"the engine has lost {turns.num_unfinished} requests"
+            time.sleep(max(0.0, turns.next_s - now_s))
+            return
+        said = self.step()
+        now_s = time.perf_counter() - began_s
+        for index, tokens, has_ended in said:
+            served = turns.served[index]
+            served.tokens += tokens
+            served.token_s += [now_s] * len(tokens)
+            if has_ended:
+                turns.end(index)
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Snapshot):
@@ -282,25 +268,17 @@ class EngineSystem:
             self._said.append(message)
 
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
-        """See Server."""
+        """A request, from now on."""
         self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params_of(num_out)))
-        self._num_open += 1
 
-    def wait(self, timeout_s: float) -> Iterable[Said]:
-        """See Server. A step, if there is anything to do."""
-        if self.loop.has_work:
-            self.loop.step()
-            return self._new_tokens()
-        assert not self._num_open, f"the engine has lost {self._num_open} requests"
-        time.sleep(timeout_s)
-        return ()
-
-    def _new_tokens(self) -> Iterator[Said]:
+    def step(self) -> list[Said]:
+        """A step, and what it has said."""
+        self.loop.step()
+        said: list[Said] = []
         for output in self.outputs():
             self._cached.update(dict(output.cached))
-            has_ended = output.finish_reason is not None
-            self._num_open -= has_ended
-            yield int(output.request_id), output.token_ids, has_ended
+            said.append((int(output.request_id), output.token_ids, output.finish_reason is not None))
+        return said
 
     def outputs(self) -> Iterator[Output]:
         """Take what the engine has said. Raises: WrongNumbers if a request has failed."""
