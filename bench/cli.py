@@ -6,9 +6,8 @@ left out because something that it needs is missing, and why.
 """
 
 import argparse
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -27,7 +26,7 @@ SUITES: Final = {
     "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
     "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
-    "prefix": "a shared prefix: requests and conversations over slots, blocks, unshared; attaching; the host's work by size",
+    "prefix": "requests that share a prefix, over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
     "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
@@ -35,21 +34,16 @@ SUITES: Final = {
 }
 """By the name of its module, what a suite measures."""
 
-GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "alloc": ("driver_calls", "append", "resize"),
-    # Without quality, which needs a model and minutes, and says nothing of a machine.
-    "all": tuple(name for name in SUITES if name != "quality"),
-}
+ALL: Final = tuple(name for name in SUITES if name != "quality")
+"""Without quality, which needs a model and minutes, and says nothing of a machine."""
 
 _COMMANDS: Final = ("report", "compare")
 
 
-def _list(texts: Mapping[str, str]) -> str:
-    return "\n".join(f"  {name:19}{text}" for name, text in texts.items())
-
-
+_LIST: Final = "\n".join(f"  {name:19}{text}" for name, text in SUITES.items())
 _SUITE_LIST: Final = f"""suites:
-{_list(SUITES | {name: ", ".join(suites) for name, suites in GROUPS.items()})}
+{_LIST}
+  all                all but quality
 
 What says something where:
   on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, tiers, transformers: on a CPU host memory stands for
@@ -61,8 +55,6 @@ What says something where:
 other commands (each has --help):
   python -m bench report     rows to one HTML page, and figures
   python -m bench compare    two sets of rows by median and spread"""
-
-_DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
 
 
 class Parser(argparse.ArgumentParser):
@@ -133,10 +125,10 @@ def _run(suites: Sequence[str], settings: Settings, out: Path, commit: str | Non
 
 def _chosen(names: Sequence[str]) -> list[str]:
     """The suites that these names stand for, each once. Raises: ValueError, naming what there is."""
-    if unknown := sorted(set(names) - SUITES.keys() - GROUPS.keys()):
-        there_are = f"suites: {', '.join([*SUITES, *GROUPS])}; commands: {', '.join(_COMMANDS)}"
+    if unknown := sorted(set(names) - SUITES.keys() - {"all"}):
+        there_are = f"suites: {', '.join([*SUITES, 'all'])}; commands: {', '.join(_COMMANDS)}"
         raise ValueError(f"no suite or command {', '.join(unknown)}; {there_are}")
-    return list(dict.fromkeys(suite for name in names for suite in GROUPS.get(name, (name,))))
+    return list(dict.fromkeys(suite for name in names for suite in (ALL if name == "all" else (name,))))
 
 
 def _check(settings: Settings, names: Sequence[str]) -> None:
@@ -189,18 +181,16 @@ def _parser() -> Parser:
 
 
 def _settings(given: argparse.Namespace) -> Settings:
-    auto = "cuda:0" if torch.cuda.is_available() else "cpu"
-    named = _DEVICE.fullmatch(auto if given.device == "auto" else given.device)
-    if named is None:
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {given.device!r}: no such device; there are cpu, cuda, cuda:N, and auto")
-    if named[0] == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", int(named["index"] or 0))
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda":
+        device, count = torch.device("cuda", device.index or 0), torch.cuda.device_count()
         if device.index >= count:
-            seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
-            raise ValueError(f"--device {given.device}: {seen}; use {f'cuda:{count - 1} or ' if count else ''}cpu")
+            raise ValueError(f"--device {given.device}: torch sees {count} GPUs here; name another, or cpu")
         torch.cuda.set_device(device)
     same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "max_num_batched_tokens", "tokenizer", "dir")
     options: dict[str, Any] = {name: getattr(given, name) for name in same}

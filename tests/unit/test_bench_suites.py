@@ -143,7 +143,7 @@ def test_sequences_of_a_shared_memory_have_the_same_rows(kind: str) -> None:
 
 
 def test_shared_prefixes_are_attached_warm_and_not_without_a_cache(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "prefix", "requests", "chat")
+    rows = measured(tmp_path, "prefix", "requests")
     attached = found(rows, "prompt tokens attached")
     warm = "tiny llama-3.1-8b 3 requests of 1200 + 12 tokens, 4 out, warm"
     assert attached[warm, "vmmkv"] > 95

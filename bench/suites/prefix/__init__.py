@@ -1,7 +1,6 @@
 """What sharing a prefix costs and saves: over slots, over blocks, and without sharing.
 
     requests     requests that share a prefix, cold and warm, by the engine over each memory
-    chat         conversations of many turns, likewise: a turn's prompt is all that was said before, and what is new
     attach       attaching a prefix of each length, by adoption, by aliases, and not at all; no model
     tree, host   what the host does between two steps, by size: see bench.suites.prefix.host; no model, no device
 
@@ -15,19 +14,18 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from bench import workloads
 from bench.baselines import backend
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
-from bench.suites.serve.systems import EngineLimits, ServedRun, share_same, take_turns
+from bench.suites.serve.systems import EngineLimits, share_same, take_turns
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import Driver, open_driver
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
-PARTS: Final = ("requests", "chat", "attach", "tree", "host")
+PARTS: Final = ("requests", "attach", "tree", "host")
 _PLAIN: Final = "llama-3.1-8b"
 """The shape whose workloads are named without it."""
 _NO_SHARING: Final = "none"
@@ -36,15 +34,14 @@ _NO_SHARING: Final = "none"
 
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out because something that they need is missing, and why."""
-    runs_engines = settings.wants("requests") or settings.wants("chat")
-    return backend.absent(settings.device, settings.fa3) if runs_engines else {}
+    return backend.absent(settings.device, settings.fa3) if settings.wants("requests") else {}
 
 
 def run(recorder: Recorder) -> None:
     """Every part that is wanted. On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
     settings = recorder.settings
     small = settings.small
-    if settings.wants("requests") or settings.wants("chat"):
+    if settings.wants("requests"):
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
         memories = backend.systems_on(settings.device, settings.fa3)
@@ -53,7 +50,7 @@ def run(recorder: Recorder) -> None:
         else:
             limits = EngineLimits(budget_bytes=16 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
         with (
-            recorder.guarded(f"{prefix}requests and chat"),
+            recorder.guarded(f"{prefix}requests"),
             opened(context, limits, memories, without_prefixes=True) as systems,
         ):
             lengths = (1200, 100) if small else (4096, 200, 1000, 4000)
@@ -61,11 +58,8 @@ def run(recorder: Recorder) -> None:
             # A round without rows: the first creates memory that later ones find.
             warming = [_wave(context, min(lengths), rounds, number) for number in range(2)]
             take_turns(recorder, systems, [warming], ["warming up"])
-            if settings.wants("requests"):
-                for tokens in recorder.track(lengths, lambda tokens: f"{tokens} tokens shared"):
-                    _measure_requests(context, systems, tokens, rounds, prefix)
-            if settings.wants("chat"):
-                _measure_chat(context, systems, prefix)
+            for tokens in recorder.track(lengths, lambda tokens: f"{tokens} tokens shared"):
+                _measure_requests(context, systems, tokens, rounds, prefix)
     if settings.wants("attach"):
         named = "" if settings.shape.name == _PLAIN else f"{settings.shape.name} "
         prefixes = (64, 1024) if small else (1024, 4096, 16384, 65536, 131072)
@@ -79,7 +73,7 @@ def run(recorder: Recorder) -> None:
         host.measure_engine(recorder)
 
 
-# requests and conversations, by the engine
+# requests, by the engine
 
 
 def _request_sizes(settings: Settings) -> tuple[int, int, int]:
@@ -111,7 +105,12 @@ def _measure_requests(context: Context, systems: Sequence[Any], prefix_tokens: i
                 pairs = zip(of_system, runs[first], strict=system != _NO_SHARING)
                 sames = [share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in pairs]
                 recorder.samples(name, system, "total", "s", [run.seconds for run in of_system])
-                _add_rows(recorder, name, system, of_system)
+                firsts_ms = [1e3 * each.first_s for run in of_system for each in run.served]
+                recorder.samples(name, system, "first token", "ms", firsts_ms)
+                attached = [100 * run.cached_tokens / run.prompt_tokens for run in of_system]
+                recorder.samples(name, system, "prompt tokens attached", "%", attached)
+                if system != _NO_SHARING:  # behind the first such run, by sequences that have ended too
+                    recorder.figure(name, system, "memory, held", "GiB", of_system[0].held_bytes / GIB)
                 if system != first:
                     recorder.samples(name, system, f"same answers as {first}", "%", [100 * same for same in sames])
                     recorder.figure(name, system, "first tokens off by", "% of other prompts'", 100 * offs[system])
@@ -128,40 +127,6 @@ def _wave(context: Context, prefix_tokens: int, round_: int, number: int) -> Wor
     prefix = tokens(prefix_tokens)
     prompts = [np.concatenate((prefix, tokens(own, 1 + number, index))) for index in range(requests)]
     return Workload(name="shared prefix", text="", asks=tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts))
-
-
-def _measure_chat(context: Context, systems: Sequence[Any], prefix: str) -> None:
-    """All conversations at once; each turn comes when the one before has ended."""
-    count, turns, new, out = (2, 3, (8, 24), 3) if context.settings.small else (20, 10, (50, 200), 64)
-    name = f"{prefix}chat: {count} conversations of {turns} turns"
-    with context.recorder.guarded(name):
-        talks = workloads.multi_turn(
-            seed=context.settings.seed,
-            vocabulary=context.model.vocabulary,
-            count=count,
-            max_tokens=turns * (new[1] + out),
-            turns=turns,
-            new=new,
-            out=(out, out),
-            think_s=0.0,
-        )
-        first: ServedRun | None = None
-        for system in systems:
-            context.recorder.note(f"{name}, {system.name}")
-            run = system.run(talks)
-            first = first or run
-            share_same([run], first, strict=not context.settings.on_gpu)
-            context.recorder.figure(name, system.name, "total", "s", run.seconds)
-            _add_rows(context.recorder, name, system.name, [run])
-
-
-def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
-    """Memory is what is held behind the first such run, by sequences that have ended too."""
-    recorder.samples(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
-    attached = [100 * run.cached_tokens / run.prompt_tokens for run in runs]
-    recorder.samples(name, system, "prompt tokens attached", "%", attached)
-    if system != _NO_SHARING:
-        recorder.figure(name, system, "memory, held", "GiB", runs[0].held_bytes / GIB)
 
 
 # attaching

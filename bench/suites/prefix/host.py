@@ -13,9 +13,7 @@ import functools
 import gc
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -331,8 +329,6 @@ _PIECE_TOKENS: Final = 16
 _NEW_NODES: Final = 1_000
 _MOST_CHECKED: Final = 50_000
 """Nodes: to recount more takes longer than to measure."""
-_LEAST_MEASURED_BYTES: Final = 4 << 20
-"""Least growth of the process that is recorded: of less, the allocator's whole pages are a large part."""
 
 
 class Talks:
@@ -372,7 +368,7 @@ def measure_tree(recorder: Recorder) -> None:
     talks = Talks(max(sizes) // _TURNS, recorder.settings.seed)
     tree: RadixTree[int] = RadixTree(itertools.count().__next__)
     names = [f"a tree of {size:,} nodes" for size in sizes]
-    empty_bytes, num_talks = _resident_bytes(), 0
+    num_talks = 0
     for name, size in recorder.track(list(zip(names, sizes, strict=True)), lambda case: case[0]):
         with recorder.guarded(name):
             gc.disable()
@@ -387,9 +383,6 @@ def measure_tree(recorder: Recorder) -> None:
             num_talks = size // _TURNS
             if tree.num_nodes < _MOST_CHECKED:
                 tree.check()
-            grown_bytes = _resident_bytes() - empty_bytes
-            if grown_bytes >= _LEAST_MEASURED_BYTES:
-                recorder.figure(name, "radix tree", "memory, a node", "B", grown_bytes / tree.num_nodes, tree.num_nodes)
             with _collecting_as_the_engine():
                 timed = _time_tree(tree, talks, num_talks, 100 if quick else 2000)
                 _time_collections(timed, tree, talks, num_talks, 2 if quick else 20)
@@ -455,9 +448,3 @@ def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -
 def _pieces(start: int, end: int) -> list[Piece[int]]:
     numbers = range(start // _PIECE_TOKENS + 1, end // _PIECE_TOKENS + 1)
     return [Piece(number * _PIECE_TOKENS, 0) for number in numbers]
-
-
-def _resident_bytes() -> int:
-    """Of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
