@@ -57,7 +57,7 @@ class BlockPool:
         """
         if len(self._free) < count:
             missing, could_go = count - len(self._free), 0
-            for node in self.tree.evictable():
+            for node in self.tree.eviction.each():
                 could_go += sum(int(self.num_refs[piece.value]) == 1 for piece in node.pieces)
                 if could_go >= missing:
                     break
@@ -72,7 +72,7 @@ class BlockPool:
 
     def evict_oldest(self) -> bool:
         """Evict the least recently used leaf; False if there is none that may go."""
-        leaf = self.tree.oldest_evictable()
+        leaf = self.tree.eviction.oldest()
         if leaf is None:
             return False
         blocks = [piece.value for piece in self.tree.remove(leaf)]

@@ -215,22 +215,12 @@ class ChoiceStream:
     """
 
     def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
-        self._detokenizer = detokenizer
+        self.detokenizer = detokenizer
         self._text = "" if echo is None else echo.text
         self._first_offset = len(self._text)
         self._scores: list[Score] | None = [] if scored else None
         self._echo_scores = EchoScores(echo) if scored and echo is not None else None
         self._reason: FinishReason | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far; those after the one that completed a stop string are not counted."""
-        return self._detokenizer.num_tokens
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found, and no further tokens are wanted."""
-        return self._detokenizer.stopped
 
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """Log-probabilities of the next tokens of the echoed prompt, in order."""
@@ -239,7 +229,7 @@ class ChoiceStream:
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """The engine's outputs since the last call, in order. Tokens after a stop string are dropped."""
-        if self.stopped:
+        if self.detokenizer.stopped:
             return
         reason = outputs[-1].finish_reason
         token_ids = list(chain.from_iterable(output.token_ids for output in outputs))
@@ -247,10 +237,10 @@ class ChoiceStream:
             self._feed_scored(token_ids, outputs)
             token_ids = []
         if reason is None:
-            self._text += self._detokenizer.feed(token_ids)
-        elif not self.stopped:
-            self._text += self._detokenizer.finish(token_ids)
-        self._reason = "stop" if self.stopped else reason
+            self._text += self.detokenizer.feed(token_ids)
+        elif not self.detokenizer.stopped:
+            self._text += self.detokenizer.finish(token_ids)
+        self._reason = "stop" if self.detokenizer.stopped else reason
 
     def take(self, index: int) -> TextDelta | None:
         """New text since the last call, as of choice `index`. None if there is none: scores wait for text."""
@@ -269,11 +259,11 @@ class ChoiceStream:
         assert self._scores is not None and len(logprobs) >= len(token_ids), "the engine sent no log-probabilities"
         # Both can be longer by one: an end token has its own, and is not among the tokens.
         for token_id, logprob, likely in zip(token_ids, logprobs, likeliest, strict=False):
-            if self.stopped:
+            if self.detokenizer.stopped:
                 return
-            offset = self._first_offset + self._detokenizer.num_characters
+            offset = self._first_offset + self.detokenizer.num_characters
             self._scores.append(Score(token_id, logprob, likely, offset))
-            self._text += self._detokenizer.feed([token_id])
+            self._text += self.detokenizer.feed([token_id])
 
 
 class Generation:
@@ -333,7 +323,7 @@ class Generation:
 
     def token_counts(self) -> tuple[int, Counter[str], int]:
         """Tokens so far: of the prompts, those of them found in the prefix cache by where they were, and of the answers."""
-        completion_tokens = sum(choice.num_tokens for choice in self._choices) + self._unreturned_tokens
+        completion_tokens = sum(choice.detokenizer.num_tokens for choice in self._choices) + self._unreturned_tokens
         return self._prompt_tokens, self._cached, completion_tokens
 
     def describe(self, now_s: float) -> dict[str, Any]:
@@ -385,7 +375,7 @@ class Generation:
         for index, own in outputs.items():
             if own:
                 self._choices[index].feed(own)
-                if self._choices[index].stopped:
+                if self._choices[index].detokenizer.stopped:
                     self._answers.abort(own[0].request_id)
         return outputs.keys()
 

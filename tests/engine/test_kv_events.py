@@ -156,7 +156,7 @@ def walk(tree: RadixTree[int], rng: random.Random, num_steps: int) -> Iterator[i
         if len(prompts) > 20:
             del prompts[rng.randrange(2, len(prompts))]
         for _ in range(rng.choice((0, 0, 1, 3))):
-            if (leaf := tree.oldest_evictable()) is not None:
+            if (leaf := tree.eviction.oldest()) is not None:
                 tree.remove(leaf)
         yield step
 
@@ -182,7 +182,7 @@ def test_a_router_has_the_tree_after_a_walk_and_after_a_gap(tmp_path: Path, seed
         wanted = known(tree)
         router.listen(lambda: len(router.blocks) == len(wanted) and set(router.blocks.values()) == wanted)
         assert router.num_gaps and router.events[0] == {"type": "AllBlocksCleared"}
-        while (leaf := tree.oldest_evictable()) is not None:
+        while (leaf := tree.eviction.oldest()) is not None:
             tree.remove(leaf)
         router.listen(lambda: not router.blocks)
 

@@ -239,7 +239,7 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def evict(self, count):
         for _ in range(count):
-            node, order = self.tree.oldest_evictable(), self.order()
+            node, order = self.tree.eviction.oldest(), self.order()
             assert (node and self.path(node)) == (order[0] if order else None)
             if node is None:
                 return
@@ -279,7 +279,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_could_go_is_told_in_its_order(self):
-        assert [self.path(node) for node in self.tree.evictable()] == self.order()
+        assert [self.path(node) for node in self.tree.eviction.each()] == self.order()
 
     def teardown(self):
         if not hasattr(self, "tree"):

@@ -92,18 +92,18 @@ def test_leaves_that_are_removed_out_of_order_leave_nothing_behind(tree: Tree) -
     tree.insert("red", [0])
     for token in range(1, 3000):
         tree.remove(tree.insert("red", [token]).node)
-    assert len(tree._order._heap) < 100
+    assert len(tree.eviction._heap) < 100
     tree.check()
     leaves = [tree.insert("red", [token]).node for token in range(3000)]
     tree.pin(leaves[0], float("inf"))
-    tree.oldest_evictable()  # looks past it
+    tree.eviction.oldest()  # looks past it
     for leaf in reversed(leaves):
         tree.remove(leaf)
-    assert len(tree._order._heap) < 100 and not tree._order._pinned
+    assert len(tree.eviction._heap) < 100 and not tree.eviction._pinned
 
 
 def test_turns_of_a_conversation_that_are_no_leaves_any_more_are_not_queued_for_long(tree: Tree) -> None:
     for num_tokens in range(1, 1000):
         tree.insert("red", range(num_tokens))
-    assert len(tree._order._heap) < 200
+    assert len(tree.eviction._heap) < 200
     tree.check()

@@ -315,10 +315,11 @@ class Pool(Closing, Unique):
                     f"sequences hold or share, that tiers load into, or that is pinned; close, park or unpin some, give "
                     f"fetches up, or ask for at least {least_bytes} bytes"
                 )
-            self._shrink_to(budget_bytes)
+            self.shrink_to(budget_bytes)
             self.budget_bytes = budget_bytes
 
-    def _shrink_to(self, budget_bytes: int) -> None:
+    def shrink_to(self, budget_bytes: int) -> None:
+        """Internal: give back and evict until no more is created. The caller holds the lock."""
         while self.created_bytes > budget_bytes:
             excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
             shrunk = self._destroy_any_free() or self._reclaim(excess_pages, wait=True)
@@ -418,16 +419,12 @@ class Pool(Closing, Unique):
     def restore(self, serial: int, num_pages: int) -> Extent:
         """An extent that the holder kept from an earlier process, held once. It is not imported yet. No driver call.
 
-        The budget may be passed, until `restored`.
+        The budget may be passed, until `shrink_to`.
         """
         extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=True)
         self.created_bytes += extent.size_bytes
         self.held_bytes += extent.size_bytes
         return extent
-
-    def restored(self) -> None:
-        """All that is wanted of an earlier process is held by a prefix tree: evict what passes the budget."""
-        self._shrink_to(self.budget_bytes)
 
     def import_extents(self, extents: Iterable[Extent]) -> list[Extent]:
         """Import those that are not here yet; those that the holder does not have any more, or cannot give, are returned.

@@ -366,7 +366,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             before = self._index.evicted_pages
             while wanted is None or self._index.evicted_pages - before < wanted:
-                leaf = self._index.tree.oldest_evictable()
+                leaf = self._index.tree.eviction.oldest()
                 if leaf is None:
                     break
                 self._index.evict_leaf(leaf)

@@ -213,7 +213,7 @@ class PrefixIndex:
     def idle_pages(self, enough: int) -> int:
         """Pages that evicting leaves would free at once; counted no further than `enough`."""
         num_pages = 0
-        for node in self.tree.evictable():
+        for node in self.tree.eviction.each():
             if num_pages >= enough or not self._is_idle(node):
                 break
             # One holder is the tree; each parked slot that maps it is another, and goes with the leaf.
@@ -229,7 +229,7 @@ class PrefixIndex:
 
         If no leaf can be evicted: what a window has passed on the way to one; else a parked slot that ends further up.
         """
-        if (leaf := self.tree.oldest_evictable()) is not None:
+        if (leaf := self.tree.eviction.oldest()) is not None:
             return Evictable(leaf.stamp, self._is_idle(leaf), functools.partial(self.evict_leaf, leaf))
         if (node := self._oldest_passed()) is not None:
             return Evictable(node.stamp, True, functools.partial(self._evict_passed, node))
@@ -293,7 +293,7 @@ class PrefixIndex:
         for node in self.tree.nodes():
             if node.pinned_until is not None:
                 self.tree.pin(node, None)
-        while (leaf := self.tree.oldest_evictable()) is not None:
+        while (leaf := self.tree.eviction.oldest()) is not None:
             self.evict_leaf(leaf)
         return fences
 

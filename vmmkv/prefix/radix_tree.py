@@ -108,7 +108,7 @@ class Node(Generic[T]):
         self.pinned_until: float | None = None
         """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
         self.is_queued = False
-        """Has it an entry in the heap of `_EvictionOrder`?"""
+        """Has it an entry in the heap of `EvictionOrder`?"""
         self.residents: Mapping[int, None] = _NO_SLOTS
         """The slots whose rows hold the whole path up to `end`."""
 
@@ -279,7 +279,7 @@ class RadixTree(Generic[T]):
         self._now = now
         self._listener: TreeListener | None = None
         self._roots: dict[Hashable, _Root[T]] = {}
-        self._order: _EvictionOrder[T] = _EvictionOrder(self.is_pinned, now)
+        self.eviction: Final[EvictionOrder[T]] = EvictionOrder(self.is_pinned, now)
 
     # finding
 
@@ -414,10 +414,10 @@ class RadixTree(Generic[T]):
         parent.disown(leaf)
         self.num_nodes -= 1
         self.num_tokens -= leaf.end - leaf.start
-        self._order.drop(leaf, self.num_nodes)
+        self.eviction.drop(leaf, self.num_nodes)
         if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
-            self._order.add(parent)
+            self.eviction.add(parent)
         elif parent.is_leaf:
             del self._roots[parent.namespace]
         pieces, leaf.pieces = leaf.pieces, ()
@@ -438,28 +438,17 @@ class RadixTree(Generic[T]):
         """Take one lock back."""
         assert node.locks > 0, f"{node} is not locked"
         node.locks -= 1
-        self._order.add(node)
+        self.eviction.add(node)
 
     def pin(self, node: Node[T], until: float | None) -> None:
         """Keep a node and its ancestors from being evicted until then (inf: for ever; None: not pinned)."""
         assert node.parent is not None, f"{node} is in no tree"
         node.pinned_until = until
-        self._order.add(node)
+        self.eviction.add(node)
 
     def is_pinned(self, node: Node[T]) -> bool:
         """Has it a pin that has not expired?"""
         return node.pinned_until is not None and node.pinned_until > self._now()
-
-    def oldest_evictable(self) -> Node[T] | None:
-        """The least recently used leaf without a lock or a live pin; None if there is none. O(log n) amortised."""
-        return self._order.oldest()
-
-    def evictable(self) -> Iterator[Node[T]]:
-        """What `oldest_evictable` would give in turn if each were removed, parents included.
-
-        The tree must not change meanwhile. O(k log k) for the first k.
-        """
-        return self._order.each()
 
     # the rest
 
@@ -492,14 +481,14 @@ class RadixTree(Generic[T]):
                 leaves.add(node)
         counted, kept = (num_nodes, num_tokens), (self.num_nodes, self.num_tokens)
         assert counted == kept, f"nodes, tokens: {counted} are there, {kept} are counted"
-        self._order.check(leaves)
+        self.eviction.check(leaves)
 
     def _add_leaf(self, parent: Node[T], edge: bytes, stamp: int) -> Node[T]:
         leaf: Node[T] = Node(parent, edge, parent.end, stamp)
         parent.adopt(leaf)
         self.num_nodes += 1
         self.num_tokens += leaf.end - leaf.start
-        self._order.add(leaf)
+        self.eviction.add(leaf)
         return leaf
 
     def _hand_out(self, path: list[Node[T]], pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
@@ -565,7 +554,7 @@ _SLACK: Final = 64
 """Useless entries, beyond twice the useful ones, before the heap is swept."""
 
 
-class _EvictionOrder(Generic[T]):
+class EvictionOrder(Generic[T]):
     """The leaves of a tree, least recently used first, without those locked or pinned.
 
     Each leaf without locks has one entry `(stamp, tick, node)` in a heap, or was found pinned and waits until the pin ends.
@@ -606,7 +595,10 @@ class _EvictionOrder(Generic[T]):
             self._sweep()
 
     def oldest(self) -> Node[T] | None:
-        """See RadixTree.oldest_evictable. O(log n) for each use, lock, pin and removal since the last call."""
+        """The least recently used leaf without a lock or a live pin; None if there is none.
+
+        O(log n) for each use, lock, pin and removal since the last call.
+        """
         self._end_pins()
         while self._heap:
             stamp, tick, node = self._heap[0]
@@ -624,7 +616,10 @@ class _EvictionOrder(Generic[T]):
         return None
 
     def each(self) -> Iterator[Node[T]]:
-        """See RadixTree.evictable. A heap's smallest entries are near its top, so that few entries are looked at."""
+        """What `oldest` would give in turn if each were removed, parents included. The tree must not change meanwhile.
+
+        O(k log k) for the first k: a heap's smallest entries are near its top, so that few entries are looked at.
+        """
         self._end_pins()
         heap = self._heap
         ahead: list[tuple[int, int, int | None, Node[T]]] = [(*entry[:2], 0, entry[2]) for entry in heap[:1]]

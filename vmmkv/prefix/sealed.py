@@ -66,7 +66,7 @@ class SealedPrefixes:
             self._log.rewrite(self._identity, ())
         self._holder.release(unused)
         self._index.sealed = self  # from now on; what came back is sealed already
-        self._pool.restored()
+        self._pool.shrink_to(self._pool.budget_bytes)
         self._index.restored = sorted((node for node in self._index.tree.nodes() if node.is_leaf), key=_stamp)
         if self._places:
             log.info("%s came back from the holder at %s", counted(len(self._places), "extent", ","), self._holder.path)

@@ -437,7 +437,7 @@ def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -
     for talk in talks.pick(num_talks, count):
         used = tree.match(None, talks.prompt(talk, _TURNS)).path[-1]
         timed("touch", lambda: tree.touch(used))  # noqa: B023
-        oldest = timed("oldest_evictable", tree.oldest_evictable)
+        oldest = timed("oldest_evictable", tree.eviction.oldest)
         if oldest is None or oldest is used:
             raise WrongNumbers(f"{oldest} is the first to go, and {used} was used last")
         tokens = np.concatenate([node.tokens for node in oldest.path()])
