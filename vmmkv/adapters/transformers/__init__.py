@@ -2,6 +2,7 @@
 
 cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
+eviction    a policy that drops rows as passes go: which queries it sees, and when
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """
 

@@ -55,6 +55,9 @@ NAME: Final = "vmmkv"
 WINDOW: Final = "_vmmkv_window"
 """Attribute of a mask that is a sliding window and nothing else: the window. A changed mask is a tensor without it."""
 
+PLACE: Final = "_vmmkv_place"
+"""Attribute of keys that a cache with a policy gives: the cache's number, and the layer."""
+
 declined: Final[Counter[str]] = Counter()
 """Calls of one layer that went to transformers' own functions, by the reason."""
 
@@ -129,7 +132,12 @@ def attention(
         return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
     if reason is None:
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
-        return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
+        out = attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap)
+        if (place := getattr(key, PLACE, None)) is not None:
+            number, layer = place
+            is_plain = attention_mask is None or hasattr(attention_mask, WINDOW)
+            _caches[number].attended(layer, query, key, scaling, softcap, is_plain=is_plain)
+        return out, None
     _decline(reason, softcap)
     if causal and attention_mask is None:
         attention_mask = _mask_for_sdpa(query, key, sliding_window)

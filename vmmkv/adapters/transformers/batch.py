@@ -477,14 +477,13 @@ class WindowRows:
             part_BTE = whole_STE[first_slot : first_slot + len(self.sequences), first : first + count]
             yield part_BTE, to_B, part_BTE.index_select(0, from_B)
 
-    def compact(self, rows: npt.NDArray[np.int64]) -> None:
-        """Keep these rows of each sequence. All or none. See Sequence.compact."""
-        first, memory = num_unmoved(rows), self.cache.memory
+    def compact(self, kept: Seq[npt.NDArray[np.int64]]) -> None:
+        """Keep these rows of each sequence, as many of each. All or none. See Sequence.compact."""
         with self.pool.lock:
-            for sequence in self.sequences:
-                sharing.own_from(memory, sequence.slot, first, len(rows))  # all that can find no page
-        self._dropped += self.sequences[0].length - len(rows)
-        for sequence in self.sequences:
+            for sequence, rows in zip(self.sequences, kept, strict=True):  # all that can find no page
+                sharing.own_from(self.cache.memory, sequence.slot, num_unmoved(rows), len(rows))
+        self._dropped += self.sequences[0].length - len(kept[0])
+        for sequence, rows in zip(self.sequences, kept, strict=True):
             sequence.compact(rows)
 
     def check_kept(self, num_tokens: int) -> None:

@@ -35,6 +35,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from typing import Any, Final, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -43,9 +44,11 @@ from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
+from vmmkv.adapters.transformers.eviction import Eviction, Scoring
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
 from vmmkv.errors import Closed, LayoutError, OutOfPages
+from vmmkv.eviction import KVPolicy
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.tiers.saved import Offloaded
@@ -67,6 +70,11 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     `share_prompts` keeps equal prompts side by side once. They are recognised by the keys and values of the first layer. Say
     False if rows of equal tokens differ past it (a hook or an adapter for one row), or in the attention mask alone.
 
+    `policy` drops rows in layers of full attention at the end of a pass that leaves more than its budget, or an eighth more in
+    steps of one token; each sequence has its own. `max_tokens` then bounds rows. Tokens keep their positions. The model must
+    attend by "vmmkv", which shows the queries. Refused with a message: padding, graphs of torch.compile, layers that read
+    others' rows, taking tokens back and so drafts of tokens.
+
     `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. Several caches can share a pool. `close`
     gives the memory back; `reset` does too, and keeps the addresses.
 
@@ -76,7 +84,14 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: Any, pool: Pool, *, max_tokens: int | None = None, slots: int = 64, share_prompts: bool = True
+        self,
+        config: Any,
+        pool: Pool,
+        *,
+        max_tokens: int | None = None,
+        slots: int = 64,
+        share_prompts: bool = True,
+        policy: KVPolicy | None = None,
     ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
@@ -97,6 +112,11 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self.max_tokens = max_tokens
         self._config = config
         self._share_prompts = share_prompts
+        if policy is not None and None not in by_window:
+            raise ValueError(f"{config.model_type} has windows in all layers: policy={policy} finds no rows to drop")
+        self._eviction = None if policy is None else Eviction(policy)
+        self._is_unattended = False
+        """With a policy: have all layers been written, and has the last one's attention not shown its queries yet?"""
         rows_of = functools.partial(WindowRows, pool=pool, slots=slots, max_tokens=max_tokens)
         self._set_groups([rows_of(tuple(indices), window) for window, indices in by_window.items()])
         self._num_tokens = 0
@@ -143,6 +163,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             )
         if not torch.compiler.is_compiling():
             return self.append(key_states, value_states, layer_idx)
+        if self._eviction is not None:
+            raise NotImplementedError(f"{self._eviction.policy} in a graph of torch.compile: leave the model uncompiled")
         if self._is_attended_by_vmmkv:
             return attention.PendingRows(key_states, value_states, self._number, layer_idx, self._num_tokens), value_states
         seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
@@ -190,12 +212,39 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             rows.write(layer, self._num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
         self._written.add(layer)
         seen = self._seen(rows, layer, self._num_new) if self._num_tokens else (k_BKTD, v_BKTD)
+        if self._eviction is not None:
+            setattr(seen[0], attention.PLACE, (self._number, layer))
         if len(self._written) == len(self._rows_of):
             self._num_tokens += self._num_new
             for each in self._groups:
                 each.advance(self._num_tokens)
             self._written.clear()
+            self._is_unattended = self._eviction is not None
         return seen
+
+    def attended(
+        self, layer: int, q_BHND: Tensor, k_BKTD: Tensor, scale: float | None, softcap: float | None, *, is_plain: bool
+    ) -> None:
+        """A layer has attended to keys that `append` gave: of a cache with a policy, which drops rows after the last layer.
+
+        Raises: NotImplementedError for a mask that is not causal attention with or without a window.
+        """
+        eviction, (full,) = self._eviction, (rows for rows in self._groups if rows.window is None)
+        assert eviction is not None, "else the keys would not say where they are from"
+        if not is_plain:
+            raise NotImplementedError(
+                f"{eviction.policy} drops rows of tokens, and an attention_mask would then hide others: give prompts of one "
+                f"length, without padding"
+            )
+        if layer in full.layers:
+            eviction.observe(layer, q_BHND, k_BKTD, Scoring(scale=scale, softcap=softcap))
+        if self._written or layer != max(self._rows_of):
+            return
+        self._is_unattended = False
+        if eviction.is_due(full.sequences[0].length, self._num_new):
+            assert self._lineage is not None, "there are tokens"
+            keys = {layer: self._seen(full, layer, 0)[0] for layer in full.layers}
+            self._drop(eviction.choose(keys, self._lineage.parents))
 
     def _rows(self, layer: int) -> WindowRows:
         """The rows with this layer. Raises: ValueError naming the layers there are."""
@@ -218,6 +267,12 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> Lineage:
         self._follow_stream()
         size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
+        if self._eviction is not None and not self._is_attended_by_vmmkv:
+            raise NotImplementedError(
+                f'policy={self._eviction.policy} sees queries in attention by "{attention.NAME}" alone: '
+                f'model.set_attn_implementation("{attention.NAME}"). No layer may read another one\'s rows, keep latents '
+                f"or have sinks"
+            )
         if self._lineage is None or not self._num_tokens:
             self._end()  # a first pass may have failed
             may_share = self._share_prompts and size > 1 and self._num_new > 1
@@ -229,6 +284,11 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f"batch_repeat_interleave and batch_select_indices change it"
             )
         self.restore()
+        if self._is_unattended:
+            raise RuntimeError(
+                f"the last pass did not show its queries to the VmmCache, whose policy needs them: all layers are to attend by "
+                f'"{attention.NAME}", without gradients or dropout; reset() begins anew'
+            )
         # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
         lineage = self._lineage
         if not (lineage.settled or (self._num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
@@ -391,6 +451,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """From now on windows keep what they have passed until `crop`, so that it can go back there. For drafts of tokens."""
+        self._check_uncut("drafts of tokens")
         self._record_past = True
 
     # between passes
@@ -412,6 +473,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if not num_tokens:
             self._end()
             return
+        if removed or self._written:
+            self._check_uncut(f"crop({removed})")
         if num_tokens < self._compacted_tokens:
             raise ValueError(
                 f"crop({removed}): it would go back before {self._compacted_tokens} tokens, of which rows were dropped then; "
@@ -439,18 +502,26 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         All or none. Raises: ValueError for no tokens, or no layer of full attention; else as Sequence.compact.
         """
         self._check_between_passes()
+        self._check_uncut("compact")
         full = [rows for rows in self._groups if rows.window is None and rows.sequences]
         if not full:
             raise ValueError("the cache has no tokens yet, or every layer has a window: there are no rows to drop")
         self._follow_stream()
         self.restore()
         kept = full[0].sequences[0].rows_to_keep(keep)
-        if len(kept) == full[0].sequences[0].length:
-            return
-        for rows in full:
-            rows.compact(kept)
+        if len(kept) < full[0].sequences[0].length:
+            self._drop([kept] * len(full[0].sequences))
+
+    def _drop(self, kept: Seq[npt.NDArray[np.int64]]) -> None:
+        """All rows but these of each sequence, in the layers of full attention."""
         assert self._lineage is not None, "there are tokens"
+        (full,) = (rows for rows in self._groups if rows.window is None)
+        full.compact(kept)
         self._compacted_tokens, self._lineage = self._num_tokens, self._lineage.share(self._num_tokens)
+
+    def _check_uncut(self, what: str) -> None:
+        if self._eviction is not None:
+            raise ValueError(f"{what}: this cache has policy={self._eviction.policy}, which alone drops rows; reset() ends all")
 
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
@@ -462,6 +533,9 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         for rows in self._groups:
             self._replaced += rows.replace([])
         self._num_tokens, self._compacted_tokens, self._lineage, self._offloaded = 0, 0, None, None
+        if self._eviction is not None:
+            self._eviction.clear()
+        self._is_unattended = False
         self._written.clear()
         self._indices.clear()
         self._close_replaced()
@@ -524,6 +598,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if not rows or not all(0 <= row < size for row in rows):
             raise ValueError(f"rows {rows} of a batch of {size}: they are from 0 on, and at least one")
         self._lineage = self._lineage.select(rows)
+        if self._eviction is not None:
+            self._eviction.select(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
@@ -541,6 +617,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         ]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
         other._written, other._indices, other._replaced = set(), {}, []
+        other._eviction = copy.copy(self._eviction)
         other._number = attention.enter(other)
         return other
 
