@@ -283,15 +283,6 @@ def test_why_an_engine_cannot_start_is_one_error_that_names_flags(model_dir: Pat
             assert (json.loads(line)["event"], json.loads(line)["level"]) == (said, "error")
 
 
-def test_the_engine_does_not_outlive_a_server_that_was_killed(model_dir: Path) -> None:
-    with serving(model_dir) as served:
-        served.url()
-        engine = served.engine_pid()
-        served.process.kill()
-        served.ends()
-        assert eventually(lambda: not alive(engine))
-
-
 def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text((model_dir / name).read_text())

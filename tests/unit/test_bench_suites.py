@@ -177,9 +177,14 @@ def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert recorder.failed
 
 
-def test_tiers_give_back_what_they_were_given_and_conversations_more_than_the_device_holds(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "tiers", "bandwidth", "first", "beside", "working_set", "swap")
+def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "tiers", "bandwidth")
     assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
+
+
+@pytest.mark.nightly  # the machine's pace decides what is loaded
+def test_an_engine_answers_the_same_from_tiers_and_holds_more_conversations(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "tiers", "first", "beside", "working_set", "swap")
     attached = found(rows, "prompt tokens attached")
     for tier in ("host tier", "disk tier"):
         assert attached["tiny llama-3.1-8b first", tier] > 90

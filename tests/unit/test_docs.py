@@ -19,6 +19,7 @@ import yaml
 
 import vmmkv.errors
 from vmmkv.cli import serve
+from vmmkv.cli.main import main
 from vmmkv.config import read_environment
 from vmmkv.server import metrics
 from vmmkv.server.config import OPTIONS
@@ -107,10 +108,9 @@ def of_program(example: Example, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("command", re.findall(r"^\$ vmmkv (plan .*)$", read("guides/capacity.md"), re.MULTILINE))
-def test_plans_are_what_the_command_prints(command: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "vmmkv", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert f"$ vmmkv {command}\n{run.stdout.rstrip()}\n```" in read("guides/capacity.md")
+def test_plans_are_what_the_command_prints(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)) == 0
+    assert f"$ vmmkv {command}\n{capsys.readouterr().out.rstrip()}\n```" in read("guides/capacity.md")
 
 
 def anchors_of(text: str) -> set[str]:
