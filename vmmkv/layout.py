@@ -21,7 +21,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from vmmkv.arguments import whole
@@ -368,6 +368,17 @@ class KVLayout:
     def group_of(self) -> Mapping[int, int]:
         """The group's index, by layer."""
         return {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+
+    def of_rank(self, num_ranks: int) -> KVLayout:
+        """The layout of one of several ranks that share the heads: the same on each.
+
+        Heads that cannot be shared evenly are filled up; a head that there are more ranks than is on several.
+        """
+        groups = [
+            replace(group, planes=tuple(replace(each, heads=ceil_div(each.heads, num_ranks)) for each in group.planes))
+            for group in self.groups
+        ]
+        return KVLayout(groups=tuple(groups))
 
     @property
     def row_bytes(self) -> int:

@@ -76,6 +76,14 @@ def test_waste_is_below_a_page_for_each_sequence_and_group(plan: Plan, tmp_path:
         assert row["num_sequences"] == 4096 // row["num_pages"]
 
 
+def test_ranks_share_heads_and_fill_up_what_does_not_divide(plan: Plan) -> None:
+    def rows(model: str) -> list[int]:
+        return [plan("--model", model, "--tensor-parallel-size", str(count))["row_bytes"] for count in (1, 2, 4, 16)]
+
+    assert rows("llama-3.1-8b") == [131_072, 65_536, 32_768, 16_384], "of 8 heads: 8, 4, 2 and 1"
+    assert rows("smollm2-135m") == [23_040, 15_360, 7_680, 7_680], "of 3 heads: 3, 2, 1 and 1"
+
+
 def test_a_model_directory_gives_geometry_dtype_and_limit(plan: Plan, tmp_path: Path) -> None:
     model = write_config(tmp_path, dtype="bfloat16", max_position_embeddings=40_960, sliding_window=512)
     given = plan("--model", model)
@@ -199,6 +207,7 @@ def test_of_windows_only_the_rows_that_are_needed_are_loaded(plan: Plan) -> None
         ([*LARGE, "fp16", "--lengths", "0"], "list of lengths"),
         ([*LARGE, "fp16", "--max-tokens", "-1"], "--max-tokens -1: it must be at least 1"),
         ([*LARGE, "fp16", "--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
+        ([*LARGE, "fp16", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0: it must be at least 1"),
         ([*LARGE, "fp16", "--guard-tokens", "-1"], "--guard-tokens -1: it must be at least 0"),
         ([*LARGE, "int3"], "--kv-cache-dtype 'int3' is not known; use auto or one of fp8, int8, int4"),
         ([*LARGE, "fp16", "--kv-scale", "head"], "fp16 has no scales; add --kv-cache-dtype fp8 or int8 or int4"),

@@ -23,6 +23,7 @@ examples:
   vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --memory 320GiB
   vmmkv plan --model ./my-model --memory 8GiB --lengths 4096,100000 --json
   vmmkv plan --model llama-3.1-8b --memory 60GiB --host-budget 256GiB
+  vmmkv plan --model ./Llama-3.1-70B --memory 20GiB --tensor-parallel-size 8
 
 The memory is that of the KV cache alone: subtract the weights first. Nothing
 is allocated and no GPU is needed.
@@ -125,6 +126,9 @@ def run(
         int | None,
         typer.Option(metavar="N", help="instead of --model: last tokens that all layers attend to", show_default="all"),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(metavar="N", help="GPUs that share the heads; the plan, and the memory, are those of each")
+    ] = 1,
     max_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help="the longest sequence allowed", show_default="the model's, else the longest length"),
@@ -162,9 +166,14 @@ def run(
     memory_bytes = _parse_size("--memory", memory)
     max_tokens = (model_tokens or max(asked)) if max_tokens is None else max_tokens
     tiers = _parse_tiers(host_budget, disk_budget, bandwidths)
-    for option, value, least in (("--max-tokens", max_tokens, 1), ("--guard-tokens", guard_tokens, 0)):
+    for option, value, least in (
+        ("--max-tokens", max_tokens, 1),
+        ("--guard-tokens", guard_tokens, 0),
+        ("--tensor-parallel-size", tensor_parallel_size, 1),
+    ):
         if value < least:
             raise ValueError(f"{option} {value}: it must be at least {least}")
+    layout = layout.of_rank(tensor_parallel_size)
     if model_tokens is not None and max_tokens > model_tokens:
         raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
     if prefill_rate is not None and not prefill_rate > 0:
