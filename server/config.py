@@ -73,6 +73,7 @@ _WANTED: Final[Mapping[str, str]] = {
     "kv_disk_budget_bytes": "a number of bytes, such as 64 * vmmkv.GIB, or None",
     "max_tokens": "a number of tokens, or None",
     "max_num_seqs": "a number of sequences",
+    "tensor_parallel_size": "a number of GPUs",
     "max_num_batched_tokens": "a number of tokens, or None",
 }
 _WANTED_OF_KIND: Final[Mapping[Any, tuple[type, str]]] = {
@@ -124,6 +125,9 @@ class ServeConfig:
     )
     seed: Annotated[int, _MODEL("seed of dummy weights", "N")] = 0
     """In the in-process engine also of requests without a seed."""
+    tensor_parallel_size: Annotated[
+        int, _MODEL("split the model over so many GPUs, from --device on, or processes of the CPU", "N")
+    ] = 1
     kv_budget_bytes: Annotated[
         int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
     ] = None
@@ -200,6 +204,16 @@ class ServeConfig:
                 raise ValueError(f"{name}={endpoint!r} is no endpoint of ZeroMQ; use tcp://*:5557, or ipc:// and a path")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: at least 1 device has to have the model")
+        if self.tensor_parallel_size > 1:
+            if self.model_impl == "transformers":
+                raise ValueError("tensor_parallel_size is for vmmkv's own decoder: leave model_impl='transformers' out, or it")
+            if self.kv_holder or self.kv_host_budget_bytes or self.kv_disk or self.kv_store:
+                raise ValueError(
+                    "kv_holder, kv_host_budget_bytes, kv_disk and kv_store keep the rows of one device: leave them out, or "
+                    "tensor_parallel_size"
+                )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")
         if self.max_tokens is not None and self.max_tokens < 2:

@@ -132,6 +132,7 @@ class LLM(Closing):
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
+        tensor_parallel_size: int = 1,
         kv_budget_bytes: int | None = None,
         kv_cache_dtype: str = "auto",
         kv_holder: str | PathLike[str] | None = None,
@@ -154,6 +155,7 @@ class LLM(Closing):
             model=str(model) if isinstance(model, PathLike) else model,
             device=device,
             dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
+            tensor_parallel_size=tensor_parallel_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_budget_bytes=kv_budget_bytes,
@@ -242,7 +244,7 @@ class LLM(Closing):
         the LLM can be used again.
 
         Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
-        RuntimeError if another thread generates.
+        RuntimeError if another thread generates; EngineDied if the device or another rank is lost.
         """
         return self._generate(_each_prompt(prompts), self._encoded, sampling_params, priorities, progress)
 

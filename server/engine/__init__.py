@@ -9,6 +9,7 @@ attention       append a step's keys and values, attend to whole sequences
 kv_backend      the KV memory of an engine: the protocols, and the implementation over a vmmkv pool
 prefix_groups   requests in a batch that share a prefix, for cascade attention
 beams           beam search                                           prompt_logprobs  log-probabilities of prompts
+ranks           rank 0's side of tensor parallelism                  worker          what the other ranks do
 loading         from a configuration to an engine                     models/    the models
 administration  what an operator asks of a running engine             __main__   the engine's process
 """

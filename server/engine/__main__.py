@@ -2,7 +2,7 @@
 
 Its input is a ServeConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
-Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's context is lost.
+Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's context is lost, or another rank.
 """
 
 import argparse
@@ -26,6 +26,9 @@ from vmmkv.server.protocol import AskMap, FromEngine, LoadFailed, Manage, Shutdo
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
+
+_CHECK_MS: Final = 1000
+"""While there is no work, the time between two looks at the other ranks."""
 
 STORE_S: Final = 0.5
 """Time for stores to tiers when the engine ends; the server waits a second for it."""
@@ -58,7 +61,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
 
     try:
         loaded = load(config, send)
-    except (VmmkvError, ValueError, OSError) as error:
+    except (VmmkvError, ValueError, OSError, EngineDied) as error:
         send(LoadFailed(reason=str(error)))
         log.debug("the engine cannot start", exc_info=True)
         return 1
@@ -111,6 +114,8 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
     if wait:
         engine.store_all(wait=lambda: socket.poll(1))
         engine.prepare(wait=lambda: socket.poll(0))
+        while loaded.ranks is not None and not socket.poll(_CHECK_MS):
+            loaded.ranks.check()
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):

@@ -74,7 +74,7 @@ _REFUSED: Final = NOT_A_NUMBER - 1000
 
 
 class EngineDied(Exception):
-    """The device's context is lost: the process must end."""
+    """The device's context is lost, or another rank: the process must end."""
 
 
 class Engine:
@@ -311,6 +311,8 @@ class Engine:
         try:
             while step.readback.done is not None and not step.readback.is_done and self.poll_tiers():
                 time.sleep(_NAP_S)
+            if self._runner.ranks is not None and step.readback.done is not None:
+                self._runner.ranks.wait_for(step.readback.done.query)  # their device may wait for a rank that is gone
             results = step.readback.wait()
         except Exception as error:
             self._fail_step(step, error)
@@ -487,7 +489,9 @@ class Engine:
             self._scheduler.finish(request, keep=False)
 
     def _check_device(self) -> None:
-        """After a failure: is the device's context still there? Raises: EngineDied."""
+        """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
+        if self._runner.ranks is not None:
+            self._runner.ranks.check()
         if self.cache.device.type != "cuda":
             return
         try:

@@ -17,7 +17,7 @@ import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.cache import CacheStats
-from vmmkv.driver import open_driver
+from vmmkv.driver import Driver, open_driver
 from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
@@ -205,6 +205,8 @@ class BackendConfig:
     """Where prefixes go that leave the device; the backend closes them."""
     fingerprint: str = ""
     """Of the model, with tiers or a holder."""
+    driver: Driver | None = None
+    """None for the device's own."""
 
 
 class KVBackend(Protocol):
@@ -258,7 +260,7 @@ class SlotBackend:
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
         """Raises: BudgetError, DriverError, OutOfPages, HolderUnavailable."""
-        pool = Pool(config.device, config.budget_bytes or _least_bytes(config), holder=config.holder)
+        pool = Pool(config.device, config.budget_bytes or _least_bytes(config), driver=config.driver, holder=config.holder)
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
             if pool.holder is not None and config.budget_bytes is None:

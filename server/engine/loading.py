@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from vmmkv import KVLayout, KVType
+from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
@@ -30,6 +31,7 @@ from vmmkv.server.engine.kv_backend import (
 )
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
+from vmmkv.server.engine.models.shard import Shard
 from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
@@ -46,6 +48,7 @@ from vmmkv.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.kv_events import KVEventPublisher
+    from vmmkv.server.engine.ranks import Collectives, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +72,12 @@ class Loaded:
     ready: Ready
     memory: KVBackend
     events: "KVEventPublisher | None" = None
+    ranks: "Ranks | None" = None
 
     def close(self) -> None:
-        """End the threads, and give all memory back. It can be called again if it fails."""
+        """End the threads and the other ranks, and give all memory back. It can be called again if it fails."""
+        if self.ranks is not None:
+            self.ranks.close()
         if self.events is not None:
             self.events.close()
         self.engine.close()
@@ -89,8 +95,12 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
     with contextlib.ExitStack() as undo:
         events, tiers = open_events(config, undo), open_tiers(config, device, undo)
-        source = ModelSource(config, device, choose_dtype(config.dtype, device))
-        loaded = assemble(config, source, send, tiers=tiers, events=events)
+        ranks = open_ranks(config, device, undo)
+        collectives = None if ranks is None else ranks.collectives
+        source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
+        if ranks is not None:
+            ranks.connect(device)
+        loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.pop_all()
         return loaded
 
@@ -103,6 +113,7 @@ def assemble(
     open_memory: OpenBackend = SlotBackend.open,
     tiers: Sequence[Tier] = (),
     events: "KVEventPublisher | None" = None,
+    ranks: "Ranks | None" = None,
 ) -> Loaded:
     """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
 
@@ -123,13 +134,15 @@ def assemble(
             holder=config.kv_holder,
             tiers=tiers,
             fingerprint=source.fingerprint if tiers or config.kv_holder else "",
+            driver=None if ranks is None else ranks.mirrored(open_driver(device)),
         )
     )
     try:
         send(Loading(stage=_STAGES[2], done=2, total=len(_STAGES)))
         cache = memory.cache
-        model = source.over(cache, memory.rows)
-        runner = Runner(model, cache, max_rows=min(config.max_num_seqs, cache.num_slots), max_tokens=step_tokens)
+        model = source.over(cache, memory.rows, ranks)
+        max_rows = min(config.max_num_seqs, cache.num_slots)
+        runner = Runner(model, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
         with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
             prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
@@ -171,17 +184,20 @@ def assemble(
         end_tokens=sorted(source.end_tokens),
         kv_events=None if events is None else events.source,
     )
-    return Loaded(engine, ready, memory, events)
+    return Loaded(engine, ready, memory, events, ranks)
 
 
 class ModelSource:
     """The weights of a model on a device, before there is a cache.
 
     The model is run by the config-driven decoder if that supports it, else by transformers' own code; `model_impl` forces one.
+    With `collectives` it is one rank's part, of the config-driven decoder.
     Raises: ValueError, of the kind UnsupportedModel for an architecture that cannot be served, or OSError.
     """
 
-    def __init__(self, config: ServeConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ServeConfig, device: torch.device, dtype: torch.dtype, collectives: "Collectives | None" = None
+    ) -> None:
         import transformers
 
         self.device: Final = device
@@ -191,7 +207,7 @@ class ModelSource:
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
-        self.layout: Final = choose_layout(self.text_config, self.kv_dtype)
+        self.layout: Final = choose_layout(self.text_config, self.kv_dtype).of_rank(config.tensor_parallel_size)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
             check_lengths(
@@ -207,18 +223,25 @@ class ModelSource:
         is_random = config.load_format == "dummy"
         if config.model_impl != "transformers":
             try:
-                ours = DecoderConfig.of(hf_config)
+                whole = DecoderConfig.of(hf_config)
+                shard = Shard(whole) if collectives is None else Shard(whole, collectives.rank, collectives.num_ranks)
                 weights = (
-                    random_weights(ours, device, dtype, config.seed)
+                    random_weights(shard, device, dtype, config.seed)
                     if is_random
-                    else load_weights(directory, ours, device, dtype)
+                    else load_weights(directory, shard, device, dtype)
                 )
             except Unsupported as error:
+                if collectives is not None:
+                    raise ValueError(
+                        f"tensor_parallel_size={config.tensor_parallel_size} is for models that vmmkv's own decoder runs, and "
+                        f"it cannot run {config.model}: {error}; use 1"
+                    ) from error
                 if config.model_impl == "vmmkv":
                     raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
                 log.info("this model runs by transformers' own code: %s", error)
             else:
-                self._decoder = Decoder(ours, weights)
+                reduce = None if collectives is None else collectives.sum
+                self._decoder = Decoder(shard.own, weights, reduce=reduce)
                 return
         transformers.utils.logging.disable_progress_bar()
         if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -244,8 +267,16 @@ class ModelSource:
         configuration = hashlib.blake2b(self._configuration, digest_size=16).hexdigest()
         return f"{configuration} {weights_identity(weights)} {self.dtype} {code}"
 
-    def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
+    @property
+    def decoder(self) -> Decoder:
+        """The config-driven decoder of a rank."""
+        assert self._decoder is not None, "ranks have parts of no other model"
+        return self._decoder
+
+    def over(self, cache: EngineCache, rows: KVRows, ranks: "Ranks | None" = None) -> EngineModel:
         """The model over a cache and its rows."""
+        if ranks is not None:
+            return ranks.model(self.decoder, cache, rows)
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
         return TransformersModel(self._transformers, cache, rows)
@@ -268,6 +299,18 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
         sums[name] = torch.stack([(each * factors[: len(each)]).sum() for each in words])  # modulo 2**64
     text = repr([(name, tuple(weights[name].shape), each.tolist()) for name, each in sums.items()])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> "Ranks | None":
+    """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, OSError."""
+    if config.tensor_parallel_size == 1:
+        return None
+    from vmmkv.server.engine.ranks import Ranks
+
+    choose_device(config.device, config.tensor_parallel_size - 1)
+    ranks = Ranks.start(config, device)
+    undo.callback(ranks.close)
+    return ranks
 
 
 def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
@@ -332,8 +375,8 @@ def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
     return longest
 
 
-def choose_device(device: str) -> torch.device:
-    """The device that was named, or for `auto` the first GPU if torch sees one, else the CPU.
+def choose_device(device: str, rank: int = 0) -> torch.device:
+    """The device that was named, or for `auto` the first GPU if torch sees one, else the CPU. A rank's GPU is so many further.
 
     Raises: DriverUnavailable if there is no such GPU.
     """
@@ -343,9 +386,11 @@ def choose_device(device: str) -> torch.device:
     chosen = torch.device(device)
     if chosen.type != "cuda":
         return chosen
-    index = chosen.index or 0
+    index = (chosen.index or 0) + rank
     if index >= count:
         seen = "torch sees no GPU here" if not count else f"torch sees {count} here, numbered from 0"
+        if rank:
+            raise DriverUnavailable(f"tensor_parallel_size={rank + 1} needs a GPU for each rank: {seen}; lower it")
         last = f"cuda:{count - 1}, " if count else ""
         raise DriverUnavailable(f"device={device!r}: {seen}; use {last}cpu or auto")
     return torch.device("cuda", index)

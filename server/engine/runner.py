@@ -18,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from vmmkv.server.engine.request import Step
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
 from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Array, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
 from vmmkv.units import round_up
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -70,9 +73,12 @@ def token_sizes(max_tokens: int) -> list[int]:
 class Runner:
     """A model over a cache, with a sampler and the state of every sequence on the device."""
 
-    def __init__(self, model: EngineModel, cache: EngineCache, *, max_rows: int, max_tokens: int) -> None:
-        """max_rows: sequences that run at once. max_tokens: of one step."""
+    def __init__(
+        self, model: EngineModel, cache: EngineCache, *, max_rows: int, max_tokens: int, ranks: "Ranks | None" = None
+    ) -> None:
+        """max_rows: sequences that run at once. max_tokens: of one step. ranks: the others, of a model in parts."""
         self.model: Final = model
+        self.ranks: Final = ranks
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
@@ -311,6 +317,8 @@ class _Graph:
         forward()  # compiles what is not compiled yet
         launch_s = time.perf_counter() - began_s
         (replay, logits_RV), samples = _captured(forward, pool), {}
+        if runner.ranks is not None:
+            replay = runner.ranks.replaying(replay)
         for greedy in (True, False):
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()

@@ -18,6 +18,7 @@ from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YA
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, param_bytes
+from vmmkv.server.engine.models.shard import Shard
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, family: str, shard_size: str) 
     assert (len(files) > 1) == (shard_size == "60KB")
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for dtype in (torch.float32, torch.bfloat16):
-        loaded = load(tmp_path, config, CPU, dtype).named(config)
+        loaded = load(tmp_path, Shard(config), CPU, dtype).named(config)
         assert loaded.keys() == stored.keys()
         for name, tensor in stored.items():
             assert torch.equal(loaded[name], tensor.to(dtype)), name
@@ -241,7 +242,7 @@ def test_tied_weights_that_were_saved_twice_or_under_the_other_name_are_one_tens
     embedding_VE = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     change(tmp_path, lm_head__weight=embedding_VE.clone())
     for _ in range(2):
-        weights = load(tmp_path, config, CPU, torch.float32)
+        weights = load(tmp_path, Shard(config), CPU, torch.float32)
         assert weights.head_VE is weights.embedding_VE
         assert torch.equal(weights.embedding_VE, embedding_VE)
         change(tmp_path, model__embed_tokens__weight=None)
@@ -251,13 +252,13 @@ def test_of_weights_that_are_tied_by_name_only_the_tensors_are_believed(tmp_path
     config = saved(tmp_path, "qwen2, tied")
     head_VE = torch.randn(config.vocab_size, config.hidden_size)
     change(tmp_path, lm_head__weight=head_VE)
-    assert torch.equal(load(tmp_path, config, CPU, torch.float32).head_VE, head_VE)
+    assert torch.equal(load(tmp_path, Shard(config), CPU, torch.float32).head_VE, head_VE)
 
 
 def test_angles_of_older_checkpoints_are_passed_over(tmp_path: Path) -> None:
     config = saved(tmp_path)
     change(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
-    load(tmp_path, config, CPU, torch.float32)
+    load(tmp_path, Shard(config), CPU, torch.float32)
 
 
 def test_a_misfit_names_every_kind_of_tensor(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_a_misfit_names_every_kind_of_tensor(tmp_path: Path) -> None:
         model__layers__2__mlp__up_proj__weight=torch.ones(96, 64).to(torch.float8_e4m3fn),
     )
     with pytest.raises(WeightsMismatch) as caught:
-        load(tmp_path, config, CPU, torch.float32)
+        load(tmp_path, Shard(config), CPU, torch.float32)
     text = str(caught.value)
     assert str(tmp_path) in text
     assert "missing: model.norm.weight; " in text
@@ -283,13 +284,13 @@ def test_of_many_misfits_a_few_are_named(tmp_path: Path) -> None:
     saved(tmp_path)
     config = DecoderConfig.of(FAMILIES["llama, all biases"]())
     with pytest.raises(WeightsMismatch, match=r"missing: (model\S+, ){3}model\S+ and 17 more$"):
-        load(tmp_path, config, CPU, torch.float32)
+        load(tmp_path, Shard(config), CPU, torch.float32)
 
 
 def test_a_directory_without_safetensors_is_for_transformers(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(Unsupported, match=r"neither model.safetensors nor model.safetensors.index.json"):
-        load(tmp_path, DecoderConfig.of(FAMILIES["llama"]()), CPU, torch.float32)
+        load(tmp_path, Shard(DecoderConfig.of(FAMILIES["llama"]())), CPU, torch.float32)
 
 
 def test_a_missing_or_cut_off_file_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -298,17 +299,17 @@ def test_a_missing_or_cut_off_file_is_an_error_that_names_it(tmp_path: Path) -> 
     path = tmp_path / index["weight_map"]["model.norm.weight"]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{path.name} is no whole safetensors file"):
-        load(tmp_path, config, CPU, torch.float32)
+        load(tmp_path, Shard(config), CPU, torch.float32)
     path.unlink()
     with pytest.raises(OSError, match=path.name):
-        load(tmp_path, config, CPU, torch.float32)
+        load(tmp_path, Shard(config), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama, all biases", "qwen3, tied, attention biases"])
 def test_random_weights_are_as_transformers_begins(family: str, dtype: torch.dtype) -> None:
     config = DecoderConfig.of(FAMILIES[family]())
-    once, again, other = (random(config, CPU, dtype, seed).named(config) for seed in (1, 1, 2))
+    once, again, other = (random(Shard(config), CPU, dtype, seed).named(config) for seed in (1, 1, 2))
     for name, tensor in once.items():
         assert tensor.dtype == dtype and torch.equal(tensor, again[name])
         if name.endswith("norm.weight"):

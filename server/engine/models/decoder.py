@@ -10,7 +10,7 @@ V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrice
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ _INERT: Final = {
 }  # fmt: skip
 """Fields that change nothing in inference: of training, of other heads, of other programs."""
 
-_MULTIPLE: Final = 8
+MULTIPLE: Final = 8
 """Sizes of matrices and heads are multiples of it: the kernels load 16 bytes of bfloat16 at once."""
 
 _INERT_ENDS: Final = ("_token_id", "_token_ids")
@@ -146,8 +146,8 @@ class DecoderConfig:
         attention_bias = bool(getattr(config, "attention_bias", False))
         sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": head_dim}
         for name, size in sizes.items():
-            if size % _MULTIPLE:
-                raise Unsupported(f"{name} is {size}; wanted a multiple of {_MULTIPLE}")
+            if size % MULTIPLE:
+                raise Unsupported(f"{name} is {size}; wanted a multiple of {MULTIPLE}")
         return cls(
             model_type=family,
             vocab_size=config.vocab_size,
@@ -301,16 +301,21 @@ def param_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return sum(place.nbytes for place in empty(config, torch.device("meta"), dtype).named(config).values())
 
 
+Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a contiguous tensor over all ranks, in place, and returns it. It waits for no device."""
+
+
 class Stream:
     """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added.
 
     By torch, with the roundings of transformers and in its order. `kernel_ops` has streams for a GPU.
     """
 
-    def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
-        """It begins as `x_NE`, which belongs to it from now on and may be written."""
+    def __init__(self, x_NE: torch.Tensor, norm_eps: float, reduce: Reduce | None = None) -> None:
+        """It begins as `x_NE`, which belongs to it from now on and may be written. `reduce`: what is added is a rank's part."""
         self._x_NE = x_NE
         self._norm_eps = norm_eps
+        self._reduce = reduce
 
     def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
         """The linear map [N, G] of the normed stream."""
@@ -322,12 +327,13 @@ class Stream:
         return F.silu(gate_NF) * up_NF
 
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
-        """Add the linear map of `x_NI`."""
-        self._x_NE = self._x_NE + F.linear(x_NI, weight_EI, bias_E)
+        """Add the linear map of `x_NI`, summed over all ranks."""
+        added_NE = F.linear(x_NI, weight_EI, bias_E)
+        self._x_NE = self._x_NE + (added_NE if self._reduce is None else self._reduce(added_NE))
 
     def keep(self, rows_B: torch.Tensor) -> "Stream":
         """The stream of these rows alone; this one is not used any more. Not between `add` and the next `project` or `gate`."""
-        return Stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+        return Stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._reduce)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         """The normed stream [N, E]."""
@@ -340,11 +346,19 @@ class Decoder:
     It never waits for the device, nor depends on values there, so it can be captured in a CUDA graph.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, by_kernels: bool | None = None) -> None:
-        """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        by_kernels: bool | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch. `reduce`: the weights are a rank's part."""
         self.config = config
         self.weights = weights
-        self._stream: Callable[[torch.Tensor, float], Stream] = Stream
+        self._reduce = reduce
+        self._stream: Callable[[torch.Tensor, float, Reduce | None], Stream] = Stream
         self._linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
         if weights.norm_E.is_cuda if by_kernels is None else by_kernels:
             from vmmkv.server.engine.models import kernel_ops  # not above: it imports triton
@@ -361,7 +375,7 @@ class Decoder:
         """
         config, weights = self.config, self.weights
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        stream = self._stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps)
+        stream = self._stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps, self._reduce)
         for index, layer in enumerate(weights.layers):
             qkv_NC = stream.project(layer.attention_norm_E, layer.qkv_CE, layer.qkv_bias_C)
             q_NHD, k_NKD, v_NKD = torch.split(qkv_NC.view(len(qkv_NC), -1, config.head_dim), heads, dim=1)
@@ -400,7 +414,7 @@ class DecoderModel:
         self._attention.begin(step)
         return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
 
-    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel: the final, normed hidden states."""
         self._attention.begin(step)
         return self._decoder.forward(ids_N, self._attention, rows_W)

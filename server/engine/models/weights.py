@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vmmkv.server.engine.models.decoder import DecoderConfig, DecoderWeights, Unsupported, empty
+from vmmkv.server.engine.models.shard import Shard
 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types that weights may have. Others are quantised, and need more than a copy."""
@@ -44,35 +45,44 @@ class _Stored:
         return tensor
 
 
-def load(directory: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """Read `model.safetensors`, or the shards of `model.safetensors.index.json`, straight into the fused tensors.
+def load(directory: Path, shard: Shard, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """Read `model.safetensors`, or the shards of `model.safetensors.index.json`, straight into the fused tensors of a rank.
 
     All names and shapes are checked before any memory is taken; the host holds one tensor at a time beside the page cache.
     Raises: Unsupported without such files; WeightsMismatch, naming the tensors; ValueError for a file that is cut off; OSError.
     """
     stored = _headers(directory)
-    if config.tied and _HEAD in stored:
-        config = _settle_tie(config, stored)
-    _check(directory, stored, empty(config, torch.device("meta"), dtype).named(config))
-    weights = empty(config, device, dtype)
-    places = weights.named(config)
+    if shard.whole.tied and _HEAD in stored:
+        shard = replace(shard, whole=_settle_tie(shard.whole, stored))
+    _check(directory, stored, empty(shard.whole, torch.device("meta"), dtype).named(shard.whole))
+    weights = empty(shard.own, device, dtype)
+    places = weights.named(shard.own)
     for path in sorted({tensor.path for tensor in stored.values()}):
         with safe_open(path, framework="pt") as file:
             for name, tensor in stored.items():
-                if tensor.path == path:
-                    places[name].copy_(file.get_tensor(tensor.name))
+                if tensor.path == path and name in places:
+                    shard.copy(name, places[name], file.get_tensor(tensor.name))
     return weights
 
 
-def random(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int) -> DecoderWeights:
-    """Normal numbers of standard deviation `initializer_range`, made on the device; norms are ones. For benchmarks."""
-    weights = empty(config, device, dtype)
+def random(shard: Shard, device: torch.device, dtype: torch.dtype, seed: int) -> DecoderWeights:
+    """Normal numbers of standard deviation `initializer_range`, made on the device; norms are ones. For benchmarks.
+
+    They do not depend on the number of ranks: each rank makes all, and keeps its part.
+    """
+    weights = empty(shard.own, device, dtype)
+    places = weights.named(shard.own)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, place in weights.named(config).items():
+    for name, whole in empty(shard.whole, torch.device("meta"), dtype).named(shard.whole).items():
+        place = places.get(name)
         if name.endswith("norm.weight"):
-            place.fill_(1.0)
-        else:
-            place.normal_(0.0, config.initializer_range, generator=generator)
+            places[name].fill_(1.0)
+            continue
+        is_whole = place is not None and place.shape == whole.shape
+        made = place if is_whole and place is not None else torch.empty(whole.shape, device=device, dtype=dtype)
+        made.normal_(0.0, shard.whole.initializer_range, generator=generator)
+        if place is not None and place is not made:
+            shard.copy(name, place, made)
     return weights
 
 

@@ -1,0 +1,536 @@
+"""Tensor parallelism: one process for each device, of which rank 0 is the engine, and the others do as it does.
+
+    rank 0   engine ── cache ── pool ──> mirrored driver ──> driver           model ──> its part of the weights
+                                              │ calls                           │ forward passes, and their inputs
+    rank r                                  worker ──────────> driver         worker ──> its part of the weights
+
+Two seams carry all that the others need. A driver's call that succeeded on rank 0 is repeated on every rank, at the same place
+of the same reservation. Rows have one size on all ranks, so page maps agree, whatever decided them. A forward pass is repeated
+with the inputs that rank 0's device has. Nothing is decided twice: clocks, fences, requests, grammars and random numbers are
+rank 0's alone, and so are the logits.
+
+Messages are int64 numbers, in one sequenced socket for each rank. A rank says that it is ready, answers `MEMORY`, and says why
+it ends. All waits are bounded. A rank that fails ends the engine.
+"""
+
+import contextlib
+import enum
+import json
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from os import environ
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+import torch
+import torch.distributed
+
+from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
+from vmmkv.errors import DriverError
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.engine.attention import AttentionMetadata, KVRows, SharedPrefixes
+from vmmkv.server.engine.engine import EngineDied
+from vmmkv.server.engine.kv_backend import EngineCache
+from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS
+from vmmkv.units import round_up
+
+LOAD_S: Final = 1800.0
+"""The longest time that a rank may take to load its weights."""
+STEP_S: Final = 60.0
+"""The longest time that a rank may keep the others waiting."""
+MESSAGE_BYTES: Final = 1 << 17
+_MAX_LIMITS: Final = 4096
+"""Limits in one message."""
+_LAST_WORDS_S: Final = 3.0
+"""Time for a rank that fails to say why, or to end."""
+_NAP_S: Final = 1e-4
+
+_distributed: Any = torch.distributed  # whose types depend on the platform
+
+
+class RankFailed(EngineDied):
+    """A rank has ended, is late, or could not repeat what rank 0 did. The engine ends."""
+
+
+class Op(enum.IntEnum):
+    """What a message has a rank do, and the numbers behind it. Addresses and handles are rank 0's."""
+
+    CONNECT = enum.auto()
+    ROWS = enum.auto()
+    """Slots, and tokens of each: the first reservation is their cache's."""
+    RESERVE = enum.auto()
+    GIVE_BACK = enum.auto()
+    """Address, bytes; so do RESERVE, UNMAP and ZERO."""
+    CREATE = enum.auto()
+    """Handle, bytes."""
+    RELEASE = enum.auto()
+    MAP = enum.auto()
+    """Address, handle, bytes."""
+    SET_ACCESS = enum.auto()
+    """Address, bytes, 1 to write too."""
+    UNMAP = enum.auto()
+    ZERO = enum.auto()
+    COPY = enum.auto()
+    """Target, source, bytes."""
+    LIMITS = enum.auto()
+    """A slot and its limit, for each."""
+    FENCE = enum.auto()
+    """One more fence is made."""
+    PASSED = enum.auto()
+    """The number of a fence: it has passed, and those before."""
+    SYNCHRONIZE = enum.auto()
+    MEMORY = enum.auto()
+    FORWARD = enum.auto()
+    """Elements of each input that is broadcast: see `pass_inputs`."""
+    CAPTURE = enum.auto()
+    """The same, for a graph."""
+    REPLAY = enum.auto()
+    """The number of a graph."""
+
+
+def pass_inputs(ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> list[torch.Tensor]:
+    """The inputs of a forward pass in order, int32; those that it lacks have no elements."""
+    parts = [ids_N, step.slots_N, step.positions_N, step.slots_B, step.lengths_B, step.query_starts, last_B]
+    shared = step.shared
+    parts += [None] * 4 if shared is None else [shared.starts_G1, shared.leaders_G, shared.num_rows_G, shared.firsts_B]
+    return [ids_N[:0] if part is None else part.int() for part in parts]
+
+
+def inputs_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor | None]:
+    """The inputs of a forward pass that `pass_inputs` gave."""
+    ids_N, slots_N, positions_N, slots_B, lengths_B, query_starts, last_B, starts_G1, leaders_G, num_rows_G, firsts_B = parts
+    shared = SharedPrefixes(starts_G1=starts_G1, leaders_G=leaders_G, num_rows_G=num_rows_G, firsts_B=firsts_B)
+    step = AttentionMetadata(
+        slots_N=slots_N, positions_N=positions_N, slots_B=slots_B, lengths_B=lengths_B,
+        query_starts=query_starts if len(query_starts) else None,
+        shared=shared if len(starts_G1) else None,
+    )  # fmt: skip
+    return ids_N, step, last_B.long() if len(last_B) else None
+
+
+class Collectives:
+    """Sums and broadcasts over the ranks of one engine, by NCCL between GPUs and by gloo between CPUs.
+
+    They wait for nothing on a GPU, and can be captured there; on a CPU they raise RuntimeError for a rank that is gone or late.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank: Final = rank
+        self.num_ranks: Final = num_ranks
+        self._group: Any = None
+
+    def connect(self, store: Any, device: torch.device, timeout_s: float) -> None:
+        """Meet the other ranks. Blocks until all are there."""
+        if device.type == "cuda":
+            options = _distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            self._group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
+            self.sum(torch.zeros(1, device=device))  # NCCL meets in its first call, which no graph can have
+        else:
+            options = _distributed.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous tensor over all ranks, in place: the same bits on each."""
+        options = _distributed.AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._group.allreduce([tensor], options))
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite a contiguous tensor with rank 0's."""
+        options = _distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = False
+        _wait(self._group.broadcast([tensor], options))
+        return tensor
+
+    def abort(self) -> None:
+        """End the collectives that this rank's device waits in. Idempotent."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+def _wait(work: Any) -> None:
+    """On a GPU: order the current stream behind it, where that is not done yet."""
+    if work is not None:
+        work.wait()
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another rank, as rank 0 sees it."""
+
+    rank: int
+    channel: socket.socket
+    process: "subprocess.Popen[bytes] | None" = None
+    """None in a thread of this process."""
+
+    def last_words(self) -> str:
+        """Why it has ended, of a rank that has, or has said so. Blocks for _LAST_WORDS_S at most."""
+        said: object = None
+        with contextlib.suppress(OSError, ValueError):
+            said = json.loads(self.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT))
+        if isinstance(said, str):
+            return f"rank {self.rank}: {said}"
+        code: int | None = None
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(_LAST_WORDS_S)
+        return f"rank {self.rank} has ended" + ("" if code is None else f" with exit code {code}")
+
+
+class Ranks:
+    """The other ranks of an engine, as rank 0 sees them. When one fails all are ended, and nothing is sent any more.
+
+    `connect`, `check`, `wait_for`, `ask_memory` and forward passes raise RankFailed from then on; calls of the driver do not.
+    """
+
+    def __init__(self, peers: Sequence[Peer], store: Any, *, timeout_s: float = STEP_S) -> None:
+        self.collectives: Final = Collectives(0, 1 + len(peers))
+        self._peers: Final = peers
+        self._store: Final = store
+        self._timeout_s: Final = timeout_s
+        self._failure: str | None = None
+        self._is_closed = False
+        self._num_graphs = 0
+        self._num_fences = 0
+        self._undo = contextlib.ExitStack()
+        self._padding: torch.Tensor | None = None
+        for peer in peers:
+            peer.channel.settimeout(timeout_s)
+
+    @classmethod
+    def start(cls, config: ServeConfig, device: torch.device) -> "Ranks":
+        """Start a process for each other rank, which loads its weights on the device of its number. Raises: OSError."""
+        with contextlib.ExitStack() as undo:
+            directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vmmkv-ranks-")))
+            peers: list[Peer] = []
+            for rank in range(1, config.tensor_parallel_size):
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(ours.close)
+                options = ("--rank", str(rank), "--channel", str(theirs.fileno()), "--timeout", str(STEP_S))
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "vmmkv.server.engine.worker", *options, "--store", str(directory / "store")],
+                        stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], process_group=0,
+                        env={"OMP_WAIT_POLICY": "PASSIVE"} | environ,
+                    )  # fmt: skip
+                undo.callback(_reap, process)
+                assert process.stdin is not None, "it is a pipe"
+                with process.stdin:
+                    process.stdin.write(msgspec.json.encode(config))
+                peers.append(Peer(rank, ours, process))
+            store = _distributed.FileStore(str(directory / "store"), config.tensor_parallel_size)
+            ranks = cls(peers, store, timeout_s=STEP_S)
+            ranks._undo = undo.pop_all()
+        return ranks
+
+    def connect(self, device: torch.device) -> None:
+        """Meet the other ranks, once they have loaded their weights."""
+        for peer in self._peers:
+            self._receive(peer, LOAD_S)
+        self.send(Op.CONNECT)
+        try:
+            self.collectives.connect(self._store, device, self._timeout_s)
+        except Exception as error:
+            self.fail(error)
+        self._padding = torch.zeros(ALIGNED_ELEMENTS, dtype=torch.int32, device=device)
+
+    def send(self, op: Op, *numbers: int) -> None:
+        """Have all other ranks do something. Cost: some 3 us for each rank. Raises nothing: `check` tells of a failure."""
+        if self._failure is None and not self._is_closed:
+            data = array("q", (op, *numbers)).tobytes()
+            try:
+                for peer in self._peers:
+                    peer.channel.send(data)
+            except OSError as error:
+                self._give_up(error)
+
+    def ask_memory(self) -> list[MemoryInfo]:
+        """The memory of each other rank; none after `close`. What was sent before has been done by then."""
+        self.check()
+        if self._is_closed:
+            return []
+        self.send(Op.MEMORY)
+        return [MemoryInfo(*self._receive(peer, self._timeout_s)) for peer in self._peers]
+
+    def check(self) -> None:
+        """Raises: RankFailed if a rank has ended, or failed before."""
+        if self._failure is None and not self._is_closed and self._have_spoken(0.0):
+            self.fail()
+        if self._failure is not None:
+            raise RankFailed(self._failure)
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait for this rank's device, which may wait for the others."""
+        until_s = time.monotonic() + self._timeout_s
+        while not is_done():
+            self.check()
+            if time.monotonic() > until_s:
+                self.fail()
+            time.sleep(_NAP_S)
+
+    def fail(self, error: Exception | None = None) -> NoReturn:
+        """End all ranks. Blocks for some seconds at most. Raises: RankFailed, saying why."""
+        if self._failure is None:
+            self._give_up(error)
+        raise RankFailed(self._failure) from error
+
+    def _give_up(self, error: Exception | None) -> None:
+        reasons = [peer.last_words() for peer in self._have_spoken(_LAST_WORDS_S)]
+        late = f"the ranks have waited for one another for {self._timeout_s:g} s"
+        self._failure = "; ".join(reasons) or (late if error is None else f"a rank failed, or was late: {error}")
+        self._end()
+
+    def close(self) -> None:
+        """End all ranks; what they have goes with them. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self.collectives.abort()
+        for peer in self._peers:
+            peer.channel.close()
+        self._undo.close()
+
+    def _have_spoken(self, within_s: float) -> list[Peer]:
+        """Ranks that have ended, or said why they will: nothing else comes that was not asked for."""
+        readable = _readable(self._peers, within_s)
+        return [peer for peer in self._peers if peer.channel.fileno() in readable]
+
+    def _receive(self, peer: Peer, within_s: float) -> list[int]:
+        if (
+            _readable([peer], within_s)
+            and (data := peer.channel.recv(MESSAGE_BYTES, socket.MSG_PEEK))
+            and isinstance(json.loads(data), list)
+        ):
+            numbers: list[int] = json.loads(peer.channel.recv(MESSAGE_BYTES))
+            return numbers
+        self.fail()
+
+    def mirrored(self, driver: Driver) -> Driver:
+        """This rank's driver, whose calls all ranks repeat."""
+        return _MirroredDriver(driver, self)
+
+    def model(self, decoder: Decoder, cache: EngineCache, rows: KVRows) -> "ParallelModel":
+        """This rank's decoder over a cache, whose passes all ranks repeat."""
+        return ParallelModel(decoder, cache, rows, self)
+
+    # ------------------------------------------------------------------ forward passes
+
+    @contextlib.contextmanager
+    def repeating(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> Iterator[None]:
+        """The other ranks make the forward pass that is made within, or captured.
+
+        Cost: a message, a launch that packs the inputs, and a broadcast.
+        """
+        assert self._padding is not None, "the ranks have met"
+        self.check()
+        parts = pass_inputs(ids_N, step, last_B)
+        is_captured = ids_N.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.send(Op.CAPTURE if is_captured else Op.FORWARD, *map(len, parts))
+        try:
+            gaps = [self._padding[: round_up(len(part), ALIGNED_ELEMENTS) - len(part)] for part in parts]
+            self.collectives.broadcast(torch.cat([each for pair in zip(parts, gaps, strict=True) for each in pair]))
+            yield
+        except Exception as error:  # the others wait within the pass
+            self.fail(error)
+
+    def replaying(self, replay: Callable[[], None]) -> Callable[[], None]:
+        """Replay the graph that was captured last, on all ranks."""
+        number, self._num_graphs = self._num_graphs, self._num_graphs + 1
+
+        def replay_all() -> None:
+            self.send(Op.REPLAY, number)
+            replay()
+
+        return replay_all
+
+    # ------------------------------------------------------------------ fences
+
+    def fence(self, fence: Fence) -> "_RanksFence":
+        """A fence of rank 0, behind which the others make one too."""
+        self.send(Op.FENCE)
+        self._num_fences += 1
+        return _RanksFence(fence, self._num_fences, self)
+
+
+def _readable(peers: Sequence[Peer], within_s: float) -> set[int]:
+    """The channels from which something can be read, or their end."""
+    poll = select.poll()
+    for peer in peers:
+        poll.register(peer.channel, select.POLLIN)
+    return {fd for fd, _ in poll.poll(1000 * within_s)}
+
+
+def _reap(process: "subprocess.Popen[bytes]") -> None:
+    """Let a rank end, whose channel is closed; then make it."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_WORDS_S)
+    process.kill()
+    process.wait()
+
+
+class ParallelModel(DecoderModel):
+    """Rank 0's part of a decoder. Each of its forward passes is made by all ranks; the logits are rank 0's alone."""
+
+    def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows, ranks: Ranks) -> None:
+        super().__init__(decoder, cache, rows)
+        self._ranks = ranks
+        ranks.send(Op.ROWS, cache.num_slots, cache.max_tokens)
+
+    def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
+        """See EngineModel."""
+        with self._ranks.repeating(ids_N, step, last_B):
+            return super().forward(ids_N, step, last_B)
+
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor | None) -> torch.Tensor:
+        """See EngineModel."""
+        with self._ranks.repeating(ids_N, step, rows_W):
+            return super().states(ids_N, step, rows_W)
+
+
+class _RanksFence:
+    """A fence of rank 0. When it is seen to have passed, the other ranks wait for theirs before they go on."""
+
+    def __init__(self, fence: Fence, number: int, ranks: Ranks) -> None:
+        self._fence, self._number, self._ranks = fence, number, ranks
+        self._has_passed = False
+
+    def done(self) -> bool:
+        """See Fence."""
+        if not self._has_passed and self._fence.done():
+            self._has_passed = True
+            self._ranks.send(Op.PASSED, self._number)
+        return self._has_passed
+
+    def wait(self) -> None:
+        """See Fence. Raises: RankFailed."""
+        self._ranks.wait_for(self.done)
+
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        """See Fence. The other ranks have one stream."""
+        self._fence.order(streams)
+
+
+class _MirroredDriver:
+    """Rank 0's driver, whose calls the other ranks repeat once they have succeeded. See Driver.
+
+    Memory that other processes or tiers share has no mirror, and is refused.
+    """
+
+    def __init__(self, driver: Driver, ranks: Ranks) -> None:
+        self._driver: Final = driver
+        self._ranks: Final = ranks
+        self.device = driver.device
+        self.creates_zeroed = driver.creates_zeroed
+        self.calls: Counter[str] = driver.calls
+
+    def reserve(self, size_bytes: int) -> int:
+        address = self._driver.reserve(size_bytes)
+        self._ranks.send(Op.RESERVE, address, size_bytes)
+        return address
+
+    def has_addresses(self, size_bytes: int) -> bool:
+        return self._driver.has_addresses(size_bytes)
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        self._driver.give_back(address, size_bytes)
+        self._ranks.send(Op.GIVE_BACK, address, size_bytes)
+
+    def create(self, size_bytes: int) -> Handle:
+        handle = self._driver.create(size_bytes)
+        self._ranks.send(Op.CREATE, handle, size_bytes)
+        return handle
+
+    def release(self, handle: Handle) -> None:
+        self._driver.release(handle)
+        self._ranks.send(Op.RELEASE, handle)
+
+    def map(self, address: int, handle: Handle, size_bytes: int) -> None:
+        self._driver.map(address, handle, size_bytes)
+        self._ranks.send(Op.MAP, address, handle, size_bytes)
+
+    def set_access(self, address: int, size_bytes: int, access: Access) -> None:
+        self._driver.set_access(address, size_bytes, access)
+        self._ranks.send(Op.SET_ACCESS, address, size_bytes, access is Access.READ_WRITE)
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        self._driver.unmap(address, size_bytes)
+        self._ranks.send(Op.UNMAP, address, size_bytes)
+
+    def zero(self, address: int, size_bytes: int) -> None:
+        self._driver.zero(address, size_bytes)
+        self._ranks.send(Op.ZERO, address, size_bytes)
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        self._driver.copy(target, source, size_bytes)
+        self._ranks.send(Op.COPY, target, source, size_bytes)
+
+    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
+        self._refuse("gather")
+
+    def new_stream(self) -> torch.Stream:
+        return self._driver.new_stream()
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        return self._driver.on(stream)
+
+    def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+        self._driver.write(tensor, values)
+        self._send_limits(values)
+
+    def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
+        fence = self._driver.write_behind(tensor, values, streams)
+        self._send_limits(values)
+        return self._ranks.fence(fence)
+
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        self._driver.order(streams)
+
+    def synchronize(self) -> None:
+        self._driver.synchronize()
+        self._ranks.send(Op.SYNCHRONIZE)
+
+    def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
+        return self._ranks.fence(self._driver.fence(streams))
+
+    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
+        return self._driver.is_capturing(streams)
+
+    def memory(self) -> MemoryInfo:
+        """The least of all ranks; on a host, which they share, a part of it."""
+        infos = [self._driver.memory(), *self._ranks.ask_memory()]
+        share = 1 if self.device.type == "cuda" else len(infos)
+        return MemoryInfo(min(info.free_bytes for info in infos) // share, min(info.total_bytes for info in infos))
+
+    def export_fd(self, handle: Handle) -> int:
+        self._refuse("export_fd")
+
+    def import_fd(self, fd: int, size_bytes: int) -> Handle:
+        self._refuse("import_fd")
+
+    def _send_limits(self, values: Mapping[int, int]) -> None:
+        numbers = [number for pair in values.items() for number in pair]
+        for first in range(0, len(numbers), 2 * _MAX_LIMITS):
+            self._ranks.send(Op.LIMITS, *numbers[first : first + 2 * _MAX_LIMITS])
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise DriverError(f"{call}: the other ranks cannot repeat this", call=call, code="EINVAL")

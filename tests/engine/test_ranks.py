@@ -1,0 +1,351 @@
+"""Laws of tensor parallelism: the tokens of one rank whatever their number, one page map on all, and an end if one fails.
+
+The other ranks are threads here, with the same code, sockets and collectives as processes, which take seconds to start.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from tests.engine.conftest import tiny_model, wide_rows
+from tests.server.tiny import byte_tokenizer
+from tests.structured_output.grammars import SIZE, compiled
+from vmmkv import MIB, DriverError
+from vmmkv.server import LLM, SamplingParams
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.engine import ranks, worker
+from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
+from vmmkv.server.engine.worker import Worker
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_budget_bytes": 64 * MIB}
+
+
+class Threads:
+    """Ranks as threads of this process. They end with their channels."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.errors: list[Exception] = []
+        self.timeout_s = 30.0
+        self._threads: list[threading.Thread] = []
+
+    def start(self, config: ServeConfig, device: torch.device) -> Ranks:
+        store, peers = HashStore(), []
+        for rank in range(1, config.tensor_parallel_size):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peers.append(Peer(rank, ours))
+            self.workers.append(worker.load(config, rank, theirs, store, self.timeout_s))
+            self._threads.append(threading.Thread(target=self._run, args=(self.workers[-1], theirs)))
+            self._threads[-1].start()
+        return Ranks(peers, store, timeout_s=self.timeout_s)
+
+    def _run(self, one: Worker, channel: socket.socket) -> None:
+        with channel:
+            try:
+                one.run()
+            except Exception as error:
+                self.errors.append(error)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    one = Threads()
+    monkeypatch.setattr(Ranks, "start", one.start)
+    yield one
+    one.join()
+
+
+def pages(driver: Any) -> dict[tuple[int, int], tuple[int, Any]]:
+    """What a host driver has mapped: piece and access by reservation and place there."""
+    found = {}
+    for page, mapping in driver._pages.items():
+        for index, (start, end) in enumerate(driver._reserved):
+            if start <= page * 2 * MIB < end:
+                found[index, page * 2 * MIB - start] = mapping.piece.offset_bytes, mapping.access
+    return found
+
+
+def check(llm: LLM, threads: Threads) -> None:
+    """All ranks have the pages and the limits of rank 0."""
+    loaded = llm._open()
+    cache: Any = loaded.engine.cache
+    cache.check()
+    if loaded.ranks is not None:
+        loaded.ranks.ask_memory()  # all that was sent has been done
+        own = pages(cache.pool.driver._driver)
+        for one in threads.workers:
+            assert one.limit is not None
+            assert pages(one.driver) == own
+            assert torch.equal(one.limit, cache.limit)
+
+
+def checked(llm: LLM, threads: Threads) -> LLM:
+    """The laws are checked after each step."""
+    engine = llm._open().engine
+    step = engine.step
+
+    def checked_step() -> None:
+        step()
+        check(llm, threads)
+
+    engine.step = checked_step  # type: ignore[method-assign]
+    return llm
+
+
+def saved(model: Any, path: Path) -> Path:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)  # transformers begins with zeroes
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def everything(llm: LLM) -> list[Any]:
+    """Answers by way of prefix hits, several samples of a prompt, beams, scores of a prompt and penalties."""
+    shared = [token % 251 for token in range(40)]
+    asked = [
+        (shared, GREEDY),
+        ([*shared, 7], GREEDY),
+        ([*shared, 7, 8], SamplingParams(temperature=0.8, seed=1, n=3, max_tokens=6)),
+        ([3, 1, 4], SamplingParams(temperature=0.0, beam_width=3, max_tokens=5)),
+        ([2, 7], SamplingParams(temperature=0.0, max_tokens=9, repetition_penalty=1.3, logit_bias={9: 2.0})),
+        ([5] * 20, SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=2)),
+    ]
+    found: list[Any] = []
+    for prompts in ([shared], [prompt for prompt, _ in asked]):
+        params = [GREEDY] if len(prompts) == 1 else [each for _, each in asked]
+        for output in llm.generate(prompts, params):
+            assert output.error is None, output.error
+            found.append([each.token_ids for each in output.outputs])
+            found.append([round(each or 0.0, 2) for each in output.prompt_logprobs or ()])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (2, {"attention_bias": True, "mlp_bias": True, "intermediate_size": 104}),  # each has one of two KV heads
+        (4, {"tie_word_embeddings": True}),  # and half of its queries
+        (2, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),  # the second has one of three
+        pytest.param(3, {"num_attention_heads": 2}, marks=pytest.mark.nightly),  # the third has none
+    ],
+)
+def test_tokens_are_those_of_one_rank_and_all_ranks_have_one_page_map(
+    num_ranks: int, changes: dict[str, Any], tmp_path: Path, threads: Threads
+) -> None:
+    path = saved(tiny_model(vocab_size=258, **changes), tmp_path)
+    with LLM(path, **OPTIONS) as one:
+        expected = everything(one)
+    with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as several:
+        assert everything(checked(several, threads)) == expected
+
+
+def test_preempted_requests_have_the_tokens_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+    path = saved(wide_rows(vocab_size=258, eos_token_id=257, max_position_embeddings=512), tmp_path)
+    found = []
+    for num_ranks, num_pages in ((1, 6), (2, 3)):  # a page has 64 rows of one rank, and 128 of one of two
+        options = OPTIONS | {"kv_budget_bytes": num_pages * 2 * MIB, "tensor_parallel_size": num_ranks}
+        with LLM(path, **options) as llm:
+            long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+            outputs = checked(llm, threads).generate([[seed] * 60 for seed in range(1, 4)], long)
+            assert llm.snapshot is not None and llm.snapshot.preemptions
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_an_answer_by_a_grammar_has_the_tokens_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+    path = saved(tiny_model(vocab_size=SIZE, eos_token_id=257), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-e]{3,9}fgh(ij)+"})
+    found = []
+    for num_ranks in (1, 2):
+        with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+            llm._grammars = Mock(compile=compiled)  # not in a process of its own, which takes a while
+            (output,) = checked(llm, threads).generate([[3]], params)
+            found.append(output.outputs[0])
+    assert found[0].token_ids == found[1].token_ids
+    assert "fgh" in found[1].text
+
+
+@pytest.fixture
+def llm(tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(ranks, "_LAST_WORDS_S", 0.2)
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as one:
+        yield one
+
+
+def test_quantised_rows_have_the_scores_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    params, found = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), []
+    for num_ranks in (1, 2):
+        with LLM(path, tensor_parallel_size=num_ranks, kv_cache_dtype="int8", **OPTIONS) as llm:
+            (output,) = checked(llm, threads).generate([list(range(150))], params)
+            found.append(torch.tensor(output.prompt_logprobs[1:]))  # type: ignore[index]
+    assert torch.allclose(*found, atol=0.02), (found[0] - found[1]).abs().max()
+
+
+@torch.inference_mode()
+def test_rows_that_are_copied_and_pages_that_are_exchanged_are_so_on_all_ranks(llm: LLM, threads: Threads) -> None:
+    cache: Any = llm._open().engine.cache
+    (other,) = threads.workers
+    sequence = cache.open()
+    sequence.grow(6000)  # a page, and a part of one
+    sequence.advance(6000)
+    check(llm, threads)
+    k_STKD = other._model._attention._rows.views[1][0]  # type: ignore[union-attr]
+    k_STKD[sequence.slot, :6000].normal_()
+    written = k_STKD[sequence.slot, :6000].clone()
+    (fork,) = cache.fork(sequence)
+    check(llm, threads)
+    assert torch.equal(k_STKD[fork.slot, :6000], written)
+    fork.truncate(100)  # within the page that both have
+    check(llm, threads)
+    assert torch.equal(k_STKD[fork.slot, :100], written[:100])
+    k_STKD[fork.slot, :100].zero_()
+    assert torch.equal(k_STKD[sequence.slot, :6000], written)
+    fork.close()
+    sequence.close()
+
+
+def ends(llm: LLM, reason: str) -> None:
+    """Both what runs and what comes later is refused, at once, and says why."""
+    for num_prompts in (3, 1):
+        with pytest.raises(RankFailed, match=reason):
+            llm.generate([[1, 2, 3]] * num_prompts, GREEDY)
+    llm.close()
+
+
+def test_a_rank_whose_driver_fails_ends_the_engine_and_says_why(llm: LLM, threads: Threads) -> None:
+    def refuse(*_: int) -> None:
+        raise DriverError("map: no more addresses", call="map", code="ENOMEM")
+
+    threads.workers[0].driver.map = refuse  # type: ignore[method-assign]
+    ends(llm, "rank 1: DriverError: map: no more addresses")
+    assert [type(error) for error in threads.errors] == [DriverError]
+
+
+def test_a_rank_that_is_late_ends_the_engine(llm: LLM, threads: Threads) -> None:
+    goes_on = threading.Event()
+    threads.workers[0]._do[Op.FORWARD] = lambda *_: goes_on.wait(60) and None
+    collectives = llm._open().ranks.collectives  # type: ignore[union-attr]
+    collectives._group._set_default_timeout(timedelta(seconds=0.5))
+    try:
+        ends(llm, "a rank failed, or was late: ")
+    finally:
+        goes_on.set()
+
+
+def test_a_device_that_waits_for_a_rank_for_too_long_ends_the_engine(llm: LLM) -> None:
+    several = llm._open().ranks
+    assert several is not None
+    several._timeout_s = 0.1
+    with pytest.raises(RankFailed, match=r"the ranks have waited for one another for 0\.1 s"):
+        several.wait_for(lambda: False)
+    ends(llm, "waited for one another")
+
+
+def test_a_rank_that_ends_between_requests_is_seen(llm: LLM, threads: Threads) -> None:
+    several = llm._open().ranks
+    assert several is not None
+    several.check()
+    threads.workers[0]._channel.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RankFailed, match="rank 1 has ended"):
+        several.check()
+    ends(llm, "rank 1 has ended")
+
+
+def test_an_error_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._open().ranks.collectives, "sum", Mock(side_effect=RuntimeError("out of memory")))  # type: ignore[union-attr]
+    decoder = llm._open().engine._runner.model._decoder  # type: ignore[attr-defined]
+    decoder._reduce = llm._open().ranks.collectives.sum  # type: ignore[union-attr]
+    ends(llm, "out of memory")
+
+
+def test_a_call_that_fails_on_rank_0_fails_one_request_and_no_rank_repeats_it(llm: LLM, threads: Threads) -> None:
+    driver: Any = llm._open().engine.cache.pool.driver._driver  # type: ignore[attr-defined]
+    map_, driver.map = driver.map, Mock(side_effect=DriverError("map: no", call="map", code="ENOMEM"))
+    (output,) = checked(llm, threads).generate([[1] * 50], GREEDY)
+    assert "map: no" in (output.error or "")
+    driver.map = map_
+    (output,) = llm.generate([[1] * 50], GREEDY)
+    assert output.error is None
+
+
+def test_a_rank_that_cannot_load_its_part_ends_the_start(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "choose_dtype", Mock(side_effect=ValueError("it has no such type")))
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with pytest.raises(ValueError, match="no such type"):
+        LLM(path, tensor_parallel_size=2, **OPTIONS)
+
+
+def test_ranks_are_processes_and_one_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with LLM(path, **OPTIONS) as one:
+        (expected,) = one.generate([[1, 2, 3]], GREEDY)
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as several:
+        (found,) = several.generate([[1, 2, 3]], GREEDY)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        (peer,) = several._open().ranks._peers  # type: ignore[union-attr]
+        assert peer.process is not None and peer.process.poll() is None
+        peer.process.kill()
+        ends(several, "rank 1 has ended with exit code -9")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, smollm2: Path) -> None:
+    """Nine query heads over three KV heads: they do not divide, and are filled up."""
+    shared = "Once upon a time there was a fox who lived in a wood by the sea. " * 8
+    schema = {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}
+    asked = [
+        (shared + "The fox", GREEDY),
+        (shared + "One day", GREEDY),
+        (shared, SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=8)),
+        ("The capital of France is", SamplingParams(temperature=0.0, beam_width=3, max_tokens=8)),
+        ("A fox as JSON:", SamplingParams(temperature=0.0, max_tokens=16, structured_outputs=schema)),
+    ]
+    found = []
+    for count in (1, num_ranks):
+        options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_tokens": 1024, "kv_budget_bytes": 64 * MIB}
+        with LLM(smollm2, tensor_parallel_size=count, **options) as llm:  # type: ignore[arg-type]
+            llm.generate([shared], GREEDY)
+            outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            assert outputs[0].cached_tokens > 50
+            found.append([[each.token_ids for each in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 0}, "at least 1 device"),
+        ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "vmmkv's own decoder"),
+        ({"tensor_parallel_size": 2, "kv_host_budget_bytes": 64 * MIB}, "keep the rows of one device"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        LLM(tmp_path, device="cpu", **options)
+
+
+def test_a_model_that_the_decoder_does_not_run_is_refused(tmp_path: Path, threads: Threads) -> None:
+    path = saved(tiny_model(vocab_size=258, hidden_act="gelu"), tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 is for models that vmmkv's own decoder runs.* use 1"):
+        LLM(path, tensor_parallel_size=2, **OPTIONS)
