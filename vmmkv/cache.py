@@ -501,6 +501,8 @@ class KVCache(_Planes, Closing, Unique):
         self._mapped_ahead_pages = 0
         self._adopted_slots = 0
         self._attached = False
+        self._advanced = b""
+        """The slots that `advance` was given last, which are different ones and exist."""
         with pool.lock:
             pool.check_open()
             pool.check_capture()
@@ -679,30 +681,39 @@ class KVCache(_Planes, Closing, Unique):
         that does not exist; TypeError for anything but whole numbers. Then none has advanced.
         """
         self.check_open()
-        indices = np.atleast_1d(wholes("slots", slots))
-        try:
-            before = self.table.lengths[indices]
-        except IndexError:
-            raise self._no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self.table))) from None
-        after = before + wholes("num_tokens", num_tokens)
+        indices, counts = np.atleast_1d(wholes("slots", slots)), wholes("num_tokens", num_tokens)
+        if (named := indices.tobytes()) != self._advanced:  # a decode step names the slots of the step before
+            self._check_named(indices)
+            self._advanced = named
+        after = self.table.lengths.take(indices) + counts
+        wrong = after > self.table.limits.take(indices)
+        if wrong.any() or (counts < 0).any():
+            self._refuse_advance(indices, after, wrong | (counts < 0))
+        self.table.lengths[indices] = after
+
+    def _check_named(self, indices: npt.NDArray[np.int64]) -> None:
+        """Raises: ValueError unless these are different slots that exist."""
+        if indices.size and not 0 <= indices.min() <= indices.max() < len(self.table):
+            raise self._no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self.table)))
         named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
         named[indices] = True
         if np.count_nonzero(named) != len(indices):
             raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
-        wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
-        if wrong.any():
-            slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
-            if slot < 0 or wanted < length:
-                raise ValueError(
-                    f"slot {slot} cannot advance from {length} to {wanted} tokens: slots and num_tokens are at least 0"
-                )
-            if self.table.states[slot] != SlotState.LIVE:
-                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
-            raise RowsUnmapped(
-                f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
-                f"it cannot advance to {wanted}; grow first"
-            )
-        self.table.lengths[indices] = after
+
+    def _refuse_advance(
+        self, indices: npt.NDArray[np.int64], after: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]
+    ) -> None:
+        """Raises: RowsUnmapped or ValueError, for the first that is wrong."""
+        slot, wanted = int(indices[wrong][0]), int(after[wrong][0])
+        length = int(self.table.lengths[slot])
+        if wanted < length:
+            raise ValueError(f"slot {slot} cannot advance from {length} to {wanted} tokens: num_tokens is at least 0")
+        if self.table.states[slot] != SlotState.LIVE:
+            raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
+        raise RowsUnmapped(
+            f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
+            f"it cannot advance to {wanted}; grow first"
+        )
 
     # views
 

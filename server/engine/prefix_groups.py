@@ -173,19 +173,19 @@ class BatchOrder:
         self._known: tuple[Slots, Slots, Slots] | None = None
         """Slots as they were scheduled, their epochs, and the slots in order."""
         self._prompts = SortedPrompts()
-        self._epochs_S = np.zeros_like(table.epochs)
+        self._epochs_S = np.zeros(len(table.epochs), np.int32)
         """By slot: the epoch whose prompt is in `_prompts`; 0 for none."""
 
     def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[PrefixGroup]], None]) -> Slots:
         """The slots in order. `set_groups` is called with a new order and its groups."""
-        epochs = self._table.epochs[slots]
+        epochs = self._table.epochs.take(slots)
         if self._known is None or not (np.array_equal(self._known[0], slots) and np.array_equal(self._known[1], epochs)):
             self._update(slots, epochs)
             groups = self._prompts.groups()
             members = np.concatenate([slots[:0], *(group.members for group in groups)])
             is_member_S = np.zeros(len(self._epochs_S), np.bool_)
             is_member_S[members] = True
-            ordered = np.concatenate([members, slots[~is_member_S[slots]]])
+            ordered = np.concatenate([members, slots[~is_member_S.take(slots)]])
             self._known = None  # in case `set_groups` raises
             set_groups(ordered, groups)
             self._known = slots, epochs, ordered

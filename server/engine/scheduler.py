@@ -117,7 +117,12 @@ class Scheduler:
         self._unconfirmed: list[Request] = []
         """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
         self._decoding: Slots = np.zeros(0, np.int64)
-        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched."""
+        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched. Never changed
+        in place: see `_decode`."""
+        self._epochs = self._decoding
+        """Theirs."""
+        self._num_roomy = self._num_wanting = 0
+        """Steps of these requests before any of them may find no room, and before any of them has its last token."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
@@ -146,9 +151,10 @@ class Scheduler:
         self._admit()
         self._assign_sampling()
         lengths, limits = self._cache.lengths, self._cache.limits
-        decoding = self._decoding
-        if len(short := decoding[lengths[decoding] >= limits[decoding]]):
-            for request in [self.table.requests[slot] for slot in short]:
+        if (decoding := self._decoding).size and not self._num_roomy:
+            room = limits.take(decoding) - lengths.take(decoding)
+            self._num_roomy = max(0, int(room.min()))
+            for request in [self.table.requests[slot] for slot in decoding[room <= 0]] if not self._num_roomy else ():
                 if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
                     self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
         left = self._step_tokens - len(self._decoding)
@@ -164,13 +170,14 @@ class Scheduler:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
         slots, chunks = self._decoding, [chunk for chunk in chunks if chunk.request.is_running]
-        return Step(slots, lengths[slots] + 1, self.table.epochs[slots], chunks) if len(slots) or chunks else None
+        return Step(slots, lengths.take(slots) + 1, self._epochs, chunks) if len(slots) or chunks else None
 
     def launched(self, step: Step) -> None:
         """A step is in flight, or about to be: count its tokens."""
         table = self.table
-        table.num_coming[step.slots] += 1
+        np.add.at(table.num_coming, step.slots, 1)
         self._cache.advance(step.slots)
+        self._num_roomy = max(0, self._num_roomy - 1)
         sampled: list[int] = []
         for chunk in step.chunks:
             chunk.sequence.advance(len(chunk.tokens))
@@ -181,17 +188,26 @@ class Scheduler:
         if sampled:
             table.num_coming[sampled] += 1
             slots = np.append(self._decoding, sampled)
-            self._decoding = slots[table.places[slots].argsort(kind="stable")]
-        wants = table.num_coming[self._decoding] < table.max_tokens[self._decoding]
-        if not wants.all():
-            self._decoding = self._decoding[wants]
+            self._decode(slots[table.places[slots].argsort(kind="stable")])
+        if self._num_wanting > 1:
+            self._num_wanting -= 1
+        elif (slots := self._decoding).size:
+            num_wanted = table.max_tokens[slots] - table.num_coming[slots]
+            if num_wanted.min() <= 0:
+                self._decode(slots[num_wanted > 0])
+            self._num_wanting = int(num_wanted[num_wanted > 0].min(initial=np.iinfo(np.int64).max))
+
+    def _decode(self, slots: Slots) -> None:
+        """The requests in these slots decode from now on."""
+        self._decoding, self._epochs = slots, self.table.epochs.take(slots)
+        self._num_roomy = self._num_wanting = 0
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
         self.table.append_forced(request.memory.slot, tokens)
         request.status = Status.PREFILLING
         self._prefilling[request] = None
-        self._decoding = self._decoding[self._decoding != request.memory.slot]
+        self._decode(self._decoding[self._decoding != request.memory.slot])
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
@@ -435,7 +451,7 @@ class Scheduler:
         self._prefilling.pop(request, None)
         place = bisect_left(self._priorities, request.ask.priority)
         del self._priorities[place : place + request.num_slots]
-        self._decoding = self._decoding[self._decoding != request.memory.slot]
+        self._decode(self._decoding[self._decoding != request.memory.slot])
         self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
