@@ -232,22 +232,6 @@ def append(
                 view_STKW[slot, position], scale[slot, position] = quantise(new_KD, kind)
 
 
-def copy_rows(
-    rows_STE: torch.Tensor,
-    source_slots_M: torch.Tensor,
-    target_slots_M: torch.Tensor,
-    starts_M: torch.Tensor,
-    ends_M: torch.Tensor,
-) -> None:
-    """Copy rows [start, end) of each source slot to the same rows of its target slot; of a slot outside [0, S) nothing."""
-    num_slots, num_rows = rows_STE.shape[:2]
-    ranges = (source_slots_M.tolist(), target_slots_M.tolist(), starts_M.tolist(), ends_M.tolist())
-    for source, target, start, end in zip(*ranges, strict=True):
-        if 0 <= source < num_slots and 0 <= target < num_slots:
-            first, last = max(start, 0), max(min(end, num_rows), 0)
-            rows_STE[target, first:last] = rows_STE[source, first:last]
-
-
 def sample(
     logits_BV: torch.Tensor,
     slots_B: torch.Tensor,

@@ -1,6 +1,6 @@
 """Run as a child process: kernels on CUDA addresses of which only some are mapped; a stray access loses the context.
 
-    python -m tests.gpu.guarded_kernels (within|decode-past|...: see strays)
+    python -m tests.gpu.guarded_kernels (within|decode-past|...: see attention_strays)
 
 A row (K and V of one token, 2 heads of 128, bf16; or payloads, scales and padding) is 1 KiB, so 2048 rows are a page. Exit
 status 3 says that the context was lost.
@@ -10,10 +10,9 @@ import sys
 
 import torch
 
-from tests.kernels.guarded import GuardedMemory, Slot, Span, Stray, attention_strays, spans_around, write_at_the_limit
+from tests.kernels.guarded import GuardedMemory, Span, attention_strays, spans_around, write_at_the_limit
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
-from vmmkv.kernels.copy import copy_rows
 from vmmkv.kernels.quantise import Kind
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES
@@ -79,27 +78,12 @@ def stay_within(memory: DeviceMemory) -> None:
         for limit in (3 * PAGE_ROWS, PAGE_ROWS, 0):
             Span(length=5 * PAGE_ROWS, count=300, limit=limit).compare(memory, paged=paged)
     Span(length=PAGE_ROWS, count=70).compare(memory, "int4")
-    slot = Slot(memory, 0, 2 * PAGE_ROWS)
-    slot.rows_STE[0, :100] = 1
-    copy_rows(slot.rows_STE, slot.index(0, 1), slot.index(1, 0), slot.index(0, PAGE_ROWS), slot.index(100, PAGE_ROWS))
-    assert slot.rows_STE[1, :100].eq(1).all()
-
-
-def strays(memory: DeviceMemory) -> dict[str, Stray]:
-    """In each a kernel is told to touch what it may not, and nothing else is."""
-
-    def copy_past() -> None:
-        slot = Slot(memory, 0, PAGE_ROWS)
-        one_M = slot.index(1)
-        copy_rows(slot.rows_STE, one_M, one_M, slot.index(PAGE_ROWS - 1), slot.index(PAGE_ROWS + 1))
-
-    return attention_strays(memory, PAGE_ROWS) | {"copy-past": copy_past}
 
 
 def main(what: str) -> None:
     """`within` must end well, and nothing else."""
     memory = DeviceMemory()
-    stay_within(memory) if what == "within" else strays(memory)[what]()
+    stay_within(memory) if what == "within" else attention_strays(memory, PAGE_ROWS)[what]()
     torch.cuda.synchronize()
     print("done", flush=True)
 

@@ -11,7 +11,6 @@ from tests.kernels.cases import BF16, DEVICE, LLAMA, NAN, index, make_case
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.decode import decode, workspace_elements
 from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.copy import copy_rows
 
 ROOT = Path(__file__).parents[2]
 STRAYS = [
@@ -24,7 +23,6 @@ STRAYS = [
     "prefill-window-before",
     "append-past",
     "append-paged-past",
-    "copy-past",
 ]
 
 
@@ -107,25 +105,6 @@ def test_settled_indices_are_looked_up_early_with_the_same_bits() -> None:
         assert all(torch.equal(out, expected) for out in outs)
 
 
-def test_a_captured_copy_serves_every_range() -> None:
-    rows_STE = torch.randint(256, (4, 100, 256), device=DEVICE).byte()
-    indices = [index(0, 0) for _ in range(4)]
-    copy_rows(rows_STE, *indices)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy_rows(rows_STE, *indices)
-    for values in ([(0, 1, 5, 90), (2, 3, 0, 1)], [(3, 0, 99, 100), (-1, 2, 0, 100)]):
-        expected = rows_STE.clone()
-        for source, target, start, end in values:
-            if source >= 0:
-                expected[target, start:end] = expected[source, start:end]
-        for given, column in zip(indices, zip(*values, strict=True), strict=True):
-            given.copy_(torch.tensor(column))
-        graph.replay()
-        assert torch.equal(rows_STE, expected)
-
-
 @pytest.mark.parametrize("lengths", [[100] * 16, [5000] * 48, [9000]], ids=["one tile", "one split", "many splits"])
 def test_the_next_kernel_sees_the_whole_output(lengths: list[int]) -> None:
     """The second launch starts before the first ends; a kernel behind it comes behind both."""
@@ -160,7 +139,6 @@ def test_the_host_waits_for_nothing(head_dim: int) -> None:
         options = {"tables_SC": tables_SC, "limit_S": limit_S}
         append(k_NKD, k_NKD, blocks.k, blocks.v, case.slots_B, positions_N, **options)
         decode(case.q_NHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, **options)
-        copy_rows(memory.bytes_STE, case.slots_B[:1], case.slots_B[1:], positions_N[:1], positions_N[:1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

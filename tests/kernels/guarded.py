@@ -23,7 +23,6 @@ from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.cascade import cascade
 from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.copy import copy_extents, copy_rows
 from vmmkv.kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
 
@@ -282,31 +281,6 @@ class HostMemory(GuardedMemory):
 HOST = HostMemory()
 
 
-class TwoSlots:
-    """Slot 0, of which rows [start, end) may be read, and slot 1, of which rows [start, target_end) may be written."""
-
-    def __init__(self, start: int, end: int, target_end: int) -> None:
-        ranges = ((start, end), (ROWS + start, ROWS + target_end))
-        self.guarded = Guarded(2 * ROWS * ROW_BYTES, *((first * ROW_BYTES, last * ROW_BYTES) for first, last in ranges))
-        self.rows_STE = self.guarded.bytes_E.view(2, ROWS, ROW_BYTES)
-
-    def copy_rows(self, start: int, end: int) -> None:
-        """Rows [start, end); with copies of nothing before and after it, to and from what may not be touched."""
-        first = max(start - PAGE_ROWS, 0)
-        values = ([0, 0, 0, -1], [1, 1, 2, 1], [end, start, first, first], [end, end, end, end])
-        copy_rows(self.rows_STE, *(torch.tensor(column) for column in values))
-
-    def copy_extents(self, start: int, end: int) -> None:
-        """The bytes of the same rows, and one copy without a source."""
-        sources = [self.rows_STE[0, start].data_ptr(), 0]
-        targets = [self.rows_STE[1, start].data_ptr(), self.rows_STE.data_ptr()]
-        copy_extents(torch.tensor(sources), torch.tensor(targets), (end - start) * ROW_BYTES)
-
-    def assert_copied(self, start: int, end: int) -> None:
-        """Rows [start, end) are the same in both."""
-        assert torch.equal(self.rows_STE[0, start:end], self.rows_STE[1, start:end])
-
-
 class PrefixTable:
     """Cascade under a table of which only some entries are readable: a follower, and the leader of its prefix.
 
@@ -383,11 +357,6 @@ def stay_within(wide: bool) -> None:
         for kind in (None, *KINDS) if wide else (None, "int4"):
             for paged in (False, True):
                 write_at_the_limit(HOST, limit, kind, paged=paged)
-    for start, end in ((0, 16), (48, 272)):
-        for copy in (TwoSlots.copy_rows, TwoSlots.copy_extents):
-            slots = TwoSlots(start, end, end)
-            copy(slots, start, end)
-            slots.assert_copied(start, end)
     PrefixTable(16, border=0).stay_within(16)  # less than a tile, which is moved back to end with it
     PrefixTable(80, border=5).stay_within(80)
     load_by_pointers()
@@ -400,10 +369,6 @@ STRAYS: dict[str, Stray] = {
     "cascade-table-past": lambda: PrefixTable(80, border=5).attend(81, 80),
     "cascade-table-before": lambda: PrefixTable(80, border=5).attend(80, 79),
     "append-table-past": lambda: write(slot := Slot(HOST, 0, 64), 48, 49, slot.table(0, 3)),
-    "copy-source-past": lambda: TwoSlots(16, 48, 64).copy_rows(16, 49),
-    "copy-target-past": lambda: TwoSlots(16, 64, 48).copy_rows(16, 49),
-    "copy-before": lambda: TwoSlots(16, 48, 48).copy_rows(15, 48),
-    "copy-extent-past": lambda: TwoSlots(16, 48, 64).copy_extents(16, 49),
 }
 
 

@@ -18,7 +18,6 @@ from vmmkv.kernels.attention.cascade import cascade
 from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.copy import copy_extents, copy_rows
 from vmmkv.kernels.linear import MAX_ROWS, linear
 from vmmkv.kernels.norm import MAX_WIDTH, rms_norm
 from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
@@ -99,7 +98,6 @@ LOGITS = {"logits_BV": zeros(2, 64), "slots_B": index(0, 1)}
 PARAMETERS = {name: zeros(2) for name in ("temperature_S", "top_p_S", "min_p_S")}
 PARAMETERS |= {"positions_B": index(0, 1), "top_k_S": index(0, 0), "seed_S": index(0, 0).long()}
 MASKS = {"logits_BV": zeros(3, 40), "rows_G": index(0, 0), "words_GW": index(0, 0, 0, 0).view(2, 2)}
-COPIES = {name: index(0, 0) for name in ("source_slots_M", "target_slots_M", "starts_M", "ends_M")}
 PENALTIES = {name: zeros(2) for name in ("repetition_S", "frequency_S", "presence_S")}
 STATE = {"counts_RV": index(*[0] * 64).view(1, 64), "prompt_RV": zeros(1, 64, dtype=torch.uint8), "bias_RV": zeros(1, 64)}
 BEGIN = ("slots_B", "tokens_S", "lengths_S", "ids_B", "positions_B", "ends_B")
@@ -320,22 +318,6 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("words_GW", lambda words: words[:, :1], "(2, 2)"),
         ("words_GW", lambda words: words[:1], "(2, 2)"),
         ("words_GW", meta, "on meta; wanted"),
-    ]),
-    "copy_rows": (copy_rows, COPIES | {"rows_STE": zeros(4, 8, 32, dtype=torch.uint8)}, [
-        ("rows_STE", zeros(4, 8, 32, dtype=torch.int8), "uint8"),
-        ("rows_STE", first, "3 dimensions"),
-        ("rows_STE", narrower, "multiple of 16"),
-        ("rows_STE", zeros(4, 8, 64, dtype=torch.uint8)[..., :32], "one after the other"),
-        ("rows_STE", odd_strides, "16 bytes"),
-        ("source_slots_M", index(*[0] * 4097), "at most 4096"),
-        ("target_slots_M", shorter, "(2,)"),
-        ("starts_M", doubles, "int32 or int64"),
-        ("ends_M", spread, "contiguous"),
-    ]),
-    "copy_extents": (copy_extents, {"sources_M": index(0).long(), "targets_M": index(0).long(), "size_bytes": 16}, [
-        ("sources_M", lambda sources: sources.int(), "int64"),
-        ("targets_M", lambda targets: targets[:0], "(1,)"),
-        ("size_bytes", 24, "a multiple of 16"),
     ]),
     **{
         launch.__name__: (launch, {name: index(*[0] * (9 if name.endswith("_S") else 5)) for name in names}, [

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmmkv.kernels import checks, copy
+from vmmkv.kernels import checks
 from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill
 from vmmkv.kernels.linear import linear
@@ -101,7 +101,6 @@ def pretend_to_have_a_gpu(to_binary: bool) -> None:
     append._casts_to_fp8 = lambda device: True  # type: ignore[assignment]
     for module in (decode, cascade):
         module.resident_splits = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
-    copy._num_programs = lambda device: 528  # type: ignore[assignment]
     if HAS_GLUON:
         from vmmkv.kernels.attention import prefill_hopper
 
@@ -221,7 +220,7 @@ def hopper() -> None:
 
 
 def writing() -> None:
-    """Append and copies."""
+    """Append."""
     llama = (32, 8, 128, BF16)
     Model(*llama).append()
     Model(*llama).append(rope=True)
@@ -229,8 +228,6 @@ def writing() -> None:
     Model(16, 8, 128, BF16, "fp8").append(norms=True)
     Model(8, 8, 80, BF16, "fp8", block=16).append(rope=True)
     Model(8, 8, 96, FP32, "int4").append(torch.int64)
-    copy.copy_rows(empty(SLOTS, ROWS, 131_072, dtype=torch.uint8), *(empty(9) for _ in range(4)))
-    copy.copy_extents(empty(4096, dtype=torch.int64), empty(4096, dtype=torch.int64), 2**21)
 
 
 def rows() -> None:
