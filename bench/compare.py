@@ -72,12 +72,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("old", metavar="OLD", help="a file of rows, a folder of them, or either with @COMMIT behind it")
     parser.add_argument("new", metavar="NEW", help="the same")
     parser.add_argument("--limit", type=float, default=2.0, metavar="PERCENT", help="differences that count; default: 2")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose suite, workload, system or metric has it")
     parser.add_argument("--all", action="store_true", help="also rows that are alike")
     parser.add_argument("--fail-on-loss", action="store_true", help="exit with 1 if anything is worse, or has failed")
     options = parser.parse_args(arguments)
     try:
-        old, new = ([one for one in _read(side) if options.match in " | ".join(one.key)] for side in (options.old, options.new))
+        old, new = _read(options.old), _read(options.new)
         pairs = compare(old, new, options.limit / 100)
     except ValueError as error:
         parser.refuse(str(error))

@@ -89,7 +89,6 @@ class ScriptedRun(NamedTuple):
 
     told: list[Told]
     seconds: float
-    num_steps: int
 
 
 class Follower(Matcher):
@@ -159,7 +158,7 @@ class ScriptedEngine(EngineSystem):
         self._structured.followers = {}
         told: list[Told] = []
         loop, began_s = self.loop, time.perf_counter()
-        num_running = num_steps = 0
+        num_running = 0
         try:
             while num_running or len(told) < len(asks):
                 while num_running < at_once and len(told) < len(asks):
@@ -169,7 +168,6 @@ class ScriptedEngine(EngineSystem):
                     told.append(Told(time.perf_counter()))
                     num_running += 1
                 loop.step()
-                num_steps += 1
                 now_s = time.perf_counter()
                 for output in self.outputs():
                     one = told[int(output.request_id)]
@@ -186,7 +184,7 @@ class ScriptedEngine(EngineSystem):
                 one.num_forced = follower.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")
-        return ScriptedRun(told, seconds, num_steps)
+        return ScriptedRun(told, seconds)
 
 
 def run(context: Context, part: str) -> None:
@@ -293,13 +291,8 @@ def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: 
     text = f"jumps, {at_once} at once: {len(jumped)} answers by {num_schemas} schemas, {num_tokens} tokens"
     name = context.name("grammar", f"{text}, half of each or more forced, {by}")
     request_s = {system: [told.seconds for run in of for told in run.told] for system, of in runs.items()}
-    steps = {system: sum(run.num_steps for run in of) for system, of in runs.items()}
     for system, of_system in runs.items():
         recorder.samples(name, system, "throughput", "tok/s", [num_tokens / run.seconds for run in of_system])
-        recorder.samples(name, system, "time per request", "ms", [1e3 * each for each in request_s[system]])
-    forced = 100 * sum(told.num_forced for told in jumped) / num_tokens
-    recorder.figure(name, JUMPS, "forced", "%", forced, len(jumped))
-    recorder.figure(name, JUMPS, "steps saved", "%", 100 * (1 - steps[JUMPS] / steps[MASKS]), len(jumped))
     recorder.samples(name, JUMPS, JUMPS_GAIN, "x", _ratios(request_s[MASKS], request_s[JUMPS]))
 
 
