@@ -150,7 +150,7 @@ class Meter:
 
 
 class Rows:
-    """Random K and V, written pass by pass where no model runs: one tensor for all layers, so nothing is allocated meanwhile."""
+    """Random K and V, written pass by pass where no model runs: one tensor for all layers, so that nothing is allocated."""
 
     def __init__(self, model: ServedModel, device: torch.device, *, batch: int) -> None:
         self._layers = model.layers

@@ -12,7 +12,7 @@ from vmmkv.layout import KVType
 
 SHAPE = Shape(name="small", layers=2, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32, weight_bytes=0)
 PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))
-OVER = [("tensor", PLAIN), ("vmmkv-1", PLAIN), ("paged", PLAIN), ("vmmkv", INT4)]
+OVER = [("tensor", PLAIN), ("vmmkv", PLAIN), ("paged", PLAIN), ("vmmkv", INT4)]
 
 DECODE = (Case(name="decode", lengths=(33, 7)), kernels.bind_decode)
 PREFILL = (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), kernels.bind_prefill)

@@ -34,7 +34,6 @@ from bench.suites.kernels.memories import (
     Format,
     KernelMemory,
     TimedLayer,
-    memories_of,
     open_memory,
     rows_of,
     uniform,
@@ -372,10 +371,8 @@ class Measurer:
                         self._recorder.figure(self._workload, system, "speed-up", "x", plain_us / median_us)
 
     def _over_all(self, offered: dict[str, Bind]) -> None:
-        for memory in memories_of(self._plain.shape):
-            # What SDPA makes of vmmkv's memory one of the two layouts shows.
-            some = {name: bind for name, bind in offered.items() if memory != "vmmkv-1" or not name.startswith("SDPA")}
-            self._over(memory, self._plain, some)
+        for memory in MEMORIES:
+            self._over(memory, self._plain, offered)
         ours = next(iter(offered))
         self._over(MEMORIES[0], self._plain, {ours: offered[ours]}, suffix=", again")
 

@@ -2,7 +2,6 @@
 
     tensor           one torch tensor with the strides of vmmkv's rows of all layers
     vmmkv            a cache whose layout has one group: all layers of a token are in one row
-    vmmkv-1          a cache with a group for each layer
     paged            blocks of 16 rows for each layer, given to sequences in no order, and tables
     paged-128        the same of 128 rows: a block is a tile of our kernels
     vmmkv-aliased    as vmmkv, but all sequences are forks of one: the same memory at many addresses
@@ -18,7 +17,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import torch
@@ -130,16 +128,9 @@ class Format:
         """By which random payloads have a deviation of about 1."""
         return 1.0 if self.quantised is None else {"fp8": 1.0, "int8": 1 / 73, "int4": 1 / 4.3}[self.quantised.kind]
 
-    def layout(self, layers_per_row: int) -> KVLayout:
-        """Groups of so many layers (the last may have fewer)."""
-        layers = range(self.shape.layers)
-        rows = [tuple(layers[first : first + layers_per_row]) for first in range(0, len(layers), layers_per_row)]
-        return KVLayout(groups=tuple(Group(layers=row, planes=self.planes) for row in rows))
-
-    @cached_property
-    def whole_rows(self) -> Group:
-        """All layers of a token in one row."""
-        return self.layout(self.shape.layers).groups[0]
+    def group(self, num_layers: int) -> Group:
+        """Rows of so many layers."""
+        return Group(layers=tuple(range(num_layers)), planes=self.planes)
 
 
 # filling
@@ -166,7 +157,7 @@ class Filler:
                 values.copy_(_random(form, plane, values))
 
     def fill(self, rows_TE: torch.Tensor, number: int) -> None:
-        """Write the rows of slot `number`, uint8; slots of other groups have other numbers. Cost: a launch for each chunk."""
+        """Write the rows of slot `number`, uint8. Cost: a launch for each chunk."""
         source = number * _STRIDE_ROWS % len(self._rows_RE)
         start = 0
         while start < len(rows_TE):
@@ -259,7 +250,7 @@ class _TensorMemory(KernelMemory):
             starts[index] = num_rows
             num_rows += padded[index]
         self.slots = [start // unit_rows for start in starts]
-        group = form.whole_rows
+        group = form.group(form.shape.layers)
         rows_TE = torch.empty(num_rows, group.row_bytes, dtype=torch.uint8, device=device)
         Filler(form, group, num_rows, device).fill(rows_TE, 0)
 
@@ -281,14 +272,12 @@ class _VmmkvMemory(KernelMemory):
 
     def __init__(self, kind: str, case: Case, copies: int, form: Format, device: torch.device) -> None:
         super().__init__(form, device)
-        aliased, layers_per_row = kind == "vmmkv-aliased", 1 if kind == "vmmkv-1" else form.shape.layers
-        some = "all layers" if layers_per_row == form.shape.layers else "1 layer"
-        self.name = "vmmkv, aliased" if aliased else f"vmmkv, {some} a page"
-        layout = form.layout(layers_per_row)
+        aliased, group = kind == "vmmkv-aliased", form.group(form.shape.layers)
+        self.name = "vmmkv, aliased" if aliased else "vmmkv, all layers a page"
+        layout = KVLayout(groups=(group,))
         lengths = case.lengths * copies
         pages = sum(layout.pages_for(length, GUARD_TOKENS) for length in lengths)
-        # Each group's pad is a page more, and one of the guard's may be.
-        pool = Pool(device, (pages + 2 * len(layout.groups)) * PAGE_BYTES)
+        pool = Pool(device, (pages + 2) * PAGE_BYTES)  # one for the null slot, and one of the guard's may be more
         with ExitStack() as stack:
             stack.callback(pool.close)
             sizes = {"slots": len(lengths), "max_tokens": case.longest, "guard_tokens": GUARD_TOKENS}
@@ -303,14 +292,13 @@ class _VmmkvMemory(KernelMemory):
                 for sequence, length in zip(sequences, lengths, strict=True):
                     sequence.grow(length)
             self.slots = [sequence.slot for sequence in sequences]
-            filler = Filler(form, layout.groups[0], case.longest, device)  # the other groups are like it
-            for group in layout.groups:
-                payload = cache.view(group.layers[0], "k")
-                row_elements = group.row_bytes // payload.element_size()
-                # Whole rows, of which the first layer's K is the beginning.
-                rows_STE = payload.as_strided((*payload.shape[:2], row_elements), (*payload.stride()[:2], 1), 0)
-                for slot, length in zip(self.slots[:1] if aliased else self.slots, lengths, strict=not aliased):
-                    filler.fill(rows_STE[slot, :length].view(torch.uint8), slot + group.layers[0] * len(rows_STE))
+            filler = Filler(form, group, case.longest, device)
+            payload = cache.view(0, "k")
+            row_elements = group.row_bytes // payload.element_size()
+            # Whole rows, of which the first layer's K is the beginning.
+            rows_STE = payload.as_strided((*payload.shape[:2], row_elements), (*payload.stride()[:2], 1), 0)
+            for slot, length in zip(self.slots[:1] if aliased else self.slots, lengths, strict=not aliased):
+                filler.fill(rows_STE[slot, :length].view(torch.uint8), slot)
             self._add_layers(cache.view)
             self._stack = stack.pop_all()
 
@@ -336,16 +324,11 @@ class _PagedMemory(KernelMemory):
         size = (shape.layers, 2, num_blocks, block, shape.kv_heads, shape.head_dim)
         planes = torch.empty(size, dtype=shape.dtype, device=device)
         rows_TE = planes.view(-1, 2 * shape.kv_heads * shape.head_dim).view(torch.uint8)
-        Filler(form, form.layout(1).groups[0], rows_TE.shape[0], device).fill(rows_TE, 0)
+        Filler(form, form.group(1), rows_TE.shape[0], device).fill(rows_TE, 0)
         self._add_layers(lambda layer, name: planes[layer, "kv".index(name)])
 
 
-MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged", "paged-128")
-
-
-def memories_of(shape: Shape) -> tuple[str, ...]:
-    """The kinds that differ for a shape: with a single layer, all layers are one layer."""
-    return MEMORIES if shape.layers > 1 else tuple(kind for kind in MEMORIES if kind != "vmmkv-1")
+MEMORIES: Final = ("tensor", "vmmkv", "paged", "paged-128")
 
 
 def open_memory(kind: str, case: Case, copies: int, form: Format, device: torch.device) -> KernelMemory:
