@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from bench.cli import Parser
-from bench.harness import console
+from bench.harness import console, table
 from bench.rows import FAILED, Recorded, figure, newest, read
 
 _WORSE, _BETTER, _UNCLEAR, _ALIKE = "worse", "better", "unclear", "alike"
@@ -85,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         origins = Counter(getattr(pair, side).provenance.origin for pair in pairs)
         out.print(f"{name}: " + "; ".join(f"{count} rows of {origin}" for origin, count in origins.items()), highlight=False)
     if shown := [pair for pair in pairs if options.all or pair.verdict != _ALIKE]:
-        out.print(_table(shown))
+        sides = ("old p50", "p20..p80", "n", "new p50", "p20..p80", "n", "change")
+        out.print(table(("", "suite", "workload", "system", "metric"), sides, map(_cells, shown)))
     known = {one.key for one in old}
     failed = [one.row.workload for one in new if one.row.metric == FAILED and one.key not in known]
     for workload in failed:
@@ -104,20 +102,12 @@ def _read(source: str) -> list[Recorded]:
     return read([Path(source if whole else path)], None if whole else commit)
 
 
-def _table(pairs: Sequence[Pair]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("", "suite", "workload", "system", "metric"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("old p50", "p20..p80", "n", "new p50", "p20..p80", "n", "change"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    for pair in pairs:
-        row = pair.new.row
-        sides = [
-            text
-            for summary in (pair.old.row.summary, row.summary)
-            for text in (figure(summary.median), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
-        ]
-        change = "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
-        table.add_row(pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, change, row.unit)
-    return table
+def _cells(pair: Pair) -> list[str]:
+    row = pair.new.row
+    sides = [
+        text
+        for summary in (pair.old.row.summary, row.summary)
+        for text in (figure(summary.median), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
+    ]
+    change = "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
+    return [pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, change, row.unit]

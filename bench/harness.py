@@ -329,21 +329,27 @@ class Recorder:
         quick = "; quick: figures are noise" if provenance.quick else ""
         for workload in dict.fromkeys(row.workload for row in self.rows):
             self.say(f"\n{self.suite}: {workload} ({provenance.device}, driver {provenance.driver}{quick})")
-            self._console.print(_table([row for row in self.rows if row.workload == workload]))
+            rows = [_cells(row) for row in self.rows if row.workload == workload]
+            self._console.print(table(("system", "metric"), ("p20", "p50", "p80", "p99", "n", "bound"), rows))
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("system", "metric"):
-        table.add_column(heading)
-    for heading in ("p20", "p50", "p80", "p99", "n", "bound", "unit"):
-        table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
+def table(words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Columns of words, of figures, and of units."""
+    drawn = Table(box=SIMPLE_HEAD)
+    for heading in words:
+        drawn.add_column(heading, overflow="fold")
+    for heading in figures:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    drawn.add_column("unit", no_wrap=True)
     for row in rows:
-        summary = row.summary
-        figures = [figure(value) for value in (summary.p20, summary.median, summary.p80, summary.p99)]
-        bound = "" if row.bound is None else figure(row.bound)
-        table.add_row(row.system, row.metric, *figures, str(summary.n), bound, row.unit)
-    return table
+        drawn.add_row(*row)
+    return drawn
+
+
+def _cells(row: Row) -> list[str]:
+    summary, bound = row.summary, "" if row.bound is None else figure(row.bound)
+    figures = [figure(value) for value in (summary.p20, summary.median, summary.p80, summary.p99)]
+    return [row.system, row.metric, *figures, str(summary.n), bound, row.unit]
 
 
 # the GPU

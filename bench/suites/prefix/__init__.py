@@ -1,7 +1,7 @@
 """What sharing a prefix costs and saves: over slots, over blocks, and without sharing.
 
     requests     requests that share a prefix, cold and warm, by the engine over each memory
-    attach       attaching a prefix of each length, by adoption, by aliases, and not at all; no model
+    attach       attaching a prefix of each length, by adoption and by aliases; no model
     tree, host   what the host does between two steps, by size: see bench.suites.prefix.host; no model, no device
 
 Attention over shared rows is in the suite kernels, part `shared`.
@@ -182,31 +182,27 @@ class _Attaching:
                 plane[source.slot, : self._num_tokens].normal_(generator=generator)
             synchronize(self._device)  # confirmed, and not only launched
             prefix.insert(source, known)
-            self._sample(name, "alias", self._num_tokens, lambda sequence: sequence.close(), source=source.slot)
-            self._sample(name, "compute", 0, lambda sequence: sequence.close())
+            self._sample(name, "alias", lambda sequence: sequence.close(), source=source.slot)
             prefix.park(source, known)
-            self._sample(name, "adopt", self._num_tokens, lambda sequence: prefix.park(sequence, known))
+            self._sample(name, "adopt", lambda sequence: prefix.park(sequence, known))
 
-    def _sample(self, name: str, way: str, wanted: int, end: Callable[[Any], object], source: int | None = None) -> None:
-        """Attach again and again; other tokens where none is `wanted`.
+    def _sample(self, name: str, way: str, end: Callable[[Any], object], source: int | None = None) -> None:
+        """Attach again and again.
 
         Raises: WrongNumbers if another number of tokens is attached, or other rows than those of the slot `source`.
         """
         driver_us: list[float] = []
         whole_us: list[float] = []
-        tokens = self._tokens if wanted else np.flip(self._tokens)
         until_us = now_us() + 1e6 * self._seconds
         while len(driver_us) < 3 or (now_us() < until_us and len(driver_us) < 300):
             synchronize(self._device)
             spent_us, began_us = self._driver.spent_us, now_us()
-            attached = self._prefix.attach(tokens, max_tokens=self._most)
-            if not wanted:  # computing needs memory: mapping it is what it costs here
-                attached.sequence.grow(self._num_tokens)
+            attached = self._prefix.attach(self._tokens, max_tokens=self._most)
             driver_us.append(self._driver.spent_us - spent_us)
             synchronize(self._device)
             whole_us.append(now_us() - began_us)
-            if attached.num_tokens != wanted:
-                raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {wanted}")
+            if attached.num_tokens != self._num_tokens:
+                raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {self._num_tokens}")
             if source is not None and len(driver_us) == 1:
                 slot, rows = attached.sequence.slot, slice(0, self._num_tokens)
                 if not all(torch.equal(plane[slot, rows], plane[source, rows]) for plane in self._planes):
