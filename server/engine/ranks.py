@@ -254,7 +254,7 @@ class Ranks:
 
     def send(self, op: Op, *numbers: int) -> None:
         """Have all other ranks do something. Cost: some 3 us for each rank. Raises nothing: `check` tells of a failure."""
-        if self._failure is None and not self._is_closed:
+        if not self.are_ended:
             data = array("q", (op, *numbers)).tobytes()
             try:
                 for peer in self._peers:
@@ -270,21 +270,27 @@ class Ranks:
         self.send(Op.MEMORY)
         return [MemoryInfo(*self._receive(peer, self._timeout_s)) for peer in self._peers]
 
+    @property
+    def are_ended(self) -> bool:
+        """Has one failed, or were they closed?"""
+        return self._failure is not None or self._is_closed
+
     def check(self) -> None:
         """Raises: RankFailed if a rank has ended, or failed before."""
-        if self._failure is None and not self._is_closed and self._have_spoken(0.0):
+        if not self.are_ended and self._have_spoken(0.0):
             self.fail()
         if self._failure is not None:
             raise RankFailed(self._failure)
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
-        """Wait for this rank's device, which may wait for the others."""
+        """Wait for this rank's device, which may wait for the others. What it has done without them counts for nothing."""
         until_s = time.monotonic() + self._timeout_s
+        self.check()
         while not is_done():
-            self.check()
             if time.monotonic() > until_s:
                 self.fail()
             time.sleep(_NAP_S)
+            self.check()
 
     def fail(self, error: Exception | None = None) -> NoReturn:
         """End all ranks. Blocks for some seconds at most. Raises: RankFailed, saying why."""
@@ -422,8 +428,11 @@ class _RanksFence:
         return self._has_passed
 
     def wait(self) -> None:
-        """See Fence. Raises: RankFailed."""
-        self._ranks.wait_for(self.done)
+        """See Fence. Raises: RankFailed, but not once the ranks are ended: then this device waits for none."""
+        if self._ranks.are_ended:
+            self._fence.wait()
+        else:
+            self._ranks.wait_for(self.done)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Fence. The other ranks have one stream."""
