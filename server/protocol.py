@@ -296,6 +296,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """By name, what `vmmkv.TierStats` says."""
     tier_errors: int = 0
     """Calls of tiers that raised, beside the errors that they count themselves."""
+    holder_is_gone: bool | None = None
+    """Has the process ended that owns the KV memory? None if the engine owns it."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):

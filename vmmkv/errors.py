@@ -49,7 +49,7 @@ class OutOfMappings(DriverError):
 
 
 class HolderGone(DriverError):
-    """The holder process of this pool's memory has ended or does not answer: no more memory comes."""
+    """The holder process of this pool's memory is gone. Internal: callers get OutOfPages where it would have given more."""
 
 
 class ForkedProcess(DriverError):

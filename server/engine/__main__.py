@@ -28,7 +28,7 @@ from vmmkv.units import format_bytes
 log = logging.getLogger("vmmkv.server.engine")
 
 _CHECK_MS: Final = 1000
-"""While there is no work, the time between two looks at the other ranks."""
+"""While there is no work, the time between two looks at the other ranks and the holder of the memory."""
 
 STORE_S: Final = 0.5
 """Time for stores to tiers when the engine ends; the server waits a second for it."""
@@ -114,8 +114,11 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
     if wait:
         engine.store_all(wait=lambda: socket.poll(1))
         engine.prepare(wait=lambda: socket.poll(0))
-        while loaded.ranks is not None and not socket.poll(_CHECK_MS):
-            loaded.ranks.check()
+        while not socket.poll(_CHECK_MS):
+            if loaded.ranks is not None:
+                loaded.ranks.check()
+            if engine.holder_is_gone:
+                engine.report()
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from vmmkv import DriverError
+from vmmkv import DriverError, KVCache
 from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status, Step
@@ -159,6 +159,12 @@ class Engine:
         """Is any request waiting or running, or a step in flight, or a grammar being read?"""
         is_reading = self._structured is not None and bool(self._structured.num_opening)
         return self._scheduler.has_work or bool(self.in_flight) or is_reading
+
+    @property
+    def holder_is_gone(self) -> bool | None:
+        """Has the process ended that owns the memory? None if this one owns it."""
+        holder = self.cache.pool.holder if isinstance(self.cache, KVCache) else None
+        return None if holder is None else holder.is_gone()
 
     @property
     def num_running(self) -> int:
@@ -612,6 +618,7 @@ class Engine:
                 fetch_wait_us=scheduler.fetches.waited_s * 1e6,
                 tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
                 tier_errors=0 if prefix is None else prefix.tier_errors,
+                holder_is_gone=self.holder_is_gone,
             )
         )
 

@@ -55,6 +55,12 @@ MESSAGE_CHARS: Final = 64
 """A message takes so many characters' time beside its content."""
 
 
+_CUT_OFF: Final = (
+    "the holder of the KV memory is gone: this server goes on with the memory that it has, which does not outlive it; start a "
+    "holder again, and then this server"
+)
+
+
 class Service:
     """One model: its engine, its tokenizer once that is loaded, and admission to it."""
 
@@ -90,8 +96,10 @@ class Service:
                     return responses.Health(status="asleep", reason=reason)
                 if (complaint := self.watchdog.complaint()) is not None:
                     return responses.Health(status="stuck", reason=complaint)
-                loading = self.tokenizer is None
-                return responses.Health(status="loading", reason="the tokenizer") if loading else responses.Health(status="ok")
+                if self.tokenizer is None:
+                    return responses.Health(status="loading", reason="the tokenizer")
+                is_cut_off = self.engine.snapshot is not None and self.engine.snapshot.holder_is_gone
+                return responses.Health(status="ok", reason=_CUT_OFF if is_cut_off else None)
 
     def check_name(self, model: str | None) -> None:
         """Raises: ApiError (404) for another model, with the name that would work."""

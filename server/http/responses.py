@@ -192,7 +192,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """The answer of /health: 200 when `ok`, else 503 and why."""
+    """The answer of /health: 200 when `ok`, perhaps with a warning as the reason, else 503 and why."""
 
     status: Literal["ok", "loading", "draining", "asleep", "stuck", "dead"]
     reason: str | None = None

@@ -293,7 +293,7 @@ class Harness:
         self.cache.close()
         self.pool.close()
         calls = self.pool.driver.calls
-        assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
+        assert calls["create"] + calls["import_fd"] == calls["release"] and calls["map"] == calls["unmap"]
 
 
 MakeHarness = Callable[..., Harness]

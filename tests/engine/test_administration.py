@@ -1,13 +1,16 @@
 """What an operator asks: the map of memory is what is mapped, and to make it keeps no step waiting; a sleep holds nothing."""
 
+import dataclasses
 import gc
 import math
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of, wide_rows
 from tests.server.fake_engine import READY
+from tests.unit.holder_engines import start_holder
 from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.engine import fetches
@@ -26,6 +29,27 @@ from vmmkv.server.protocol import (
     decode_from_engine,
     encode,
 )
+
+
+def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harness: MakeHarness, tmp_path: Path) -> None:
+    holder = start_holder(tmp_path / "kv.sock")
+    one = harness(
+        wide_rows(), ours=True, share=True, max_tokens=1024, budget_pages=40,
+        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(tmp_path / "kv.sock"))),
+    )  # fmt: skip
+    prompts = [prompt_of(400, seed) for seed in range(5)]
+    for prompt in prompts[:2]:
+        one.said(prompt)
+    assert one.engine.holder_is_gone is False
+    created_bytes = one.pool.created_bytes
+    holder.kill()
+    for prompt in prompts * 2:
+        assert one.said(prompt) == one.expected(prompt)
+    one.engine.report()
+    last = one.sent[-1]
+    assert isinstance(last, Snapshot) and last.holder_is_gone
+    assert one.pool.created_bytes == created_bytes and not one.failures()
+    one.cache.check()
 
 
 def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:

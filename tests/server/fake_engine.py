@@ -114,6 +114,7 @@ class FakeEngine:
         self.most_running = 0
         """Requests at once, at the worst."""
         self.is_asleep = False
+        self.holder_is_gone: bool | None = None
         self._running.clear()
 
     def start(self) -> None:
@@ -251,6 +252,7 @@ class FakeEngine:
             fetches={"done": 2},
             fetch_wait_us=3000.0,
             tiers={"host": dict.fromkeys(_TIER_NUMBERS, 7) | {"budget_bytes": 1 << 30, "held_bytes": 1 << 21}},
+            holder_is_gone=self.holder_is_gone,
         )
 
     def _send(self, message: Message) -> None:

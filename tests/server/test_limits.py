@@ -315,6 +315,16 @@ class TestAdministrator:
             server.engine_dies("exit code 3")
             assert server.post("/kv/reset", {}, ADMIN).status_code == 503
 
+    def test_the_health_is_ok_with_a_warning_while_the_holder_is_gone(self, server: Running) -> None:
+        assert "vmmkv_holder_up" not in server.http.get("/metrics").text
+        for is_gone, up in ((False, "1.0"), (True, "0.0")):
+            server.engine.holder_is_gone = is_gone
+            server.complete()
+            assert eventually(lambda: f"vmmkv_holder_up {up}" in server.http.get("/metrics").text)  # noqa: B023
+            health = server.http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "ok")
+            assert ("start a holder again" in (health.json()["reason"] or "")) == is_gone
+
 
 class TestSleep:
     def test_asleep_it_takes_no_requests_and_says_so_until_it_is_woken_up(self) -> None:

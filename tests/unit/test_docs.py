@@ -168,6 +168,7 @@ def test_the_server_guide_has_every_metric_and_no_other() -> None:
             *(
                 "engine_ready",
                 "asleep",
+                "holder_up",
                 "stall_seconds_total",
                 "driver_calls_total",
                 "requests_total",

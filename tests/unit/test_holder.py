@@ -19,7 +19,7 @@ import torch
 from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, Engine, Process, start, start_holder
 from tests.unit.support import STRADDLING, WINDOWED, Calls
-from vmmkv import AttachMethod, BudgetError, DriverError, HolderGone, HolderUnavailable, HostTier, KVCache, Pool, PrefixCache
+from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, HostTier, KVCache, OutOfPages, Pool, PrefixCache
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import LogDamaged, OutOfDeviceMemory
 from vmmkv.holder import HolderClient, Sealed, SealedLog, process
@@ -214,9 +214,9 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
         assert [extent.num_pages for extent in engine.cache.holders()] == [16]
     with engine.cache.open() as sequence:
         holder.kill()
-        with pytest.raises(HolderGone, match="its process has ended"):
+        with pytest.raises(OutOfPages, match="1 extent of 1 page needed, 0 can be evicted"):
             sequence.grow(16)
-        assert engine.pool.free_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
+        assert engine.pool.created_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
     engine.close()
 
 
@@ -277,7 +277,7 @@ def test_a_prefix_cache_over_a_holder_needs_a_fingerprint_and_is_the_only_one(pa
     engine.close()
 
 
-def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(path, holder):
+def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(path, holder, caplog):
     engine = start(path)
     engine.ask("serve", PROMPT)
     engine.kill()
@@ -287,11 +287,15 @@ def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(pat
     attached = engine.prefix.attach([*PROMPT, 1])
     assert attached.num_tokens == 0, "what was not imported is computed again"
     engine.cache.check()
-    with pytest.raises(HolderGone, match=f"{path}.*process {holder.pid}"):
+    with pytest.raises(OutOfPages, match=f"3 can be evicted, and the holder .*{path} .process {holder.pid}. is gone"):
         attached.sequence.grow(100)
     engine.cache.check()
     attached.sequence.close()
-    assert engine.serve([5] * 41, "red") == (40, 0), "what it has stays right"
+    assert engine.serve([5] * 41, "red") == (40, 0), "what it has stays right, and nothing is evicted for what cannot come"
+    assert engine.serve([6] * 40) == (0, 0), "what it has makes room"
+    assert engine.prefix.match([5] * 41, namespace="red") == 0
+    engine.cache.check()
+    assert caplog.text.count("is gone") == 1
     engine.close()
     assert start_holder(path).pid != holder.pid, "a stale socket is in nobody's way"
 
@@ -571,7 +575,7 @@ def test_the_command_holds_until_sigterm_and_names_the_holder_of_a_socket(path):
     assert f"process {engine.pid} has come" in told
     assert "ended" in told
     assert not path.exists()
-    assert "HolderGone" in engine.ask("serve", PROMPT * 2, "red")
+    assert "OutOfPages" in engine.ask("serve", PROMPT * 2, "red")
 
 
 @pytest.mark.parametrize(
@@ -601,7 +605,7 @@ def test_holders_killed_under_load_leave_an_engine_with_right_rows(path, num_kil
         assert (engine.get(), engine.get()) == (0, "sealed")
         time.sleep(random.Random(seed).uniform(0.1, 0.6))
         holder.kill()
-        assert engine.get() in ("gone", "served on"), "no row was wrong, and the books are right"
+        assert engine.get() == "served on", "no row was wrong, and the books are right"
         engine.kill()
 
 

@@ -12,6 +12,7 @@ engine and refuses others. Then the engine asks, and each request but `release` 
 import contextlib
 import errno
 import json
+import logging
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ import torch
 
 from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDeviceMemory
 from vmmkv.holder.sealed_log import SealedLog
+
+log = logging.getLogger(__name__)
 
 VERSION: Final = 1
 
@@ -171,12 +174,22 @@ class HolderClient:
         """What it holds now. Raises: HolderGone."""
         return int(self._ask("count", {"do": "count"})[0]["held_bytes"])
 
-    def check(self) -> None:
-        """Raises: HolderGone if the connection is closed. Cost: some microseconds; does not wait for the holder."""
-        hung_up = select.poll()
-        hung_up.register(self._connection, 0)
-        if self._is_gone or hung_up.poll(0):
-            raise self._gone("create", "its process has ended")
+    def is_gone(self) -> bool:
+        """Has it ended? The log says so once. Cost: some microseconds; does not wait for the holder."""
+        if not self._is_gone:
+            hung_up = select.poll()
+            hung_up.register(self._connection, 0)
+            if hung_up.poll(0):
+                self._gone("poll", "its process has ended")
+        return self._is_gone
+
+    @property
+    def text_if_gone(self) -> str:
+        """What that means for this process, and what works."""
+        return (
+            f"the holder of this memory at {self.path} (process {self.pid}) is gone; what this process has stays usable, it "
+            "gets no more, and nothing outlives it: start a holder again, and then this process"
+        )
 
     def close(self) -> None:
         """End the connection: the holder frees what no seal names, and the next engine may come. Idempotent."""
@@ -207,13 +220,10 @@ class HolderClient:
             raise self._gone(call, error.strerror or str(error)) from error
 
     def _gone(self, call: str, why: str) -> HolderGone:
+        if not self._is_gone:
+            log.error("%s (%s)", self.text_if_gone, why)
         self._is_gone = True  # a late answer would be taken for the next one's
-        return HolderGone(
-            f"{call}: the holder of this memory at {self.path} (process {self.pid}) does not answer: {why}. The memory that "
-            "this process has stays usable, and it gets no more; start a holder again, and then this process",
-            call=call,
-            code="HOLDER_GONE",
-        )
+        return HolderGone(f"{call}: {self.text_if_gone} ({why})", call=call, code="HOLDER_GONE")
 
 
 _connections: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()

@@ -169,8 +169,8 @@ class Pool(Closing, Unique):
     one page more than the budget: the null page.
 
     With `holder`, the socket of a `vmmkv hold`, that process owns the memory, and prefixes outlive this one: see
-    `PrefixCache`, which is made before sequences grow. Taking memory then costs a round trip more, and raises HolderGone if the
-    holder has ended.
+    `PrefixCache`, which is made before sequences grow. Taking memory then costs a round trip more. If the holder ends, what is
+    created stays usable, and no more comes.
 
     Raises: BudgetError for a budget below one page, beyond all addresses of a process, or above the holder's;
     HolderUnavailable; DriverUnavailable, of the kind that says what is missing.
@@ -522,11 +522,16 @@ class Pool(Closing, Unique):
         size_bytes = num_pages * PAGE_BYTES
         if self._free[num_pages]:
             extent = self._free[num_pages].pop()
+        elif self.holder is not None and self.holder.is_gone():
+            self._reclaim_without_holder(self.holder, num_pages, missing, wait=wait)
+            return
         elif self.created_bytes + size_bytes <= self.budget_bytes:
             try:
                 handle, serial = self._create(size_bytes)
+            except HolderGone:
+                return
             except OutOfDeviceMemory as error:
-                if self._destroy_any_free(for_another=True) or self._reclaim(missing * num_pages, wait=wait):
+                if self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
                     return
                 raise OutOfPages(
                     f"the device has no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
@@ -535,7 +540,7 @@ class Pool(Closing, Unique):
             extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
             self.created_bytes += size_bytes
             created.add(extent)
-        elif self._destroy_any_free(for_another=True) or self._reclaim(missing * num_pages, wait=wait):
+        elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
             return
         else:
             raise OutOfPages(
@@ -548,6 +553,19 @@ class Pool(Closing, Unique):
         self.held_bytes += size_bytes
         self.used_bytes += size_bytes
         taken.append(extent)
+
+    def _reclaim_without_holder(self, holder: HolderClient, num_pages: int, missing: int, *, wait: bool) -> None:
+        """One step towards `missing` more free extents of a class, when only those come that can be evicted.
+
+        Raises: OutOfPages, before anything is evicted for nothing.
+        """
+        kept = {extent for cache in self.caches for extent in cache.holders() if extent.imported and not extent.users}
+        evictable = sum(extent.num_pages == num_pages for extent in kept)
+        if evictable < missing or not self._reclaim(missing * num_pages, wait=wait):
+            raise OutOfPages(
+                f"{counted(missing, 'extent')} of {counted(num_pages, 'page')} needed, {evictable} can be evicted, and "
+                f"{holder.text_if_gone}"
+            )
 
     def _put_back(self, extent: Extent) -> None:
         if extent.users:
@@ -568,12 +586,10 @@ class Pool(Closing, Unique):
         if self.holder is not None:
             self.holder.release([extent.serial])
 
-    def _destroy_any_free(self, *, for_another: bool = False) -> bool:
-        """Give one free extent back, of the smallest class that has one; `for_another`: not if none could be created then."""
+    def _destroy_any_free(self) -> bool:
+        """Give one free extent back, of the smallest class that has one."""
         for num_pages in SIZE_CLASSES:
             if self._free[num_pages]:
-                if for_another and self.holder is not None:
-                    self.holder.check()
                 self._destroy_newest(num_pages)
                 return True
         return False
