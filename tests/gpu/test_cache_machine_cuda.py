@@ -20,13 +20,17 @@ class PromptCuda(CudaDriver):
         return fence
 
 
-class CudaMachine(CacheMachine):
-    """Over CUDA: the bytes too."""
+class OverCuda:
+    """A machine over CUDA: the bytes too."""
 
     real_memory = True
 
     def open_below(self) -> Driver:
         return PromptCuda(torch.device("cuda", 0))
+
+
+class CudaMachine(OverCuda, CacheMachine):
+    """See OverCuda."""
 
 
 TestOnCuda = CudaMachine.TestCase

@@ -7,10 +7,9 @@ import torch
 from hypothesis import settings
 
 from tests.gpu.conftest import WALK
-from tests.gpu.test_cache_machine_cuda import PromptCuda
+from tests.gpu.test_cache_machine_cuda import OverCuda
 from tests.laws.test_prefix_machine import PrefixMachine
 from vmmkv import GIB, AttachMethod, KVCache, KVLayout, Pool, PrefixCache, Sequence
-from vmmkv.driver import Driver
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.testing.fake_driver import FakeDriver
 
@@ -128,13 +127,8 @@ def test_sharers_decode_what_one_would(cache: KVCache) -> None:
     assert (out == out[0]).all()
 
 
-class CudaPrefixMachine(PrefixMachine):
-    """Over CUDA: the bytes too."""
-
-    real_memory = True
-
-    def open_below(self) -> Driver:
-        return PromptCuda(torch.device("cuda", 0))
+class CudaPrefixMachine(OverCuda, PrefixMachine):
+    """See OverCuda."""
 
 
 TestPrefixesOnCuda: Callable[..., object] = CudaPrefixMachine.TestCase

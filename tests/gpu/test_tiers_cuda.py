@@ -8,24 +8,13 @@ import torch
 from hypothesis import settings
 
 from tests.gpu.conftest import WALK
-from tests.gpu.test_cache_machine_cuda import PromptCuda
-from tests.gpu.test_prefix_cuda import LAYOUT, LONG, PROMPT, assert_reads, computed
+from tests.gpu.test_cache_machine_cuda import OverCuda
+from tests.gpu.test_prefix_cuda import LONG, PROMPT, assert_reads, cache, computed
 from tests.laws.test_tier_machine import TierMachine
-from vmmkv import GIB, MIB, DiskTier, HostTier, KVCache, Pool, PrefixCache, Tier
-from vmmkv.driver import Driver
-from vmmkv.driver.cuda import CudaDriver
-from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv import MIB, DiskTier, HostTier, KVCache, PrefixCache, Tier
 from vmmkv.tiers.saved import Offloaded
 
-
-@pytest.fixture
-def cache(gpu: torch.device) -> Iterator[KVCache]:
-    pool = Pool(gpu, 2 * GIB, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50))
-    made = KVCache(LAYOUT, pool, slots=8, max_tokens=4096)
-    yield made
-    made.close()
-    assert pool.held_bytes == 0
-    pool.close()
+__all__ = ["cache"]
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -118,13 +107,8 @@ def test_offloaded_sequences_come_back_to_their_addresses(cache: KVCache) -> Non
     cache.check()
 
 
-class CudaTierMachine(TierMachine):
-    """Over CUDA: the bytes too."""
-
-    real_memory = True
-
-    def open_below(self) -> Driver:
-        return PromptCuda(torch.device("cuda", 0))
+class CudaTierMachine(OverCuda, TierMachine):
+    """See OverCuda."""
 
 
 TestTiersOnCuda: Callable[..., object] = CudaTierMachine.TestCase

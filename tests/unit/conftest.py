@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from vmmkv import Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.units import PAGE_BYTES
 
 
 @pytest.fixture
@@ -14,3 +16,18 @@ def driver() -> Iterator[FakeDriver]:
     below = HostDriver()
     yield FakeDriver(over=below)
     below.close()
+
+
+@pytest.fixture
+def pool_pages() -> int:
+    """The budget of `pool`."""
+    return 32
+
+
+@pytest.fixture
+def pool(driver: FakeDriver, pool_pages: int) -> Iterator[Pool]:
+    """Leaves nothing in the driver."""
+    pool = Pool("cpu", pool_pages * PAGE_BYTES, driver=driver)
+    yield pool
+    pool.close()
+    assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])

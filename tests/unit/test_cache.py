@@ -48,11 +48,8 @@ from vmmkv.units import PAGE_BYTES
 
 
 @pytest.fixture
-def pool(driver):
-    pool = Pool("cpu", 16 * PAGE_BYTES, driver=driver)
-    yield pool
-    pool.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+def pool_pages():
+    return 16
 
 
 @pytest.fixture

@@ -12,21 +12,13 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls
-from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
+from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
 from vmmkv.units import PAGE_BYTES
 
 PROMPT = [7 * token % 251 for token in range(100)]
-
-
-@pytest.fixture
-def pool(driver):
-    pool = Pool("cpu", 32 * PAGE_BYTES, driver=driver)
-    yield pool
-    pool.close()
-    assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])
 
 
 @pytest.fixture

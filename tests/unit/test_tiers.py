@@ -34,14 +34,6 @@ FLOAT16 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=1024, dtype=torch.floa
 
 
 @pytest.fixture
-def pool(driver):
-    pool = Pool("cpu", 32 * PAGE_BYTES, driver=driver)
-    yield pool
-    pool.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
-
-
-@pytest.fixture
 def host():
     tier = HostTier(64 * PAGE_BYTES)
     yield tier
