@@ -76,7 +76,7 @@ def test_pinned_memory_is_given_back_to_the_machine(gpu: torch.device) -> None:
     for _ in range(3):
         tier = HostTier(256 * MIB)
         tier.open(gpu)
-        assert shared_kib() - before >= 256 << 10
+        assert shared_kib() - before > 192 << 10  # Linux counts pages for each CPU, and adds that up now and then
         tier.close()
         assert shared_kib() - before < 64 << 10
 
