@@ -78,7 +78,7 @@ class Fetches:
         self.waiting: dict[Request, _Wait] = {}
         self.counts: Counter[str] = Counter()
         """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
-        to tiers, or `given_up` for other requests or by the client."""
+        to tiers or without room on the device, or `given_up` for other requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
