@@ -39,7 +39,7 @@ VOCABULARY_SIZE, END_TOKENS = 258, [257]
 @pytest.fixture(scope="module")
 async def compiler(model_dir: Path, anyio_backend: str) -> AsyncIterator[GrammarCompiler]:
     """One for several tests: a worker takes seconds to start."""
-    one = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS, compile_s=60)
+    one = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
     yield one
     await one.close()
 
@@ -98,7 +98,7 @@ async def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(
     waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
     with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
         await slow
-    monkeypatch.setattr(compiler, "_compile_s", 60)  # of those behind it, whose time begins when the next worker is ready
+    monkeypatch.setattr(compiling, "COMPILE_S", 60.0)  # of those behind it, whose time begins when the next worker is ready
     assert all(await asyncio.gather(*waiting))
     assert worker.has_ended and await compiler.start() is not worker
 

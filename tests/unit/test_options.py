@@ -157,11 +157,15 @@ def test_a_switchs_variable_is_true_or_false(
         ("--api-key-file ./none", "--api-key-file none cannot be read"),
         (f"--api-key {KEYS[0]} --admin-key {KEYS[0]}", "--admin-key is one of the API keys"),
         ("--allowed-host http://a", "--allowed-host 'http://a' is no host's name"),
+        ("--allowed-host a.example:80", "--allowed-host 'a.example:80' is no host's name"),
+        ("--allowed-host=", "--allowed-host '' is no host's name"),
         ("--max-queued-requests -1", "--max-queued-requests -1: it must be at least 0"),
         ("--max-queued-tokens 0", "at least 1"),
         ("--max-body-size 1B", "--max-body-size is 1 B"),
         ("--request-timeout 0", "--request-timeout 0: wanted a number of seconds above 0"),
         ("--drain-timeout nan", "--drain-timeout nan"),
+        ("--drain-timeout -1", "--drain-timeout -1"),
+        ("--stuck-after nan", "--stuck-after nan"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_says_what_is_right(
