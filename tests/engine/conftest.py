@@ -302,8 +302,12 @@ MakeHarness = Callable[..., Harness]
 @pytest.fixture(params=["exact", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "int8"))])
 def harness(request: pytest.FixtureRequest) -> Iterator[MakeHarness]:
     """Makes harnesses, and closes them after the test. All tests hold over quantised K and V as well."""
+    yield from making(None if request.param == "exact" else request.param)
+
+
+def making(kv_kind: Kind | None) -> Iterator[MakeHarness]:
+    """What makes harnesses over rows of this kind; then they are closed."""
     made: list[Harness] = []
-    kv_kind = None if request.param == "exact" else request.param
 
     def make(model: Any = None, **options: Any) -> Harness:
         made.append(Harness(tiny_model() if model is None else model, **({"kv_kind": kv_kind} | options)))

@@ -116,6 +116,17 @@ def test_a_prefix_in_blocks_that_are_tiles_is_right() -> None:
     shared.assert_right(shared.cascade_in_blocks(128))
 
 
+@pytest.mark.parametrize(("kind", "scale"), FORMATS[1:])
+@pytest.mark.parametrize(
+    "shape", [LLAMA, {"heads": 9, "kv_heads": 3, "head_dim": 64, "dtype": FP16}, LLAMA | {"head_dim": 256}], ids=str
+)
+def test_a_quantised_prefix_is_right_in_slots_and_blocks(kind: Kind, scale: str, shape: dict[str, Any]) -> None:
+    shared = share(SHARING, GROUPS, shape=shape | {"kind": kind, "scale": scale})
+    out = shared.cascade()
+    shared.assert_right(out)
+    assert torch.equal(shared.cascade_in_blocks(16), out)
+
+
 def test_one_captured_graph_serves_every_table_and_grouping() -> None:
     lengths = [600, 500, 400, 300]
     first, *others = (
@@ -123,7 +134,7 @@ def test_one_captured_graph_serves_every_table_and_grouping() -> None:
         for groups in ([Group(4, 300)], [Group(2, 130), Group(2, 64)], [Group(1, 0), Group(2, 77), Group(1, 300)], [])
     )
     arguments = {name: tensor.clone() for name, tensor in first.in_blocks(16).items()}
-    elements = workspace_elements(first.case.q_NHD, arguments["k_STKD"], tables_SC=arguments["tables_SC"])
+    elements = workspace_elements(first.case.q_NHD, arguments["k_STKW"], tables_SC=arguments["tables_SC"])
     workspace = torch.empty(elements, device=DEVICE)
     out = cascade(**arguments, workspace=workspace, out=first.case.poisoned_out())
     torch.cuda.synchronize()
