@@ -5,6 +5,9 @@ dequantised, as `append` writes and `decode` reads them. Every token attends to 
 so the losses are those of decoding the window token by token over a quantised cache. Attention itself is computed in
 float32: what is measured is what the payload and its scales lose, and no kernel's rounding.
 
+Then the engine serves the beginnings of some windows, by each type that it has: how far its greedy answers are those over exact
+K and V.
+
 Legend: N tokens of a window, H query heads, K kv heads, D head dim.
 """
 
@@ -21,6 +24,7 @@ from bench.harness import Recorder, WrongNumbers
 from vmmkv import KVLayout
 from vmmkv.kernels.quantise import QMAX, Kind, dequantise, quantise
 from vmmkv.layout import KVType
+from vmmkv.units import GIB
 
 MODEL: Final = "smollm2-135m"
 TEXT: Final = Path(__file__).parents[2] / "tests" / "texts" / "opticks.txt"
@@ -32,9 +36,13 @@ NUM_WINDOWS: Final = 20
 """20 * 1023 tokens are predicted."""
 _QUICK_WINDOW_TOKENS: Final = 256
 """A quick run has one such window."""
+NUM_ANSWERS: Final = 16
+PROMPT_TOKENS: Final = 256
+ANSWER_TOKENS: Final = 64
 _ERROR_WINDOWS: Final = 4
 """Attention outputs are compared in so many windows: 30 layers of each are samples enough."""
 
+_SERVED_BYTES: Final = 1 * GIB
 _NAME: Final = "vmmkv_quality"
 _AGREEMENT: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of the mean loss with this attention and with transformers' own."""
@@ -86,8 +94,13 @@ class QuantisingAttention:
     @torch.inference_mode()
     def losses(self, tokens_N: torch.Tensor, kv_type: KVType | None) -> torch.Tensor:
         """Float32 [N - 1]: what each token but the first costs, in nats, given those before it; None keeps K and V exact."""
+        return self.predict(tokens_N, kv_type)[0]
+
+    @torch.inference_mode()
+    def predict(self, tokens_N: torch.Tensor, kv_type: KVType | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and int64 [N - 1]: the likeliest token in the place of each."""
         self._kv_type = kv_type
-        return losses(self.model, tokens_N)
+        return predict(self.model, tokens_N)
 
     @torch.inference_mode()
     def watch(self, tokens_N: torch.Tensor, watch: Callable[[Attended], None]) -> None:
@@ -120,8 +133,13 @@ class QuantisingAttention:
 
 def losses(model: Any, tokens_N: torch.Tensor) -> torch.Tensor:
     """Float32 [N - 1]: the model's cross-entropy of each token but the first, in nats."""
+    return predict(model, tokens_N)[0]
+
+
+def predict(model: Any, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and int64 [N - 1]: the likeliest token in the place of each."""
     logits_NV = model(input_ids=tokens_N[None], use_cache=False).logits[0, :-1]
-    return cross_entropy(logits_NV.float(), tokens_N[1:], reduction="none")
+    return cross_entropy(logits_NV.float(), tokens_N[1:], reduction="none"), logits_NV.argmax(dim=-1)
 
 
 def calibrate(attention: QuantisingAttention, tokens_N: torch.Tensor) -> None:
@@ -173,15 +191,16 @@ def run(recorder: Recorder) -> None:
     for window in recorder.track(windows[:_ERROR_WINDOWS], lambda _: "attention outputs"):
         for kv_type, samples in output_errors(attention, window, KV_TYPES).items():
             errors[kv_type] += samples
-    exact_loss = 0.0
+    exact_loss, exact_M = 0.0, torch.empty(0)
     for system in recorder.track((None, *KV_TYPES)):
         name = f"{dtype_name} KV" if system is None else str(system)
-        losses_N = torch.cat([attention.losses(window, system).double().cpu() for window in windows])
+        predicted = [attention.predict(window, system) for window in windows]
+        losses_N, likeliest_M = (torch.cat([each[place].cpu() for each in predicted]) for place in range(2))
         if not losses_N.isfinite().all():
             raise WrongNumbers(f"{name}: a loss is not finite")
-        loss, num_predicted = float(losses_N.mean()), losses_N.numel()
+        loss, num_predicted = float(losses_N.double().mean()), losses_N.numel()
         if system is None:
-            exact_loss = loss
+            exact_loss, exact_M = loss, likeliest_M
             first_loss = float(losses_N[: num_tokens - 1].mean())
             if not abs(first_loss - own_loss) <= _AGREEMENT[model.dtype]:  # NaN is not
                 own = f"and transformers' own attention {own_loss:.6f}"
@@ -192,7 +211,41 @@ def run(recorder: Recorder) -> None:
         if system is not None:
             above = 100 * math.expm1(loss - exact_loss)
             recorder.figure(workload, name, "perplexity above exact", "%", above, num_predicted)
+            same = 100 * float((likeliest_M == exact_M).double().mean())
+            recorder.figure(workload, name, "same likeliest token as exact", "%", same, num_predicted)
             recorder.samples(workload, name, "attention output error", "%", [100 * error for error in errors[system]])
+    del attention, model
+    serve(recorder, windows)
+
+
+def serve(recorder: Recorder, windows: Sequence[torch.Tensor]) -> None:
+    """Greedy answers to the beginnings of windows, by the engine over each type that it serves."""
+    settings = recorder.settings
+    num_tokens = ANSWER_TOKENS // 8 if settings.quick else ANSWER_TOKENS
+    prompts = [window[: min(PROMPT_TOKENS, len(window) // 2)].tolist() for window in windows[:NUM_ANSWERS]]
+    workload = f"{MODEL} served, {len(prompts)} x {num_tokens} greedy tokens behind {len(prompts[0])} of {TEXT.name}"
+    exact = answers(settings.device, "auto", prompts, num_tokens)
+    for kv_type in recorder.track([each for each in KV_TYPES if each.scale == "token"]):
+        given = answers(settings.device, kv_type.kind, prompts, num_tokens)
+        shares = [100 * num_alike(one, other) / num_tokens for one, other in zip(given, exact, strict=True)]
+        recorder.samples(workload, str(kv_type), "answer as over exact KV", "% of its tokens", shares)
+        recorder.figure(workload, str(kv_type), "answer as over exact KV, mean", "% of its tokens", sum(shares) / len(shares))
+
+
+def answers(device: torch.device, kv_cache_dtype: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Of an engine with this type of KV cache, all prompts side by side."""
+    from vmmkv.server import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    with LLM(
+        MODEL, device=str(device), max_num_seqs=len(prompts), kv_budget_bytes=_SERVED_BYTES, kv_cache_dtype=kv_cache_dtype
+    ) as llm:
+        return [each.outputs[0].token_ids for each in llm.generate(prompts, params, progress=False)]
+
+
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
 def load(device: torch.device) -> Any:
