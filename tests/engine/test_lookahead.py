@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
+from vmmkv.kernels.quantise import Kind
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Beams
@@ -70,8 +71,8 @@ EOS = frozenset(range(3, VOCABULARY, 40))
 
 
 @functools.cache
-def read_at_once(share: bool, ours: bool) -> dict[str, tuple[list[int], list[str | None]]]:
-    one = Harness(tiny_model(), share=share, ours=ours, eos_ids=EOS, step_tokens=30, lookahead=0)
+def read_at_once(share: bool, ours: bool, kv_kind: Kind | None) -> dict[str, tuple[list[int], list[str | None]]]:
+    one = Harness(tiny_model(), kv_kind=kv_kind, share=share, ours=ours, eos_ids=EOS, step_tokens=30, lookahead=0)
     ask_all(one, MIXTURE)
     one.close()
     assert {reasons[-1] for _, reasons in answers(one).values()} == {"stop", "length"}
@@ -84,7 +85,7 @@ def test_the_tokens_are_the_same(harness: MakeHarness, lookahead: int, share: bo
     one = harness(share=share, ours=ours, eos_ids=EOS, step_tokens=30, lookahead=lookahead)
     ask_all(one, MIXTURE, every=1 + lookahead)
     assert not one.failures()
-    assert answers(one) == read_at_once(share, ours) == read_at_once(False, False)
+    assert answers(one) == read_at_once(share, ours, one.kv_kind) == read_at_once(False, False, one.kv_kind)
     assert_answered_once(one, list(MIXTURE))
     assert one.cache.stats().num_sequences == 0
 
@@ -197,7 +198,7 @@ def test_beams_beside_others(harness: MakeHarness, lookahead: int, share: bool) 
         one.step()
     ask_all(one, MIXTURE, every=3)
     assert not one.failures()
-    assert answers(one) == read_at_once(share, False)
+    assert answers(one) == read_at_once(share, False, one.kv_kind)
     found = {message.request_id: message.beams for message in one.sent if isinstance(message, Beams)}
     assert found.keys() == beams.keys()
     for name, (prompt, width) in beams.items():

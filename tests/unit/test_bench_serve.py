@@ -149,6 +149,13 @@ def test_vllm_with_other_log_probabilities_has_no_rows(tmp_path: Path, monkeypat
     assert [(row.system, row.metric) for row in recorder.rows] == [("vLLM 0.25.1", "failed")]
 
 
+def test_types_of_the_kv_cache_are_measured_in_the_same_memory(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "quantised", cases=("auto", "int4"))
+    fitting = {row.system: row.summary.p50 for row in rows if row.metric == "sequences that fit"}
+    assert list(fitting) == ["vmmkv, float32 KV", "vmmkv, int4 KV"]
+    assert fitting["vmmkv, int4 KV"] > 4 * fitting["vmmkv, float32 KV"]
+
+
 def test_cases_of_vllm_are_refused_where_it_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="serve's part outside cannot run mixed, full: "):
         recorded(tmp_path, "outside", cases=("mixed", "full"))

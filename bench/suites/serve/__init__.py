@@ -4,6 +4,7 @@ models       configurations, loaded weights, bounds, tokenizers
 systems      what serves a workload, and the checks before timing
 generate     mixed, single, first, long, shared, sampled, full: the engine as a user has it
 compared     closed, rates: systems over the same weights with the same limits
+quantised    quantised: mixed over each type of the KV cache, in the same memory
 outside      outside: transformers beside the engine, and vLLM under the workloads of generate
 over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes
 grammar      answers by a grammar: masks, and jump-forward (schemas)
@@ -20,12 +21,14 @@ import torch
 from bench.baselines import backend
 from bench.harness import Recorder, Settings, Shape, release_memory
 from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
+from vmmkv.layout import KV_KINDS
 
 GENERATED: Final = ("mixed", "single", "first", "long", "shared", "sampled", "full")
 """Parts of `generate`. vLLM, outside, serves the same."""
 PARTS: Final = {
     **dict.fromkeys(GENERATED, "generate"),
     **dict.fromkeys(("closed", "rates"), "compared"),
+    "quantised": "quantised",
     "outside": "outside",
     "http": "over_http",
     "grammar": "grammar",
@@ -87,6 +90,8 @@ def check(settings: Settings) -> None:
         from bench.suites.serve.compared import case_names
 
         names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] in ("compared", "outside")}
+        if "quantised" in settings.parts:
+            names["quantised"] = ["auto", *KV_KINDS]
         if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
             there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
             raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'these parts have none'}")
@@ -123,7 +128,7 @@ def run(recorder: Recorder) -> None:
         for part in PARTS
         if settings.wants(part) and part not in left_out and (part == "breakdown") == last
         # These take minutes: by default the first shape has them, and a CPU none.
-        if settings.parts or part not in ("long", "full", "outside") or (shape is shapes[0] and not settings.small)
+        if settings.parts or part not in ("long", "full", "quantised", "outside") or (shape is shapes[0] and not settings.small)
     ]
     context: Context | None = None
     try:

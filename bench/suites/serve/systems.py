@@ -331,21 +331,28 @@ class EngineSystem:
 class UserEngine:
     """The engine in this process, as a user opens it: `generate` over all requests at once."""
 
-    name: Final = "vmmkv"
+    name = "vmmkv"
 
-    def __init__(self, model: ServedModel, settings: Settings) -> None:
-        self._device, limits = settings.device, EngineLimits.of(settings)
+    def __init__(
+        self, model: ServedModel, settings: Settings, limits: EngineLimits | None = None, kv_cache_dtype: str | None = None
+    ) -> None:
+        """With a type of the KV cache the name says it."""
+        self._device, limits = settings.device, limits or EngineLimits.of(settings)
         with model.directory() as directory:
             self._engine = LLM(
                 directory,
                 device=str(settings.device),
                 kv_budget_bytes=limits.budget_bytes,
+                kv_cache_dtype=kv_cache_dtype or "auto",
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 load_format="dummy",
                 seed=settings.seed,
             )
-        self.dtype: Final[torch.dtype] = getattr(torch, self._engine.ready.dtype)
+        ready = self._engine.ready
+        if kv_cache_dtype is not None:
+            self.name = f"{self.name}, {ready.kv_cache_dtype} KV"
+        self.dtype: Final[torch.dtype] = getattr(torch, ready.dtype)
         self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
 
     def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
