@@ -18,6 +18,7 @@ __all__ = ["harness", "smollm2"]
 DEVICE = "cuda:0"
 
 
+@pytest.mark.parametrize("harness", ["exact"], indirect=True)  # a real model has ties that one rounding of a row decides
 def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
