@@ -501,8 +501,6 @@ class KVCache(_Planes, Closing, Unique):
         self._mapped_ahead_pages = 0
         self._adopted_slots = 0
         self._attached = False
-        self._advanced = b""
-        """The slots that `advance` was given last, which are different ones and exist."""
         with pool.lock:
             pool.check_open()
             pool.check_capture()
@@ -673,7 +671,8 @@ class KVCache(_Planes, Closing, Unique):
             self.evict_parked(parked)
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """`num_tokens` (one number, or one for each) more rows have been written in each of these different slots.
+        """`num_tokens` (one number, or one for each) more rows have been written in each of these slots; those of a slot that
+        is named twice add up.
 
         Cost: a few numpy calls whatever the number of slots; no driver call. It takes no lock, for only the owner of a
         sequence writes its length.
@@ -682,38 +681,23 @@ class KVCache(_Planes, Closing, Unique):
         """
         self.check_open()
         indices, counts = np.atleast_1d(wholes("slots", slots)), wholes("num_tokens", num_tokens)
-        if (named := indices.tobytes()) != self._advanced:  # a decode step names the slots of the step before
-            self._check_named(indices)
-            self._advanced = named
-        after = self.table.lengths.take(indices) + counts
-        wrong = after > self.table.limits.take(indices)
-        if wrong.any() or (counts < 0).any():
-            self._refuse_advance(indices, after, wrong | (counts < 0))
-        self.table.lengths[indices] = after
-
-    def _check_named(self, indices: npt.NDArray[np.int64]) -> None:
-        """Raises: ValueError unless these are different slots that exist."""
+        lengths, limits = self.table.lengths, self.table.limits
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self.table):
             raise self._no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self.table)))
-        named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
-        named[indices] = True
-        if np.count_nonzero(named) != len(indices):
-            raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
-
-    def _refuse_advance(
-        self, indices: npt.NDArray[np.int64], after: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]
-    ) -> None:
-        """Raises: RowsUnmapped or ValueError, for the first that is wrong."""
-        slot, wanted = int(indices[wrong][0]), int(after[wrong][0])
-        length = int(self.table.lengths[slot])
-        if wanted < length:
-            raise ValueError(f"slot {slot} cannot advance from {length} to {wanted} tokens: num_tokens is at least 0")
-        if self.table.states[slot] != SlotState.LIVE:
-            raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
-        raise RowsUnmapped(
-            f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
-            f"it cannot advance to {wanted}; grow first"
-        )
+        if counts.min(initial=0) < 0:
+            raise ValueError(f"num_tokens={num_tokens!r}: at least 0; see Sequence.truncate")
+        np.add.at(lengths, indices, counts)
+        wrong = lengths.take(indices) > limits.take(indices)
+        if wrong.any():
+            slot = int(indices[wrong][0])
+            wanted = int(lengths[slot])
+            np.subtract.at(lengths, indices, counts)
+            if self.table.states[slot] != SlotState.LIVE:
+                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
+            raise RowsUnmapped(
+                f"slot {slot} has {counted(int(lengths[slot]), 'token')} and memory for {limits[slot]}: "
+                f"it cannot advance to {wanted}; grow first"
+            )
 
     # views
 

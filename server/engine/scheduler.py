@@ -122,7 +122,7 @@ class Scheduler:
         self._epochs = self._decoding
         """Theirs."""
         self._num_roomy = self._num_wanting = 0
-        """Steps of these requests before any of them may find no room, and before any of them has its last token."""
+        """Steps before any of these requests may find no room, and before any of them has its last token, at least."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
@@ -189,9 +189,11 @@ class Scheduler:
             table.num_coming[sampled] += 1
             slots = np.append(self._decoding, sampled)
             self._decode(slots[table.places[slots].argsort(kind="stable")])
-        if self._num_wanting > 1:
-            self._num_wanting -= 1
-        elif (slots := self._decoding).size:
+            room = self._cache.limits[sampled] - self._cache.lengths[sampled]
+            self._num_roomy = max(0, min(self._num_roomy, int(room.min())))
+            self._num_wanting = min(self._num_wanting, 1 + int((table.max_tokens[sampled] - table.num_coming[sampled]).min()))
+        self._num_wanting -= 1
+        if self._num_wanting <= 0 and len(slots := self._decoding):
             num_wanted = table.max_tokens[slots] - table.num_coming[slots]
             if num_wanted.min() <= 0:
                 self._decode(slots[num_wanted > 0])
@@ -200,7 +202,6 @@ class Scheduler:
     def _decode(self, slots: Slots) -> None:
         """The requests in these slots decode from now on."""
         self._decoding, self._epochs = slots, self.table.epochs.take(slots)
-        self._num_roomy = self._num_wanting = 0
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
