@@ -31,11 +31,12 @@ SUITES: Final = {
     "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
+    "streaming": "perplexity of a real model along a text of 4 times its trained length; not part of all",
 }
 """By the name of its module, what a suite measures."""
 
-ALL: Final = tuple(name for name in SUITES if name != "quality")
-"""Without quality, which needs a model and minutes, and says nothing of a machine."""
+ALL: Final = tuple(name for name in SUITES if name not in ("quality", "streaming"))
+"""Without those that need a model and minutes, and say nothing of a machine."""
 
 _COMMANDS: Final = ("report", "compare")
 
@@ -43,14 +44,14 @@ _COMMANDS: Final = ("report", "compare")
 _LIST: Final = "\n".join(f"  {name:19}{text}" for name, text in SUITES.items())
 _SUITE_LIST: Final = f"""suites:
 {_LIST}
-  all                all but quality
+  all                all but quality and streaming
 
 What says something where:
   on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, tiers, transformers: on a CPU host memory stands for
                    the GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
-  anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality, but for speed
-  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
-                   (`vmmkv fetch smollm2-135m`); --fa3 needs FlashAttention-3, see bench/README.md
+  anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality and streaming
+  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality and streaming
+                   need SmolLM2 (`vmmkv fetch smollm2-135m`); --fa3 needs FlashAttention-3, see bench/README.md
 
 other commands (each has --help):
   python -m bench report     rows to one HTML page, and figures

@@ -33,6 +33,7 @@ PAGE: Final = "report.html"
 _HERE: Final = Path(__file__).parent
 
 DOCS: Final[Mapping[str, str]] = {
+    "perplexity-along-a-text": "streaming-perplexity",
     "sequences-that-fit": "memory-efficiency-admitted",
     "serve-rates": "serve-rates-llama-3-1-8b-rates-chat",
 }
@@ -393,6 +394,11 @@ _LINES: Final = (
         *("serve", "rates", "goodput, first token, time per output token", "requests/s offered"),
         r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson",
         ("goodput", "first token", "time per output token"),
+    ),
+    Lines(
+        *("streaming", "perplexity", "Along a text of 4 times the trained length", "tokens read"),
+        r".+: \d+ to (?P<x>\d+) tokens",
+        ("perplexity",),
     ),
     Lines(
         *("tiers", "first", "First token of a prompt: computed, or known to the device or a tier", "tokens"),
