@@ -145,6 +145,8 @@ def assemble(
         runner = Runner(model, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
         with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
             prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
+        if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+            log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
         runner.capture()
         memory.take_free()
         engine = Engine(
