@@ -28,6 +28,7 @@ from typing import Annotated, Any, Final
 from vmmkv.config import LOG_LEVELS, PREFIX
 from vmmkv.errors import did_you_mean
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS
+from vmmkv.server.kv_policy import Eviction
 from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
@@ -142,6 +143,10 @@ class ServeConfig:
     max_num_batched_tokens: Annotated[
         int | None, _MEMORY("tokens computed in one step; fewer keep answers flowing during long prompts", "N", "by the device")
     ] = None
+    kv_policy: Annotated[
+        str | None,
+        _MEMORY("rows of the KV cache that requests keep unless they say, such as streaming_llm:sinks=4,window=2048", "POLICY"),
+    ] = None
     prefix_cache: Annotated[bool, _PREFIXES("share the KV cache of common prompt prefixes")] = True
     kv_host_budget_bytes: Annotated[
         int | None,
@@ -192,6 +197,11 @@ class ServeConfig:
                     f"{name} is {format_bytes(size_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; a small model "
                     f"wants {format_bytes(256 * MIB)} or more"
                 )
+        if self.kv_policy is not None:
+            try:
+                Eviction.of(self.kv_policy)
+            except ValueError as error:
+                raise ValueError(f"kv_policy {error}") from error
         if bool(self.kv_disk) != (self.kv_disk_budget_bytes is not None):
             raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
         if not self.prefix_cache and (self.kv_holder or self.kv_host_budget_bytes or self.kv_disk or self.kv_store):

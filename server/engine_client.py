@@ -30,6 +30,7 @@ from vmmkv.server.protocol import (
     Abort,
     AskMap,
     Beams,
+    Compacted,
     Failed,
     FromEngine,
     Generate,
@@ -106,6 +107,8 @@ class Answers(Closing):
         """Received so far, read by the iteration or not."""
         self.cached: dict[str, Counter[str]] = {}
         """By request, the prompt tokens found in the prefix cache, if any, by where they were."""
+        self.compacted: dict[str, Compacted] = {}
+        """By request, its last compaction, if any."""
         self._arrived_s = arrived_s
         self._last_s = 0.0
         self._client = client
@@ -365,6 +368,9 @@ class EngineClient:
                     self._deliver(output, now_s)
             case PromptLogprobs() | Beams():
                 self._deliver(message, time.perf_counter())
+            case Compacted(request_id=request_id):
+                if request_id in self._answers:
+                    self._answers[request_id].compacted[request_id] = message
             case Failed(request_id=request_id, message=text):
                 self._leave_queue(request_id)
                 if (answers := self._answers.pop(request_id, None)) is not None:

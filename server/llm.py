@@ -41,6 +41,7 @@ from vmmkv.server.models import has_tokenizer, resolve
 from vmmkv.server.protocol import (
     Abort,
     Beams,
+    Compacted,
     Failed,
     FinishReason,
     FromEngine,
@@ -86,6 +87,10 @@ class CompletionOutput:
     """Of each token, under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
+    kept_rows: int | None = None
+    """Rows of the KV cache that its last compaction by a `kv_policy` left; None without one."""
+    dropped_rows: int = 0
+    """Rows that its compactions dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -533,7 +538,7 @@ class _Batch:
         """Take a message, `now_s` seconds after the start. Returns the requests to abort, which a stop string ended."""
         if isinstance(message, Outputs):
             return [output.request_id for output in message.outputs if self._take_output(output, now_s)]
-        if not isinstance(message, PromptLogprobs | Beams | Failed) or message.request_id not in self.unfinished:
+        if not isinstance(message, PromptLogprobs | Beams | Compacted | Failed) or message.request_id not in self.unfinished:
             return []
         answers = self.unfinished[message.request_id]
         result = answers[0].result
@@ -543,6 +548,10 @@ class _Batch:
                 result.prompt_logprobs += logprobs
                 if result.prompt_top_logprobs is not None:
                     result.prompt_top_logprobs += map(dict, likeliest)
+            return []
+        if isinstance(message, Compacted):
+            output = answers[0].output
+            output.kept_rows, output.dropped_rows = message.kept_rows, message.dropped_rows
             return []
         if isinstance(message, Failed):
             result.error = message.message

@@ -48,6 +48,8 @@ _COUNTERS: Final = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts computed."),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
     "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
+    "kv_compactions": ("kv_compactions", "Times that a kv_policy dropped rows of a sequence."),
+    "kv_dropped_rows": ("kv_dropped_rows", "Rows that they dropped."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
     "tier_errors": ("tier_call_errors", "Calls of tiers that raised, which count as misses."),
     "stalls": ("stalls", "Times that a step waited for a driver call."),

@@ -243,6 +243,16 @@ class Failed(Message, frozen=True, kw_only=True):
     message: str
 
 
+class Compacted(Message, frozen=True, kw_only=True):
+    """The `kv_policy` of a request has dropped rows."""
+
+    request_id: str
+    kept_rows: int
+    """That are left."""
+    dropped_rows: int
+    """Since it began, or began again."""
+
+
 class Managed(Message, frozen=True, kw_only=True):
     """The outcome of a `Manage`, in the order in which they came."""
 
@@ -269,6 +279,10 @@ class Snapshot(Message, frozen=True, kw_only=True):
     kv_pending_reclaim_bytes: int
     kv_created_bytes: int
     kv_budget_bytes: int
+    kv_compactions: int = 0
+    """Compactions of requests by their `kv_policy`, since the start."""
+    kv_dropped_rows: int = 0
+    """Rows that they dropped."""
     stalls: int
     stall_us: float
     driver_calls: dict[str, int]
@@ -316,7 +330,7 @@ class MemoryMap(Message, frozen=True, kw_only=True):
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown
 FromEngine: TypeAlias = (
-    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
+    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
 )
 
 encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode

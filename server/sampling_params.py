@@ -13,6 +13,7 @@ from reprlib import repr as shortened
 from typing import Any, Final, NoReturn, TypeVar
 
 from vmmkv.errors import did_you_mean
+from vmmkv.server.kv_policy import Eviction, KVPolicyLike
 from vmmkv.units import counted, format_bytes
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ MAX_INDEX: Final = 2**31
 """Token ids and counts of tokens are below it."""
 SEED_MASK: Final = (1 << 63) - 1
 """The engine's seeds are non-negative numbers of 63 bits."""
+KV_POLICY_REACH: Final = 4
+"""A request whose `kv_policy` bounds its rows may have so many times the tokens that the model takes otherwise."""
 MAX_PROMPT_TOP_LOGPROBS: Final = 1024
 """Likeliest tokens at each place of a prompt: a step of 8192 places takes 100 MiB of the device."""
 
@@ -189,6 +192,8 @@ class SamplingParams:
     """Beams compare by log-probability / (number of tokens) ** length_penalty."""
     structured_outputs: Mapping[str, Any] | None = None
     """What the answer follows: one of `json` (a schema), `regex`, `choice` (a list of texts) or `grammar` (GBNF)."""
+    kv_policy: KVPolicyLike | None = None
+    """Which rows of the KV cache to keep, such as {"type": "streaming_llm", "window": 2048}; None for the server's default."""
 
     def __post_init__(self) -> None:
         least, wanted = (1, "at least 1") if self.prompt_logprobs is None else (0, "0 or more")
@@ -210,6 +215,8 @@ class SamplingParams:
             raise InvalidParam("length_penalty", "is only for a beam search: give beam_width, or leave it out")
         if self.structured_outputs is not None:
             self._check_structured_outputs()
+        if self.kv_policy is not None:
+            eviction_of(self.kv_policy)
 
     @property
     def is_search(self) -> bool:
@@ -296,33 +303,46 @@ class Limits:
     max_sequences: int
     vocabulary_size: int
     """Of the logits."""
+    kv_policy: str | None = None
+    """Of requests that name none."""
+    kv_policy_refusal: str = ""
+    """Why no request can have one here; empty if it can."""
 
     @property
     def max_tokens(self) -> int:
         """Prompt and answer together."""
         return min(self.model_tokens, self.pool_tokens)
 
-    def fit(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None = None) -> int:
+    def fit(
+        self, num_prompt_tokens: int, wanted: int | None, *, default: int | None = None, eviction: Eviction | None = None
+    ) -> int:
         """New tokens that a request may have: what it `wanted`, else `default`, else as many as fit.
+
+        What it wants may go past the model's positions where its `eviction` keeps its rows within them.
 
         Raises: RequestRefused if the prompt is empty or the request could never fit.
         """
         if num_prompt_tokens == 0:
             raise RequestRefused("The prompt has no tokens; send at least one.", param="prompt", code="empty_prompt")
         room = self.max_tokens - num_prompt_tokens
-        if wanted is not None and wanted <= room:
+        if wanted is not None and (wanted <= room or self._fits_compacted(num_prompt_tokens, wanted, eviction)):
             return wanted
         if wanted is None and room > 0:
             return room if default is None else min(default, room)
         param = "prompt" if room <= 0 else "max_tokens"
         raise RequestRefused(self._too_long(num_prompt_tokens, wanted, room), param=param, code="context_length_exceeded")
 
+    def eviction(self, params: SamplingParams) -> Eviction | None:
+        """What the `kv_policy` of a request says, or else the default; None to keep all rows."""
+        given = self.kv_policy if params.kv_policy is None else params.kv_policy
+        return None if given is None else eviction_of(given)
+
     def check(self, prompt: Sequence[int], params: SamplingParams, *, follows_grammar: bool = False) -> None:
         """Can this request ever run here? The prompt, each token id, the answer's length and the beams are checked.
 
         Raises: RequestRefused, InvalidParam.
         """
-        self.fit(len(prompt), params.max_tokens)
+        self.fit(len(prompt), params.max_tokens, eviction=self.eviction(params))
         if params.max_tokens == 0 and follows_grammar:
             raise InvalidParam("max_tokens", "is 0, which leaves nothing that could follow the grammar: raise it")
         size = self.vocabulary_size
@@ -342,6 +362,17 @@ class Limits:
         if follows_grammar and (params.beam_width or params.ignore_eos or params.min_tokens):
             name = next(name for name in ("beam_width", "ignore_eos", "min_tokens") if getattr(params, name))
             raise InvalidParam(name, "is not for an answer that follows a grammar, which ends where the grammar does")
+        if (self.kv_policy or params.kv_policy) and self.eviction(params) is not None:
+            if self.kv_policy_refusal:
+                raise InvalidParam("kv_policy", f"{self.kv_policy_refusal}: leave it out")
+            if params.beam_width:
+                raise InvalidParam("kv_policy", 'is not for a beam search, whose beams share rows: send "none"')
+
+    def _fits_compacted(self, num_prompt: int, wanted: int, eviction: Eviction | None) -> bool:
+        num_tokens = num_prompt + wanted
+        if eviction is None or num_tokens > KV_POLICY_REACH * self.model_tokens:
+            return False
+        return eviction.most_rows(num_prompt, num_tokens) <= self.max_tokens
 
     def _too_long(self, num_prompt_tokens: int, wanted: int | None, room: int) -> str:
         limit = self.max_tokens
@@ -358,6 +389,16 @@ class Limits:
             remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
         remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
         return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
+
+
+def eviction_of(given: Any) -> Eviction | None:
+    """Read a `kv_policy`. Raises: InvalidParam."""
+    if not isinstance(given, Mapping | str):
+        _refuse("kv_policy", given, 'an object such as {"type": "streaming_llm", "window": 2048}')
+    try:
+        return Eviction.of(given)
+    except ValueError as error:
+        raise InvalidParam("kv_policy", str(error)) from error
 
 
 def _biases(bias: Any) -> dict[int, float]:

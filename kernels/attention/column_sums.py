@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.kv_memory import kv_memory
+from vmmkv.kernels.attention.kv_memory import LayerKV, kv_memory
 from vmmkv.units import ceil_div
 
 
@@ -63,6 +63,79 @@ def _column_sums(
     tl.store(p_sums, tl.load(p_sums, mask=m_t, other=0.0) + sums, mask=m_t)
 
 
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_rows"])
+def _log_sum_exp(
+    p_q, p_k, p_lse, p_starts, p_lengths, p_slots,
+    scale_log2, num_queries, num_slots, num_rows,
+    stride_qn, stride_qh, stride_ks, stride_kt, stride_kk,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """QUERIES rows of a product, as of `_column_sums`, of a sequence under one kv head."""
+    b = tl.program_id(1)
+    i_kv = tl.program_id(2)
+    start = tl.load(p_starts + b)
+    count = tl.minimum(tl.load(p_starts + b + 1), num_queries) - start
+    slot = tl.load(p_slots + b).to(tl.int64)
+    length = tl.minimum(tl.maximum(tl.load(p_lengths + b), 0), 2147483647).to(tl.int32)
+    end = tl.minimum(length, num_rows)
+    i_query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    if (tl.program_id(0) * QUERIES >= count * G) | (slot < 0) | (slot >= num_slots) | (start < 0):
+        return
+    i_n, i_h, m_n = i_query // G, i_kv * G + i_query % G, i_query < count * G
+    i_d = tl.arange(0, D_PAD)
+    p_heads = p_q + (start.to(tl.int64) + i_n) * stride_qn + i_h * stride_qh
+    q = tl.load(p_heads[:, None] + i_d[None, :], mask=m_n[:, None] & (i_d < D)[None, :], other=0.0)
+    position = length - count + i_n
+    highest = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    p_rows = p_k + slot * stride_ks + tl.cast(i_kv, tl.int64) * stride_kk
+    for first in range(0, end, TILE):
+        i_t = first + tl.arange(0, TILE)
+        m_t = i_t < end
+        p_tile = p_rows + tl.cast(first, tl.int64) * stride_kt + (tl.arange(0, TILE) * stride_kt)[:, None] + i_d[None, :]
+        k = tl.load(p_tile, mask=m_t[:, None] & (i_d < D)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(m_t[None, :] & (i_t[None, :] <= position[:, None]), scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
+        highest = higher
+    p_own = p_lse + (start.to(tl.int64) + i_n) * (K * G) + i_h
+    tl.store(p_own, highest + tl.log2(total), mask=m_n)
+
+
+def log_sum_exp(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """log2(sum(exp(score))) over the rows that each query sees: [N, H] float32, for queries whose attention has kept none.
+
+    Arguments are as for `column_sums`. NaN for queries of no sequence.
+
+    Cost: one launch, and a product of all queries with all rows; no synchronisation; safe while a graph is captured.
+    Raises: ValueError naming the argument.
+    """
+    memory, options, group = _checked(q_NHD, k_STKD, query_starts, lengths_B, slots_B, None, scale)
+    num_queries, num_heads, head_dim = q_NHD.shape
+    lse_NH = torch.full((num_queries, num_heads), torch.nan, dtype=torch.float32, device=q_NHD.device)
+    tile = _tile(q_NHD)
+    memory.check_tile_offsets(tile)
+    if num_queries and len(lengths_B):
+        with checks.on_device(q_NHD.device):
+            _log_sum_exp[(ceil_div(num_queries * group, tile), len(lengths_B), memory.num_kv_heads)](
+                q_NHD, memory.k, lse_NH, query_starts, lengths_B, slots_B,
+                options.scale_log2, num_queries, memory.num_slots, memory.num_rows,
+                q_NHD.stride(0), q_NHD.stride(1), *memory.strides[:3],
+                K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
+                num_warps=4, num_stages=2,
+            )  # fmt: skip
+    return lse_NH
+
+
 def column_sums(
     q_NHD: torch.Tensor,
     k_STKD: torch.Tensor,
@@ -89,24 +162,15 @@ def column_sums(
     captured, and the graph serves all counts and lengths.
     Raises: ValueError naming the argument.
     """
-    device = q_NHD.device
-    checks.runnable("q_NHD", device)
-    if k_STKD.dtype not in checks.FLOAT_DTYPES:
-        checks.refuse("k_STKD", f"of {k_STKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
-    memory = kv_memory(k_STKD, k_STKD, None, None, None, q_NHD.dtype, device)
-    options = checks.attention_options(scale, None, None, memory.head_dim)
-    memory.check_queries("q_NHD", q_NHD, "queries")
+    memory, options, group = _checked(q_NHD, k_STKD, query_starts, lengths_B, slots_B, limit_S, scale)
+    device, num_sequences = q_NHD.device, len(lengths_B)
     num_queries, num_heads, head_dim = q_NHD.shape
-    group = memory.check_heads("q_NHD", num_heads)
-    num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
-    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
-    checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
     checks.exactly("lse_NH", lse_NH, torch.float32, (num_queries, num_heads), device)
     if out is None:
         out = torch.zeros(num_sequences, memory.num_rows, dtype=torch.float32, device=device)
     num_columns = out.shape[1] if out.dim() == 2 else 0
     checks.exactly("out", out, torch.float32, (num_sequences, min(num_columns, memory.num_rows)), device)
-    tile = 32 if q_NHD.element_size() == 4 or head_dim > 128 else 64
+    tile = _tile(q_NHD)
     memory.check_tile_offsets(tile)
     if num_queries and out.numel():
         with checks.on_device(device):
@@ -118,3 +182,31 @@ def column_sums(
                 num_warps=4, num_stages=2,
             )  # fmt: skip
     return out
+
+
+def _checked(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    limit_S: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[LayerKV, checks.AttentionOptions, int]:
+    """Also the query heads of a kv head."""
+    device = q_NHD.device
+    checks.runnable("q_NHD", device)
+    if k_STKD.dtype not in checks.FLOAT_DTYPES:
+        checks.refuse("k_STKD", f"of {k_STKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
+    memory = kv_memory(k_STKD, k_STKD, None, None, None, q_NHD.dtype, device)
+    options = checks.attention_options(scale, None, None, memory.head_dim)
+    memory.check_queries("q_NHD", q_NHD, "queries")
+    group = memory.check_heads("q_NHD", q_NHD.shape[1])
+    num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
+    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
+    checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
+    return memory, options, group
+
+
+def _tile(q_NHD: torch.Tensor) -> int:
+    return 32 if q_NHD.element_size() == 4 or q_NHD.shape[2] > 128 else 64

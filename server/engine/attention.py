@@ -10,14 +10,17 @@ D head dimension, T rows, R angles, S slots.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from vmmkv import MIB
+from vmmkv import MIB, eviction
 from vmmkv.kernels.quantise import dequantise, kind_of, quantise
 from vmmkv.layout import SCALES
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine.compaction import Ranking
 
 _SCORES_BYTES: Final = 64 * MIB
 """Float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
@@ -52,6 +55,8 @@ class AttentionMetadata:
     """[B + 1]: where the tokens of each sequence begin; None if every sequence has one token (and N is B)."""
     shared: SharedPrefixes | None = None
     """Of a step on a GPU; None without prefix groups."""
+    ranking: "Ranking | None" = None
+    """Of a step with queries that rows are ranked by."""
 
 
 class RotaryParams(NamedTuple):
@@ -160,6 +165,24 @@ class KVRows:
         k_scale_TK, v_scale_TK = (scale_STK[slot, first:end] for scale_STK in self.scales[layer].values())
         return dequantise(k_TKW, k_scale_TK), dequantise(v_TKW, v_scale_TK)
 
+    def turn_keys(self, slot: int, first: int, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> None:
+        """Turn rotary keys of rows [first, first + T) of a slot back by so many positions, in all layers, which are alike."""
+        views = [k_STKD for k_STKD, _ in self.views.values()]
+        k_STKD, layer_stride = views[0], views[-1].storage_offset() - views[0].storage_offset()
+        stride_s, stride_t, stride_k, _ = k_STKD.stride()
+        keys_LTKD = k_STKD.as_strided(
+            (len(views), len(back_T), *k_STKD.shape[2:]),
+            (layer_stride // max(1, len(views) - 1), stride_t, stride_k, 1),
+            k_STKD.storage_offset() + slot * stride_s + first * stride_t,
+        )
+        if self.on_gpu:
+            from vmmkv.kernels.attention.turn import turn
+
+            turn(keys_LTKD, back_T, inv_freq_R)
+        else:
+            for keys_TKD in keys_LTKD:
+                keys_TKD.copy_(eviction.turn(keys_TKD, back_T, inv_freq_R))
+
 
 class CachedAttention:
     """Attention that a model calls in each of its layers, between `begin` of a step and the next.
@@ -203,6 +226,8 @@ class CachedAttention:
             rotary = RotaryParams(q_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
+            if step.ranking is not None:
+                step.ranking.add(q_NHD, rows.views[layer][0], scale)
             out_NHD = None
             if step.shared is not None and window is None:
                 out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
@@ -212,6 +237,8 @@ class CachedAttention:
         if rotary is not None:
             q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.positions_N)
         rows.write(layer, k_NKD, v_NKD, step)
+        if step.ranking is not None:
+            step.ranking.add(q_NHD, rows.views[layer][0], scale)
         out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
         starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
         sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)

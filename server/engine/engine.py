@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from vmmkv import DriverError, KVCache
+from vmmkv.server.engine.compaction import Compactor, KeptRows
 from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status, Step
@@ -97,11 +98,13 @@ class Engine:
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
         structured: StructuredOutputManager | None = None,
+        kv_policy: str | None = None,
     ) -> None:
         self.cache = cache
         self.in_flight: deque[Step] = deque()
         self._runner = runner
         self._prefix = prefix
+        self._compactor = Compactor(cache, runner, send)
         self._limits = Limits(
             model="this engine",
             model_tokens=cache.max_tokens,
@@ -109,6 +112,8 @@ class Engine:
             budget_bytes=0,
             max_sequences=max_sequences or cache.num_slots,
             vocabulary_size=runner.model.vocabulary_size,
+            kv_policy=kv_policy,
+            kv_policy_refusal=self._compactor.refusal,
         )
         self._scheduler = Scheduler(
             cache,
@@ -118,6 +123,7 @@ class Engine:
             max_sequences=self._limits.max_sequences,
             drain=self.drain,
             is_idle=self._is_idle,
+            compactor=self._compactor,
         )
         self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes
@@ -167,6 +173,11 @@ class Engine:
         return None if holder is None else holder.is_gone()
 
     @property
+    def kv_policy_refusal(self) -> str:
+        """Why no request can have a `kv_policy`; empty if it can."""
+        return self._limits.kv_policy_refusal
+
+    @property
     def num_running(self) -> int:
         """Requests that have memory."""
         return len(self._scheduler.running)
@@ -193,7 +204,13 @@ class Engine:
         if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        request = Request(message, own_ids if params.ignore_eos else own_ids | self._eos_ids, suppressed_ids)
+        eviction = self._limits.eviction(params)
+        request = Request(
+            message,
+            own_ids if params.ignore_eos else own_ids | self._eos_ids,
+            suppressed_ids,
+            None if eviction is None else KeptRows(eviction, len(message.prompt)),
+        )
         if message.grammar:
             assert self._structured is not None, "it was refused"
             self._structured.open(request)
@@ -228,6 +245,8 @@ class Engine:
         may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
         num_new = params.min_tokens if may_stop else params.max_tokens
         num_rows = max(0, min(num_new, params.max_tokens - 1))
+        if (eviction := self._limits.eviction(params)) is not None:
+            num_rows = eviction.most_rows(len(ask.prompt), len(ask.prompt) + num_rows) - len(ask.prompt)
         num_beams = max(1, min(params.beam_width, self._limits.vocabulary_size))  # of fewer tokens come fewer live beams
         attaches = self._prefix is not None and params.prompt_logprobs is None
         wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
@@ -402,7 +421,7 @@ class Engine:
         outputs: list[Output] = []
         live = np.flatnonzero(self._table.epochs[step.slots] == step.epochs)
         slots = step.slots[live]
-        self._table.num_confirmed[slots] = step.ends[live]
+        self._table.num_confirmed[slots] += 1
         rows, sampled = live.tolist(), slots.tolist()
         row = len(step.slots)
         for index, chunk in enumerate(step.chunks):
@@ -425,9 +444,9 @@ class Engine:
         """A chunk has been computed; `row` is what the step gave behind it, if it was the last. Is that its next token?"""
         request = chunk.request
         if not chunk.of_beam:
-            confirmed, num_prompt = self._table.num_confirmed, len(request.prompt)
-            num_new = min(chunk.end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
-            confirmed[chunk.slot] = chunk.end
+            confirmed, num_prompt, end = self._table.num_confirmed, len(request.prompt), chunk.end + request.num_dropped
+            num_new = min(end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
+            confirmed[chunk.slot] = end
             self._num_prompt_tokens += num_new
             if num_new and not (chunk.is_last and results.tokens[row] == NOT_A_NUMBER):
                 self._scheduler.insert_prefix(request)
@@ -603,6 +622,8 @@ class Engine:
                 kv_pending_reclaim_bytes=stats.pending_reclaim_bytes,
                 kv_created_bytes=stats.pool_created_bytes,
                 kv_budget_bytes=stats.pool_budget_bytes,
+                kv_compactions=self._compactor.num_compactions,
+                kv_dropped_rows=self._compactor.num_rows_dropped,
                 stalls=stats.blocked_steps,
                 stall_us=stats.blocked_us,
                 driver_calls=stats.driver_calls,

@@ -161,8 +161,11 @@ def assemble(
             structured=StructuredOutputManager(
                 lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
             ),
+            kv_policy=config.kv_policy,
         )
         engine.measure_prefill(*prefill)
+        if config.kv_policy is not None and engine.kv_policy_refusal:
+            raise ValueError(f"kv_policy {engine.kv_policy_refusal}: leave it out")
         if events is not None:
             assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
@@ -182,6 +185,8 @@ def assemble(
             budget_bytes=memory.budget_bytes,
             max_sequences=config.max_num_seqs,
             vocabulary_size=model.vocabulary_size,
+            kv_policy=config.kv_policy,
+            kv_policy_refusal=engine.kv_policy_refusal,
         ),
         end_tokens=sorted(source.end_tokens),
         kv_events=None if events is None else events.source,

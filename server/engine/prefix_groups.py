@@ -201,7 +201,8 @@ class BatchOrder:
             if now_S[slot]:
                 request = self._table.requests[slot]
                 assert request is not None, "no request runs there"
-                self._prompts.add(slot, Prompt.of(request.namespace, request.prompt))
+                # Rows that are dropped are shared with no other.
+                self._prompts.add(slot, Prompt.of(request.namespace, request.prompt[: 0 if request.kept else None]))
             self._epochs_S[slot] = now_S[slot]
 
 

@@ -2,7 +2,7 @@
 
     tokens of a request   | prompt ................ | generated ........ | in flight ... |
                           |<- num_confirmed ------------------------->|                      rows computed, as read back
-                          |<- rows launched: cache.lengths ------------------------->|
+                          |<- rows launched: cache.lengths, and num_dropped ------->|
                           |<- num_known ------------------------------>|                     tokens that the host has
                           |<- num_coming ------------------------------------------->|  <= max_tokens
 
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -26,8 +26,14 @@ from vmmkv.units import format_bytes
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beams import BeamGroup
+    from vmmkv.server.engine.compaction import KeptRows, Ranked
     from vmmkv.server.engine.runner import Logprobs, Readback
     from vmmkv.server.structured_output.matcher import Matcher
+
+_NO_END: Final = np.iinfo(np.int64).max
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+"""An odd number of 64 bits: seeds that clients count up are far from its multiples."""
 
 
 def num_common(one: TokenIds, other: TokenIds) -> int:
@@ -59,6 +65,8 @@ class Request:
     """Tokens that end it: its own, and the model's unless it ignores them."""
     suppressed_ids: frozenset[int] = frozenset()
     """Tokens that are masked until `min_tokens` have been generated."""
+    kept: "KeptRows | None" = None
+    """What its `kv_policy` leaves of its rows; None for all of them."""
     status: Status = Status.WAITING
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
@@ -129,9 +137,36 @@ class Request:
         return len(self.prompt) + self.ask.params.max_tokens
 
     @property
+    def num_dropped(self) -> int:
+        """Tokens whose rows its `kv_policy` has dropped."""
+        return 0 if self.kept is None else self.kept.num_dropped
+
+    @property
+    def shares_rows(self) -> bool:
+        """May the prefix cache have its rows? Not if its `kv_policy` says so, or a compaction found no page for own ones."""
+        return self.kept is None or (self.kept.eviction.share_prompt and self.num_tokens_stuck is None)
+
+    @property
+    def num_first_rows(self) -> int:
+        """Rows that it needs to begin, or to begin again."""
+        return len(self.tokens) if self.kept is None else self.kept.first(len(self.tokens))
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that it may have at once."""
+        return self.max_tokens if self.kept is None else self.kept.eviction.most_rows(len(self.prompt), self.max_tokens)
+
+    @property
     def min_length(self) -> int:
-        """Tokens, the prompt's included, that must be there before one of `suppressed_ids` may come; 0 if any may come."""
-        return len(self.prompt) + self.ask.params.min_tokens if self.ask.params.min_tokens and self.suppressed_ids else 0
+        """Rows, the prompt's included, that must be there before one of `suppressed_ids` may come; 0 if any may come."""
+        if not (self.ask.params.min_tokens and self.suppressed_ids):
+            return 0
+        return max(0, len(self.prompt) + self.ask.params.min_tokens - self.num_dropped)
+
+    @property
+    def seed(self) -> int:
+        """Of its random numbers, which also depend on the number of rows: another one behind each compaction."""
+        return ((self.ask.params.seed or 0) + _GOLDEN * self.num_dropped) & (2**64 - 1)
 
     @property
     def num_slots(self) -> int:
@@ -171,10 +206,14 @@ class Request:
     def attachable(self) -> TokenIds:
         """The tokens whose rows, but for the last, may be taken from the prefix cache.
 
-        Rows whose next token is still to be scored may not: cached rows have no logits.
+        Rows whose next token is still to be scored may not: cached rows have no logits. Nor may those whose queries others are
+        ranked by, and rows behind the prompt that were not dropped.
         """
+        tokens = self.tokens
+        if self.kept is not None:
+            tokens = self.prompt[: self.kept.num_attachable + 1 if self.num_tokens_stuck is None else 1]
         is_scored = self.ask.params.prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
-        return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
+        return tokens if is_scored else tokens[: self.num_scored + 1]
 
     def sources_of(self, num_cached: int) -> Counter[str]:
         """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes from each tier."""
@@ -210,7 +249,9 @@ class Request:
     def own_chunk(self, num_candidates: int = 0) -> "Chunk":
         """Its own tokens for which no step has been launched."""
         start = self.memory.length
-        return Chunk(self, self.memory, start, self.tokens[start:], num_candidates=num_candidates)
+        chunk = Chunk(self, self.memory, start, self.tokens[start + self.num_dropped :], num_candidates=num_candidates)
+        room = None if self.kept is None else self.kept.room(start)
+        return chunk if room is None else chunk.first(room)
 
     def begin_with(self, forced: Sequence[int]) -> None:
         """Set the first tokens of its answer before it begins; they are computed with the prompt."""
@@ -233,6 +274,8 @@ class Request:
         self.saved = self.table.leave(self.memory.slot)
         self.sequence = self.table = None
         self.status = status
+        if self.kept is not None:
+            self.kept = self.kept.anew()
 
     def output(
         self, tokens: tuple[int, ...] = (), reason: FinishReason | None = None, logprobs: "Logprobs | None" = None
@@ -313,6 +356,8 @@ class Step:
     """Of these slots, at the launch."""
     chunks: list[Chunk]
     """Tokens that the host knows."""
+    ranked: "list[Ranked]" = field(default_factory=list)
+    """Sequences of it with queries that their rows are ranked by."""
     readback: "Readback | None" = None
     """Once all of it is launched."""
     launched_s: float = 0.0
@@ -345,6 +390,10 @@ class RequestTable:
         """Of them, those that the prefix cache has by `attach` or `insert`."""
         self.max_tokens = np.zeros(1 + num_slots, np.int64)
         """Tokens with which a request is done. The last one is never written: nothing attends to it."""
+        self.ends = np.full(1 + num_slots, _NO_END, np.int64)
+        """Rows with which a request is compacted next."""
+        self.num_keeping = 0
+        """Requests with a `kv_policy`."""
         self.epochs = np.zeros(1 + num_slots, np.int64)
         """Counts the requests that entered or left: results of a step for another epoch are dropped."""
         self.places = np.zeros(1 + num_slots, np.int64)
@@ -364,6 +413,8 @@ class RequestTable:
         self.num_known[slot] = self.num_coming[slot] = len(tokens)
         self.num_confirmed[slot] = self.num_inserted[slot] = num_rows
         self.max_tokens[slot] = request.max_tokens
+        self.set_end(request, slot)
+        self.num_keeping += request.kept is not None
         self.epochs[slot] += 1
         self.places[slot] = request.place
         self.ignores_eos[slot] = request.ask.params.ignore_eos
@@ -373,14 +424,20 @@ class RequestTable:
 
     def leave(self, slot: int) -> TokenIds:
         """The request in this slot does not run any more; a copy of its tokens."""
-        tokens = self.tokens_ST[slot, : self.num_known[slot]].copy()
-        self.requests[slot] = None
+        tokens, request = self.tokens_ST[slot, : self.num_known[slot]].copy(), self.requests[slot]
+        self.num_keeping -= request is not None and request.kept is not None
+        self.requests[slot], self.ends[slot] = None, _NO_END
         self.epochs[slot] += 1
         self.num_constrained -= int(self.constrained[slot])
         self.constrained[slot] = False
         for counts in (self.num_known, self.num_coming, self.num_confirmed, self.num_inserted, self.max_tokens):
             counts[slot] = 0
         return tokens
+
+    def set_end(self, request: Request, slot: int) -> None:
+        """A request begins, or was compacted."""
+        end = None if request.kept is None else request.kept.end
+        self.ends[slot] = _NO_END if end is None else end
 
     def tokens(self, slot: int, end: int | None = None) -> TokenIds:
         """The known tokens in a slot, or the first of them: a view."""

@@ -25,13 +25,23 @@ import torch
 
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.attention import AttentionMetadata
+from vmmkv.server.engine.compaction import Ranking
 from vmmkv.server.engine.kv_backend import EngineCache, Slots, TokenIds
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.prefix_groups import GroupTensors, PrefixGroup
 from vmmkv.server.engine.prompt_logprobs import PromptScores, ScoredRows, States
 from vmmkv.server.engine.request import Step
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
-from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Array, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
+from vmmkv.server.engine.uploads import (
+    ALIGNED_ELEMENTS,
+    Array,
+    TokenMasks,
+    Uploads,
+    aligned_parts,
+    apply_masks,
+    packed_size,
+    to_host,
+)
 from vmmkv.units import round_up
 
 if TYPE_CHECKING:
@@ -111,7 +121,7 @@ class Runner:
 
         The step gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
         """
-        return self._mixed.forward(step) if step.chunks else self._decode.forward(step)
+        return self._mixed.forward(step) if step.chunks or step.ranked else self._decode.forward(step)
 
     @torch.inference_mode()
     def sample(self, forwarded: "Forwarded", masks: TokenMasks | None = None) -> "Readback":
@@ -155,17 +165,17 @@ class Runner:
     def _readback(self, forwarded: "Forwarded") -> "Readback":
         """Copy the results to the host."""
         tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
-        readback = Readback(_to_host(tokens_R))
+        readback = Readback(to_host(tokens_R))
         wanted = self.sampler.num_logprobs[forwarded.slots]
         asked = [(row, int(wanted[row])) for row in np.flatnonzero(wanted >= 0).tolist()]
         # Beams apart: how many are asked for decides between equals, and no beam depends on what its neighbours ask.
         for rows in filter(None, (asked, forwarded.candidates)):
             (rows_R,) = self.uploads.pack([[row for row, _ in rows]])
             found = logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), max(count for _, count in rows))
-            readback.logprobs.append((rows, [_to_host(tensor) for tensor in found]))
+            readback.logprobs.append((rows, [to_host(tensor) for tensor in found]))
         if forwarded.states is not None:
             readback.scored = forwarded.states.scored
-            readback.scores = [_to_host(tensor) for tensor in prompt_logprobs.scores(self.model, forwarded.states)]
+            readback.scores = [to_host(tensor) for tensor in prompt_logprobs.scores(self.model, forwarded.states)]
         if tokens_R.is_cuda:
             readback.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             readback.done.record()
@@ -248,13 +258,6 @@ class Readback:
             for (row, count), chosen, values, ids in zip(rows, *(tensor.tolist() for tensor in tensors), strict=True):
                 found[row] = Logprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
         return Results(self.tokens_R.numpy(), found, prompt_logprobs.read(self.scored, *self.scores) if self.scored else {})
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy for the host; from a GPU it is pinned, and not there yet."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class DeviceState:
@@ -466,8 +469,9 @@ class _MixedSteps:
 
         num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled)
         is_grouped = self._runner.groups.are_any and num_decoding > 0
-        # Graphs give logits of the rows that are given a token; any number of others may be scored.
-        size, graph = (num_tokens, None) if scored else self._graph_for(num_tokens, is_grouped=is_grouped)
+        # Graphs give logits of the rows that are given a token; any number of others may be scored, and queries ranked by.
+        by_graph = not scored and not step.ranked
+        size, graph = self._graph_for(num_tokens, is_grouped=is_grouped) if by_graph else (num_tokens, None)
         sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
         packed = np.zeros(packed_size(sizes), np.int32)
         filled = _MixedInput(*aligned_parts(packed, sizes))
@@ -481,6 +485,10 @@ class _MixedSteps:
         self._runner.uploads.into(self._packed[: len(packed)], packed)
 
         uploaded = _MixedInput(*aligned_parts(self._packed, sizes))
+        ranking = None
+        if step.ranked:
+            query_ends = dict(zip(slots_B.tolist(), (begins_B + counts_B).tolist(), strict=True))
+            ranking = Ranking(step.ranked, query_ends, self._runner.uploads)
         states = None
         if graph is not None:
             graph.forward()
@@ -490,12 +498,14 @@ class _MixedSteps:
             columns_W, tokens_W = self._runner.uploads.pack(
                 [np.concatenate(scored_columns), np.concatenate([rows.tokens for _, rows in scored])]
             )
-            all_ids_N, attention, last_R = self._input(uploaded, is_grouped=is_grouped)
+            all_ids_N, attention, last_R = self._input(uploaded, is_grouped=is_grouped, ranking=ranking)
             states_AE = self._runner.model.states(all_ids_N, attention, torch.cat([last_R, columns_W.long()]))
             logits_RV = self._runner.model.logits(states_AE[: len(last_R)])
             states = States(states_AE[len(last_R) :], tokens_W, scored)
         else:
-            logits_RV = self._forward(uploaded, is_grouped=is_grouped)
+            logits_RV = self._forward(uploaded, is_grouped=is_grouped, ranking=ranking)
+        if ranking is not None:
+            ranking.finish()
         return Forwarded(
             logits_RV=logits_RV, rows=self._rows(uploaded), slots=slots_B[sampled], ends=ends_B[sampled], graph=graph,
             candidates=[(row, each.num_candidates) for row, (_, each) in enumerate(last, num_decoding) if each.num_candidates],
@@ -515,11 +525,13 @@ class _MixedSteps:
     def _rows(self, uploaded: "_MixedInput[torch.Tensor]") -> SampledRows:
         return SampledRows(uploaded.slots_R, uploaded.ends_R, self._out_R[: len(uploaded.slots_R)])
 
-    def _forward(self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool) -> torch.Tensor:
-        return self._runner.model.forward(*self._input(uploaded, is_grouped=is_grouped))
+    def _forward(
+        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None = None
+    ) -> torch.Tensor:
+        return self._runner.model.forward(*self._input(uploaded, is_grouped=is_grouped, ranking=ranking))
 
     def _input(
-        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool
+        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None
     ) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
         """Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
         ids_N, slots_N = uploaded.ids_N, uploaded.slots_N
@@ -527,7 +539,7 @@ class _MixedSteps:
         attention = AttentionMetadata(
             slots_N=slots_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B, lengths_B=uploaded.lengths_B,
             query_starts=uploaded.query_starts,
-            shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None,
+            shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None, ranking=ranking,
         )  # fmt: skip
         return ids_N, attention, uploaded.last_R.long()
 

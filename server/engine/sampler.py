@@ -90,7 +90,7 @@ class Sampler:
         planes_PN[-2] = self._penalties.assign(requests)
         planes_PN[-1] = min_lengths = [request.min_length for request in requests]
         self._min_tokens.assign(requests)
-        seeds = np.array([(params.seed or 0) & (2**64 - 1) for params in every], np.uint64)
+        seeds = np.array([request.seed for request in requests], np.uint64)
         slots_N, planes, seed_words = self._uploads.pack([slots, planes_PN.reshape(-1), seeds.view(np.int32)])
         slots_N = slots_N.long()
         self._planes_PS.index_copy_(1, slots_N, planes.view(_NUM_PLANES, len(requests)))

@@ -14,11 +14,13 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
+from vmmkv.server.engine.compaction import Compactor, Ranked
 from vmmkv.server.engine.fetches import LEAST_TOKENS, Fetches
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
 from vmmkv.server.protocol import RECOMPUTED
+from vmmkv.server.sampling_params import KV_POLICY_REACH
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +88,18 @@ class Scheduler:
         max_sequences: int,
         drain: Callable[[], bool],
         is_idle: Callable[[], bool],
+        compactor: Compactor | None = None,
     ) -> None:
-        """`drain` reads the steps in flight, and says whether there were any. `is_idle`: does the device wait for a step?"""
+        """`drain` reads the steps in flight, and says whether there were any. `is_idle`: does the device wait for a step?
+
+        `compactor`: for requests with a `kv_policy`; None if there are none.
+        """
         self.waiting: list[Request] = []
         """By priority, the newest preempted ones first, then in order of arrival."""
         self.running: dict[Request, None] = {}
         """In order of admission."""
-        self.table: Final = RequestTable(cache.num_slots, cache.max_tokens)
+        most_tokens = cache.max_tokens if compactor is None or compactor.refusal else KV_POLICY_REACH * cache.max_tokens
+        self.table: Final = RequestTable(cache.num_slots, most_tokens)
         self.num_preempted = 0
         self.fetches: Final = Fetches(prefix)
         self.hit_tokens: Counter[str] = Counter()
@@ -102,6 +109,7 @@ class Scheduler:
         self._cache = cache
         self._prefix = prefix
         self._sampler = sampler
+        self._compactor = compactor
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self._drain = drain
@@ -117,12 +125,12 @@ class Scheduler:
         self._unconfirmed: list[Request] = []
         """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
         self._decoding: Slots = np.zeros(0, np.int64)
-        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched. Never changed
-        in place: see `_decode`."""
+        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched, or that are
+        compacted next. Never changed in place: see `_decode`."""
         self._epochs = self._decoding
         """Theirs."""
         self._num_roomy = self._num_wanting = 0
-        """Steps before any of these requests may find no room, and before any of them has its last token, at least."""
+        """Steps before any of these requests may find no room, and before any of them has its last token or row, at least."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
@@ -148,6 +156,8 @@ class Scheduler:
 
         Raises: CannotRun, naming a request that must be ended; the others can go on.
         """
+        if self.table.num_keeping:
+            self._compact()
         self._admit()
         self._assign_sampling()
         lengths, limits = self._cache.lengths, self._cache.limits
@@ -170,7 +180,12 @@ class Scheduler:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
         slots, chunks = self._decoding, [chunk for chunk in chunks if chunk.request.is_running]
-        return Step(slots, lengths.take(slots) + 1, self._epochs, chunks) if len(slots) or chunks else None
+        if not len(slots) and not chunks:
+            return None
+        step = Step(slots, lengths.take(slots) + 1, self._epochs, chunks)
+        if self.table.num_keeping:
+            self._rank(step)
+        return step
 
     def launched(self, step: Step) -> None:
         """A step is in flight, or about to be: count its tokens."""
@@ -192,9 +207,13 @@ class Scheduler:
             room = self._cache.limits[sampled] - self._cache.lengths[sampled]
             self._num_roomy = max(0, min(self._num_roomy, int(room.min())))
             self._num_wanting = min(self._num_wanting, 1 + int((table.max_tokens[sampled] - table.num_coming[sampled]).min()))
+            if table.num_keeping:
+                self._num_wanting = 0
         self._num_wanting -= 1
         if self._num_wanting <= 0 and len(slots := self._decoding):
             num_wanted = table.max_tokens[slots] - table.num_coming[slots]
+            if table.num_keeping:
+                num_wanted = np.minimum(num_wanted, table.ends[slots] - self._cache.lengths[slots])
             if num_wanted.min() <= 0:
                 self._decode(slots[num_wanted > 0])
             self._num_wanting = int(num_wanted[num_wanted > 0].min(initial=np.iinfo(np.int64).max))
@@ -212,7 +231,7 @@ class Scheduler:
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
-        if self._prefix is not None:
+        if self._prefix is not None and request.shares_rows:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self._insert(self._prefix, request, tokens)
             if len(tokens) == len(request.prompt):
@@ -224,7 +243,7 @@ class Scheduler:
             return
         table, slots = self.table, self._decoding
         behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]
-        requests = [request for slot in behind.tolist() if (request := table.requests[slot]) is not None]
+        requests = [request for slot in behind.tolist() if (request := table.requests[slot]) is not None and not request.kept]
         if requests:
             request = max(requests, key=_urgency)
             self._insert(self._prefix, request, request.confirmed_tokens)
@@ -260,6 +279,38 @@ class Scheduler:
         if has_moved:
             self._num_refused = 0
         return has_moved
+
+    def _compact(self) -> None:
+        """Compact the requests that have as many rows as their policies allow, and no step in flight. Raises: CannotRun."""
+        assert self._compactor is not None, "no request has a policy"
+        lengths, table = self._cache.lengths, self.table
+        for slot in np.flatnonzero((lengths == table.ends) & (table.num_coming < table.max_tokens)).tolist():
+            request = table.requests[slot]
+            if request is None or request.kept is None:
+                continue
+            if request.matcher is not None:
+                self._drain()  # its last row may be of a step that is dropped, which confirms none
+                if not request.is_running:
+                    continue
+            elif table.num_confirmed[slot] < lengths[slot] + request.num_dropped:
+                continue
+            compact = partial(self._compactor.compact, request.ask.request_id, request.kept, request.memory)
+            if self._with_room(request, compact):
+                table.set_end(request, slot)
+                self._unassigned.append(request)  # the sampler counts rows
+                self._num_refused = 0
+                if request.status is Status.DECODING:
+                    slots = np.append(self._decoding, slot)
+                    self._decode(slots[table.places[slots].argsort(kind="stable")])
+                    self._num_roomy = self._num_wanting = 0
+
+    def _rank(self, step: Step) -> None:
+        """Find the sequences of a step with queries that their rows are ranked by."""
+        lengths, table = self._cache.lengths, self.table
+        ranked = [Ranked.of(chunk.request, chunk.slot, chunk.start, chunk.end) for chunk in step.chunks]
+        for slot in step.slots[step.ends == table.ends[step.slots]].tolist():
+            ranked.append(Ranked.of(table.requests[slot], slot, int(lengths[slot]), int(lengths[slot]) + 1))
+        step.ranked = list(filter(None, ranked))
 
     def _insert(self, prefix: Prefixes, request: Request, tokens: TokenIds) -> None:
         prefix.insert(request.memory, tokens)
@@ -349,12 +400,12 @@ class Scheduler:
         num_known = 0
         try:
             if self._prefix is None:
-                sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
+                sequence = self._cache.open(max_tokens=request.most_rows, tenant=request.namespace)
             else:
-                attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.max_tokens)
+                attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.most_rows)
                 sequence, num_known = attached.sequence, attached.num_tokens
             try:
-                sequence.grow(len(request.tokens))
+                sequence.grow(request.num_first_rows)
             except BaseException:
                 sequence.close()
                 raise
@@ -408,7 +459,8 @@ class Scheduler:
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
         slots = [request.memory.slot for request in self._prefilling]
-        pending = self.table.num_known[slots] - self._cache.lengths[slots]
+        dropped = np.array([request.num_dropped for request in self._prefilling], np.int64)
+        pending = self.table.num_known[slots] - self._cache.lengths[slots] - dropped
         return self._step_tokens - (len(self.running) - len(slots)) - int(pending.clip(min=0).sum())
 
     def _num_slots_for(self, priority: float = math.inf) -> int:
@@ -459,7 +511,7 @@ class Scheduler:
             request.beams = None
         else:
             self._sampler.release(request.memory.slot)
-        if keep is None:
+        if keep is None or request.num_dropped or not request.shares_rows:
             request.memory.close()
         else:
             keep(request.memory, request.confirmed_tokens)
@@ -489,7 +541,7 @@ class Scheduler:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
         num_known = 0 if self._prefix is None else _look_up(request, self._prefix)
-        wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
+        wanted_bytes = (request.num_first_rows - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
             for running in self.running

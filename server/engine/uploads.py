@@ -80,6 +80,13 @@ class Uploads:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy for the host; from a GPU it is pinned, and not there yet."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class TokenMasks(NamedTuple):
     """Which tokens may come next in some rows of a step; on the host, to be sent in one piece."""
 

@@ -424,7 +424,8 @@ def _check(
     params = []
     try:
         for prompt in prompts:
-            new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens)
+            eviction = limits.eviction(body.params)
+            new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens, eviction=eviction)
             params.append(dataclasses.replace(body.params, max_tokens=new_tokens))
             limits.check(prompt, params[-1], follows_grammar=body.grammar[1] is not None)
     except InvalidParam as error:
@@ -473,7 +474,7 @@ async def _disconnected(request: Request) -> None:
 async def _whole(form: responses.ResponseForm, generation: Generation) -> str:
     """The answer as JSON."""
     choices = await generation.whole()
-    usage = responses.Usage.of(generation.token_counts())
+    usage = responses.Usage.of(generation.token_counts(), generation.kept_rows())
     return await _json(lambda: form.whole(choices, usage), choices)
 
 
@@ -489,7 +490,8 @@ async def _events(
     """Server-sent events. An error after the start is one of them, for the status is sent."""
 
     async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
-        usage = responses.Usage.of(generation.token_counts()) if with_usage else None
+        counts = generation.token_counts(), generation.kept_rows()
+        usage = responses.Usage.of(*counts) if with_usage else None
         return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
 
     try:

@@ -326,6 +326,11 @@ class Generation:
         completion_tokens = sum(choice.detokenizer.num_tokens for choice in self._choices) + self._unreturned_tokens
         return self._prompt_tokens, self._cached, completion_tokens
 
+    def kept_rows(self) -> Counter[str]:
+        """Rows that compactions by the requests' `kv_policy` have `kept` at last, and `dropped`; empty without any."""
+        every = self._answers.compacted.values()
+        return sum((Counter(kept=each.kept_rows, dropped=each.dropped_rows) for each in every), Counter[str]())
+
     def describe(self, now_s: float) -> dict[str, Any]:
         """Numbers and no text, for the dashboard: None for what the engine has not said yet."""
         has_begun = self._answers.first_s is not None

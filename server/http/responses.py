@@ -47,10 +47,12 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    kv_rows: Annotated[dict[str, int] | None, _Sparse] = None
+    """Rows of the KV cache that compactions by `kv_policy` have `kept` at last, and `dropped`. Left out if there were none."""
 
     @classmethod
-    def of(cls, token_counts: tuple[int, Counter[str], int]) -> "Usage":
-        """From `Generation.token_counts`."""
+    def of(cls, token_counts: tuple[int, Counter[str], int], kept_rows: Counter[str]) -> "Usage":
+        """From `Generation.token_counts` and `kept_rows`."""
         prompt_tokens, cached, completion_tokens = token_counts
         details = None if cached.keys() <= {DEVICE} else dict(cached)
         return cls(
@@ -58,6 +60,7 @@ class Usage(BaseModel):
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached.total(), cached_tokens_details=details),
+            kv_rows=dict(kept_rows) or None,
         )
 
 
@@ -252,7 +255,12 @@ class RenderedRequest(BaseModel):
         )
 
 
-_RENDERED: Final = SamplingParams.__dataclass_fields__.keys() - {"beam_width", "length_penalty", "structured_outputs"}
+_RENDERED: Final = SamplingParams.__dataclass_fields__.keys() - {
+    "beam_width",
+    "kv_policy",
+    "length_penalty",
+    "structured_outputs",
+}
 
 
 class ServerInfo(BaseModel):

@@ -137,6 +137,7 @@ class Harness:
         capture: bool = False,
         open_memory: OpenBackend | None = None,
         tiers: Iterable[Tier] = (),
+        kv_policy: str | None = None,
     ) -> None:
         self.model = model.to(device)
         self.kv_kind = kv_kind
@@ -182,6 +183,7 @@ class Harness:
             step_tokens=step_tokens,
             lookahead=lookahead,
             send=self.sent.append,
+            kv_policy=kv_policy,
         )
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
@@ -224,9 +226,11 @@ class Harness:
         places = [request.place for request in scheduler.running]
         waiting = [(request.ask.priority, request.place) for request in scheduler.waiting]
         assert places == sorted(places) and waiting == sorted(waiting), "oldest first"
+        assert table.num_keeping == sum(each.kept is not None for each in scheduler.running)
         assert set(scheduler._prefilling) == {each for each in scheduler.running if each.status is Status.PREFILLING}
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
+        slots = [slot for slot in slots if lengths[slot] < table.ends[slot]]
         assert scheduler._decoding.tolist() == slots
         priorities = [each.ask.priority for each in scheduler.running for _ in range(each.num_slots)]
         assert scheduler._priorities == sorted(priorities)
@@ -244,10 +248,11 @@ class Harness:
                 assert confirmed == known == coming == end == 0
                 continue
             length = int(lengths[slot])
+            position = length + owner.num_dropped
             assert len(owner.prompt) <= known <= coming <= end == owner.max_tokens
-            assert confirmed <= length <= limits[slot] <= end
+            assert confirmed <= position and length <= limits[slot] <= owner.most_rows <= end
             if owner.beams is None:
-                assert confirmed <= known and coming == (length + 1 if owner.status is Status.DECODING else known)
+                assert confirmed <= known and coming == (position + 1 if owner.status is Status.DECODING else known)
                 assert owner.table is table and owner.num_answered == owner.num_generated
                 assert known < end or not owner.ask.params.max_tokens, "a request with all its tokens has ended"
 

@@ -209,6 +209,13 @@ def test_what_was_known_of_a_prompt_is_said(engine: LLM) -> None:
     assert first.outputs == again.outputs
 
 
+def test_what_a_policy_dropped_is_said(engine: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, kv_policy="streaming_llm:window=20,every=3")
+    output = engine.generate([list(range(100))], params)[0].outputs[0]
+    assert (output.kept_rows, output.dropped_rows) == (24, 76 + 2 * 3)
+    assert engine.generate([list(range(100))], GREEDY)[0].outputs[0].kept_rows is None
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "said"),
     [

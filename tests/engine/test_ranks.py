@@ -200,6 +200,11 @@ def test_quantised_rows_have_the_scores_of_one_rank(tmp_path: Path, threads: Thr
 
 
 @torch.inference_mode()
+def test_no_rows_are_dropped_by_a_policy(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="kv_policy is for a model on one device"):
+        llm.generate([[1]], SamplingParams(kv_policy="tova:budget=9"))
+
+
 def test_rows_that_are_copied_and_pages_that_are_exchanged_are_so_on_all_ranks(llm: LLM, threads: Threads) -> None:
     cache: Any = llm._open().engine.cache
     (other,) = threads.workers

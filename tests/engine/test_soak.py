@@ -20,7 +20,7 @@ from vmmkv import PAGE_BYTES, BudgetError, DiskTier, HostTier
 from vmmkv.driver.host import HostDriver
 from vmmkv.server.engine import fetches, scheduler
 from vmmkv.server.engine.kv_backend import SlotBackend
-from vmmkv.server.protocol import Abort, Beams, Failed, Outputs, PromptLogprobs
+from vmmkv.server.protocol import Abort, Beams, Compacted, Failed, Outputs, PromptLogprobs
 
 MAX_TOKENS = 2048
 BUDGET_PAGES = 7
@@ -28,6 +28,13 @@ PAGE_TOKENS = 128
 """A row is 16 KiB: so sequences cross pages all the time, and one of 896 rows takes the whole budget."""
 SLOTS, RUNNING = 20, 8
 EOS = frozenset({3, 33})
+POLICIES = [
+    {"type": "streaming_llm", "sinks": 3, "window": 140, "every": 10},
+    {"type": "streaming_llm", "window": 30, "every": 5, "share_prompt": False},
+    {"type": "h2o", "budget": 40, "recent": 10, "every": 8},
+    {"type": "snapkv", "budget": 150, "window": 10},
+    {"type": "tova", "budget": 20, "every": 3},
+]
 WAITING = 24
 """Requests that are there at once, at most."""
 
@@ -105,6 +112,8 @@ def requests(chance: random.Random, count: int) -> list[Asked]:
                 own = random.Random(len(asked))
                 options["min_tokens"] = min(max_new_tokens, own.choice([0, 0, 0, 1, 4, 30]))
                 options["prompt_logprobs"] = own.choice([*[None] * 9, 2])
+                if own.random() < 0.25 and len(prompt) + max_new_tokens < MAX_TOKENS:  # it may have more than that
+                    options["kv_policy"] = own.choice(POLICIES)
             abort_after = chance.randrange(30) if chance.random() < 0.15 else None
             asked.append(Asked(str(len(asked)), prompt, max_new_tokens, options | sampling | penalties, abort_after))
     return asked
@@ -278,6 +287,7 @@ def soak(
     assert min(kinds[kind] for kind in ("stop", "length", "beams", "failed")) > 20 * share
     assert len(sent_before_abort) > 100 * share
     assert scheduler.num_preempted > 20 * share, "memory was short"
+    assert sum(isinstance(message, Compacted) for message in one.sent) > 100 * share
     assert one.prefix is not None
     assert one.prefix.stats().hit_tokens > 50_000 * share
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.cases import DEVICE, FP16, FP32, SMALL, Case, make_case, some
 from vmmkv.kernels import reference
+from vmmkv.kernels.attention import column_sums as kernels
 from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.attention.decode import decode
 
@@ -67,6 +68,21 @@ def test_they_are_added_and_nothing_else_is_touched() -> None:
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-3)
     again = summed(case, lse_NH, limit_S=case.limits(100, 100, 33))
     assert torch.equal(again, summed(case, lse_NH, limit_S=case.limits(100, 100, 33)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    some([(6, 2, 64, FP16), (3, 1, 80, FP32)], [(8, 8, 128, FP16), (4, 1, 256, FP16), (14, 2, 64, FP32)]),
+)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_log_sum_exp_is_that_of_the_reference(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float
+) -> None:
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
+    where = case.starts, case.lengths_B, case.slots_B
+    lse_NH = kernels.log_sum_exp(case.q_NHD, case.memory.k, *where, scale=scale)
+    torch.testing.assert_close(lse_NH, log_sum_exp(case, scale), atol=1e-4, rtol=1e-3, equal_nan=True)
 
 
 def test_decode_gives_the_log_sum_exp_that_they_take() -> None:

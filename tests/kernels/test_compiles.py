@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill
+from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill, turn
 from vmmkv.kernels.linear import linear
 from vmmkv.kernels.norm import rms_norm
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
@@ -158,9 +158,11 @@ class Model:
         append.append(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **self.tables, **options)
 
     def column_sums(self, index: torch.dtype = torch.int32, *, limit: bool = True) -> None:
-        """Its one launch."""
+        """Its one launch, and those of the log-sum-exp before it and of the turn behind."""
         lse_NH, where = empty(*self.q_NHD.shape[:2], dtype=FP32), (empty(9), empty(8, dtype=index), empty(8, dtype=index))
         column_sums.column_sums(self.q_NHD, self.kv[0], lse_NH, *where, limit_S=empty(SLOTS) if limit else None)
+        column_sums.log_sum_exp(self.q_NHD, self.kv[0], *where)
+        turn.turn(self.kv[0], empty(ROWS), empty(self.q_NHD.shape[2] // 2, dtype=FP32))
 
     def cascade(self, **options: Any) -> None:
         """Its two launches, and those of decode."""

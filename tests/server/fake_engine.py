@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from vmmkv.server.protocol import (
     AskMap,
     Beam,
     Beams,
+    Compacted,
     Failed,
     FinishReason,
     Forget,
@@ -63,7 +65,7 @@ READY = Ready(
 )
 
 
-def ready_with(**limits: int) -> Ready:
+def ready_with(**limits: Any) -> Ready:
     """READY with other limits."""
     return msgspec.structs.replace(READY, limits=dataclasses.replace(READY.limits, **limits))
 
@@ -196,6 +198,9 @@ class FakeEngine:
     def _step(self) -> None:
         outputs: list[Output] = []
         for request, generated in list(self._running.values()):
+            if request.params.kv_policy is not None:
+                rows = len(request.prompt) + len(generated)
+                self._send(Compacted(request_id=request.request_id, kept_rows=2, dropped_rows=rows - 2))
             if request.params.prompt_logprobs is not None and not generated:
                 self._say_prompt(request)
             if request.params.beam_width:

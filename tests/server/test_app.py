@@ -142,7 +142,7 @@ class TestCompletions:
         options = {
             "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.25, "presence_penalty": -2,
             "frequency_penalty": 1.5, "repetition_penalty": 1.25, "seed": 42, "ignore_eos": True, "min_tokens": 2, "n": 1,
-            "stop_token_ids": [7, 8], "logit_bias": {"5": -100, "257": 0.5},
+            "stop_token_ids": [7, 8], "logit_bias": {"5": -100, "257": 0.5}, "kv_policy": {"type": "tova", "budget": 99},
         }  # fmt: skip
         assert server.post(path, asked(path, **options, priority=-3)).status_code == 200
         changed = {"stop_token_ids": (7, 8), "logit_bias": {5: -100.0, 257: 0.5}}
@@ -344,6 +344,12 @@ class TestUsage:
         server.engine.cached = lambda request: (("device", 1), ("host", len(request.prompt) - 1))
         details = server.complete(prompt=["abcde", "bc"], n=2).json()["usage"]["prompt_tokens_details"]
         assert details == {"cached_tokens": 5 + 2, "cached_tokens_details": {"device": 1 + 1, "host": 4 + 1}}
+
+    def test_it_says_what_a_kv_policy_dropped_of_all_choices(self, server: Running) -> None:
+        policy = {"type": "streaming_llm", "window": 2, "sinks": 0}
+        usage = server.complete(prompt="abcde", n=2, max_tokens=3, kv_policy=policy).json()["usage"]
+        assert usage["kv_rows"] == {"kept": 2 * 2, "dropped": 2 * (5 + 2 - 2)}
+        assert "kv_rows" not in server.complete(prompt="abcde").json()["usage"]
 
     @pytest.mark.parametrize("chat", [False, True])
     def test_every_chunk_counts_tokens_when_asked(self, server: Running, chat: bool) -> None:

@@ -36,6 +36,7 @@ OF_BOTH: dict[str, list[Any]] = {
     "stream": ["yes"],
     "stream_options": [{"include_usage": True}],
     "response_format": [{"type": "xml"}],
+    "kv_policy": [7, {}, "h2o", {"type": "tova", "budget": 0}, {"type": ["tova"]}],
     "cache_salt": ["", 5, "\ud800", "a" * 1025],
     "priority": [0.5, 1 << 31],
     "timeout": [0, 1e9, "soon"],
@@ -166,6 +167,21 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
         error = server.refuses(COMPLETIONS, prompt=[1] * 60, max_tokens=5)
         assert "64.0 MiB" in error["message"] and "lower max_tokens to 4" in error["message"]
         assert server.complete(prompt=[1] * 60, max_tokens=4).status_code == 200
+
+
+def test_a_policy_that_cannot_work_here_is_refused() -> None:
+    policy = {"type": "tova", "budget": 20, "every": 5}
+    with running_server(ready=ready_with(kv_policy_refusal="is not for this model", pool_tokens=64)) as server:
+        assert server.refuses(CHAT, messages=HELLO, kv_policy=policy)["message"].endswith(
+            "it is not for this model: leave it out."
+        )
+    with running_server(ready=ready_with(kv_policy="tova:budget=20,every=5", pool_tokens=64)) as server:
+        error = server.refuses(COMPLETIONS, prompt="a", use_beam_search=True)
+        assert error["param"] == "kv_policy" and 'send "none"' in error["message"]
+        assert server.complete(prompt="a", use_beam_search=True, kv_policy="none").status_code == 200
+        assert server.complete(prompt="a", max_tokens=4 * 256 - 1).status_code == 200, "past the model's positions"
+        assert server.refuses(COMPLETIONS, prompt="a", max_tokens=4 * 256)["param"] == "max_tokens"
+        assert server.refuses(COMPLETIONS, prompt="a", max_tokens=200, kv_policy="none")["param"] == "max_tokens"
 
 
 def test_another_model_is_not_found(server: Running) -> None:

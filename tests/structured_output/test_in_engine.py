@@ -37,7 +37,7 @@ from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
-from vmmkv.server.protocol import Abort, Generate
+from vmmkv.server.protocol import Abort, Compacted, Generate
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
@@ -124,6 +124,21 @@ def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..
     assert one.engine._scheduler.num_preempted >= 1 and one.failures() == {}
     for name in "ab":
         assert jsonschema_rs.is_valid(schema, json.loads(text(one, name))), name
+
+
+@pytest.mark.parametrize("harness", ["exact"], indirect=True)
+@pytest.mark.parametrize("policy", ["streaming_llm:window=60,every=5", "h2o:budget=60,recent=20,every=7"])
+def test_an_answer_of_which_rows_are_dropped_follows_its_grammar(engine: Callable[..., Harness], policy: str) -> None:
+    schema = {"type": "array", "items": {"enum": ["a rather long text", "another text"]}, "minItems": 9, "maxItems": 9}
+    one = engine(slots=4)
+    one.ask("free", token_ids("x" * 40), 50)
+    for seed in range(3):
+        one.ask(str(seed), token_ids("x" * 80), 300, grammar=of(schema), temperature=1.0, seed=seed, kv_policy=policy)
+    one.run()
+    assert one.tokens("free") == one.expected(token_ids("x" * 40), 50)
+    for seed in range(3):
+        assert jsonschema_rs.is_valid(schema, json.loads(text(one, str(seed))))
+    assert any(isinstance(each, Compacted) for each in one.sent)
 
 
 def test_an_answer_that_is_cut_is_as_long_as_was_allowed(engine: Callable[..., Harness]) -> None:

@@ -3,13 +3,15 @@
 Legend: T rows of the sequence, in order; K kv heads, D head dim, R = D / 2 angles.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch.nn.functional import avg_pool1d
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from vmmkv.arguments import whole
+
+if TYPE_CHECKING:
+    import torch  # where a policy is only named, as on the command line, it is not needed
 
 
 class KVPolicy(Protocol):
@@ -62,6 +64,8 @@ class StreamingLLM:
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """See KVPolicy."""
+        import torch
+
         device = None if scores_T is None else scores_T.device
         rows_T = torch.arange(num_rows, device=device)
         return rows_T[(rows_T < self.sinks) | (rows_T >= num_rows - self.window)]
@@ -111,6 +115,8 @@ class SnapKV:
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """See KVPolicy."""
+        from torch.nn.functional import avg_pool1d
+
         scores_T = _checked(num_rows, scores_T).float().clone()
         before = scores_T[: -self.window]
         if len(before):
@@ -141,6 +147,8 @@ def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor)
 
     Elements j and j + D / 2 of a head are turned together, as in Llama. `inv_freq_R`: the model's angle for one position.
     """
+    import torch
+
     angles_T1R = back_T.to(keys_TKD.device, torch.float32)[:, None, None] * inv_freq_R.float()
     cos_T1R, sin_T1R = angles_T1R.cos(), angles_T1R.sin()
     low_TKR, high_TKR = keys_TKD.float().chunk(2, dim=-1)
@@ -150,6 +158,8 @@ def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor)
 
 def _highest(scores_T: torch.Tensor, budget: int, num_last: int) -> torch.Tensor:
     """The last rows, and before these the ones of the highest scores; of equal ones the first."""
+    import torch
+
     num_before = max(0, len(scores_T) - num_last)
     best = scores_T[:num_before].sort(descending=True, stable=True).indices[: budget - num_last]
     return torch.cat([best.sort().values, torch.arange(num_before, len(scores_T), device=scores_T.device)])

@@ -186,7 +186,8 @@ def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: i
     fence if any page is reclaimed.
     """
     device = memory.pool.device
-    moved_T = torch.from_numpy(rows[first:]).to(device)
+    moved_T = torch.from_numpy(rows[first:])
+    moved_T = moved_T.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else moved_T
     largest = max(span.group.row_bytes for span in memory.spans(slot))
     chunk_rows = min(max(1, _CHUNK_BYTES // largest), len(moved_T))
     buffer = torch.empty(chunk_rows * largest, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 To add a family to `decoder`, name it and the fields that it reads there.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -37,6 +38,13 @@ class EngineModel(Protocol):
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
         """[W, V] of what the last `states` gave, or of some rows of it."""
+
+    @property
+    def turn(self) -> Callable[[int, int, torch.Tensor], None] | None:
+        """Turn the keys of a slot's rows from a first one on back by so many positions each, in all layers.
+
+        None if the model's positions are known to its own code alone.
+        """
 
     def check(self) -> None:
         """After a forward pass: is this a model that can be served at all? Raises ValueError."""

@@ -406,6 +406,8 @@ class DecoderModel:
         config = decoder.config
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
         self._decoder = decoder
+        self._rows = rows
+        self._inv_freq_R = torch.tensor(config.rope.frequencies_R, dtype=torch.float32, device=cache.device)
         self._attention = CachedAttention(rows, rope=config.rope.tables(cache.max_tokens, cache.device), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
@@ -422,6 +424,10 @@ class DecoderModel:
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
         """See EngineModel."""
         return self._decoder.logits(states_WE)
+
+    def turn(self, slot: int, first: int, back_T: torch.Tensor) -> None:
+        """See EngineModel."""
+        self._rows.turn_keys(slot, first, back_T, self._inv_freq_R)
 
     def check(self) -> None:
         """See EngineModel: it can be served."""

@@ -1,0 +1,211 @@
+"""Compaction: rows of running requests with a `kv_policy` are dropped, and their memory goes back.
+
+    rows of a request   | prompt ................... |              all of them, while it is computed
+                        | kept ...... |                             compacted to the budget
+                        | kept ...... | `every` more |              compacted again, as it generates
+
+A request is compacted at fixed numbers of rows. So one that was preempted and is computed again goes through the same
+compactions: it gives the same tokens, and needs no more memory. It has no step in flight then, while others may: it waits until
+its last one has been read. That step has also ranked the rows, and the host has the numbers of those to keep.
+
+Keys that have moved are turned back to the positions of their rows. From then on the sequence is like any other of that length
+to the model and the sampler: steps know rows alone, and nothing but `num_dropped` tells them from tokens.
+
+Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
+generated ones the last before a compaction. A step with such queries runs without a graph.
+
+Legend: T rows of a sequence, M ranked queries, B sequences that have some, C rows of the longest, N tokens of the step, H query
+heads, K kv heads, D head dim, S slots.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+import vmmkv
+from vmmkv.cache import num_unmoved
+from vmmkv.eviction import H2O
+from vmmkv.kernels import reference
+from vmmkv.server.engine.kv_backend import EngineCache, KVSequence
+from vmmkv.server.engine.uploads import Uploads, to_host
+from vmmkv.server.kv_policy import Eviction
+from vmmkv.server.protocol import Compacted
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine.request import Request
+    from vmmkv.server.engine.runner import Runner
+
+
+@dataclass(eq=False, slots=True)
+class KeptRows:
+    """What the policy of one request has left of its rows, while it runs."""
+
+    eviction: Eviction
+    num_prompt: int
+    num_dropped: int = 0
+    """Tokens whose rows are gone: its next token is that of row `length`, and token `length + num_dropped`."""
+    scores_T: torch.Tensor | None = None
+    """How much the ranked queries attend to each row; None before the first of them. Of `chosen` rows alone if any are."""
+    chosen: torch.Tensor | None = None
+    """On the host, the rows to keep in the next compaction; they are there when the step that ranked them has been read."""
+
+    @property
+    def end(self) -> int | None:
+        """Rows with which it is compacted next; None for never."""
+        budget, every = self.eviction.budget, self.eviction.every
+        if every is not None:
+            return budget + every if self.num_dropped else max(self.num_prompt, budget + every)
+        return self.num_prompt if not self.num_dropped and self.num_prompt > budget else None
+
+    def first(self, num_tokens: int) -> int:
+        """Rows that it needs to begin with so many tokens."""
+        return num_tokens if self.end is None else min(num_tokens, self.end)
+
+    @property
+    def num_attachable(self) -> int:
+        """Rows of its prompt that may be another's: those before the first query that is ranked by."""
+        return self.num_prompt - (self.eviction.policy.num_queries(self.num_prompt) if self.end is not None else 0)
+
+    def anew(self) -> "KeptRows":
+        """As before its first compaction."""
+        return KeptRows(self.eviction, self.num_prompt)
+
+    def room(self, num_rows: int) -> int | None:
+        """The most rows of its next chunk, which ends with the prompt or at a compaction; None for any number."""
+        if num_rows + self.num_dropped < self.num_prompt:
+            return self.num_prompt - num_rows
+        return None if self.end is None else self.end - num_rows
+
+    def num_ranked(self, start: int, end: int) -> int:
+        """Of the queries of its next rows [start, end), how many are ranked by: the last ones."""
+        policy = self.eviction.policy
+        if self.end is None or not policy.num_queries(1):
+            return 0
+        if end + self.num_dropped > self.num_prompt:
+            return int(end == self.end)
+        is_wanted = self.end == self.num_prompt or isinstance(policy, H2O)
+        return max(0, end - max(start, self.num_prompt - policy.num_queries(self.num_prompt))) if is_wanted else 0
+
+    def add(self, sums_T: torch.Tensor) -> None:
+        """The ranked queries of a step attend so much to all rows that they see. Waits for nothing."""
+        if self.scores_T is not None:
+            sums_T[: len(self.scores_T)] += self.scores_T
+        self.scores_T = sums_T
+        if len(sums_T) == self.end:
+            rows = self.eviction.policy.keep(self.end, sums_T)
+            self.chosen = to_host(rows)
+            self.scores_T = sums_T[rows] if isinstance(self.eviction.policy, H2O) else None
+
+
+class Ranked(NamedTuple):
+    """A sequence of a step, the last queries of which are ranked by."""
+
+    kept: KeptRows
+    slot: int
+    end: int
+    """Rows behind the step."""
+    num_queries: int
+    weight: int
+    """Queries that each of them stands for."""
+
+    @classmethod
+    def of(cls, request: "Request | None", slot: int, start: int, end: int) -> "Ranked | None":
+        """Of rows [start, end) of a request that a step computes; None if none is ranked by."""
+        kept = None if request is None else request.kept
+        if kept is None or not (num_queries := kept.num_ranked(start, end)):
+            return None
+        is_generated = end + kept.num_dropped > kept.num_prompt
+        since = kept.eviction.budget if kept.num_dropped else kept.num_prompt
+        return cls(kept, slot, end, num_queries, end - since if is_generated else 1)
+
+
+class Ranking:
+    """The ranked queries of a step, as attention sees them: each layer adds what they attend to."""
+
+    def __init__(self, ranked: Sequence[Ranked], ends: Mapping[int, int], uploads: Uploads) -> None:
+        """`ends`: by slot, the column behind its last query."""
+        self._ranked = ranked
+        counts = np.array([each.num_queries for each in ranked])
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        columns = np.concatenate([np.arange(ends[each.slot] - each.num_queries, ends[each.slot]) for each in ranked])
+        lengths, slots = [each.end for each in ranked], [each.slot for each in ranked]
+        self._columns_M, self._starts, self._lengths_B, self._slots_B = uploads.pack([columns, starts, lengths, slots])
+        self._sums_BC = torch.zeros(len(ranked), max(lengths), device=uploads.device)
+
+    def add(self, q_NHD: torch.Tensor, k_STKD: torch.Tensor, scale: float | None) -> None:
+        """Of one layer, with the rows of the step in place. Cost: three launches on a GPU; waits for nothing."""
+        q_MHD, where = q_NHD.index_select(0, self._columns_M), (self._lengths_B, self._slots_B)
+        if q_MHD.is_cuda:
+            from vmmkv.kernels.attention.column_sums import column_sums, log_sum_exp
+
+            lse_MH = log_sum_exp(q_MHD, k_STKD, self._starts, *where, scale=scale)
+            column_sums(q_MHD, k_STKD, lse_MH, self._starts, *where, scale=scale, out=self._sums_BC)
+            return
+        start = 0
+        for sums_C, each in zip(self._sums_BC, self._ranked, strict=True):
+            own, positions_N = slice(start, start + each.num_queries), torch.arange(each.end - each.num_queries, each.end)
+            rows_1TKD = k_STKD[each.slot, None, : each.end]
+            lse_NH = reference.log_sum_exp(q_MHD[own], rows_1TKD[0], positions_N, scale=scale)
+            one = (torch.tensor([count]) for count in (each.num_queries, each.end, 0))
+            sums_C[: each.end] += reference.column_sums(q_MHD[own], rows_1TKD, lse_NH, *one, scale=scale)[0]
+            start += each.num_queries
+
+    def finish(self) -> None:
+        """All layers have added theirs: their sequences are ranked by it."""
+        for sums_C, each in zip(self._sums_BC, self._ranked, strict=True):
+            each.kept.add(sums_C[: each.end] * each.weight)
+
+
+class Compactor:
+    """Compacts the sequences of one engine, and counts what it drops."""
+
+    def __init__(self, cache: EngineCache, runner: "Runner", send: Callable[[Compacted], None]) -> None:
+        self.num_compactions = self.num_rows_dropped = 0
+        self._cache = cache
+        self._model, self._state, self._uploads = runner.model, runner.state, runner.uploads
+        self._is_split = runner.ranks is not None
+        self._send = send
+
+    @property
+    def refusal(self) -> str:
+        """Why no request can have a policy with this model and this memory; empty if it can."""
+        groups = self._cache.layout.groups
+        if self._is_split:
+            return "is for a model on one device, and this one is split over several"
+        if not isinstance(self._cache, vmmkv.KVCache):
+            return "needs memory that can be compacted"
+        if any(group.window is not None for group in groups):
+            return "is for full attention, and this model has sliding windows, which give memory back by themselves"
+        if any(plane.name not in ("k", "v") or not plane.dtype.itemsize > 1 for group in groups for plane in group.planes):
+            return "is for keys and values that are kept as they are, and these are quantised"
+        if self._model.turn is None:
+            return (
+                "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "
+                "model_impl='vmmkv' says what it lacks"
+            )
+        return ""
+
+    @torch.inference_mode()
+    def compact(self, request_id: str, kept: KeptRows, sequence: KVSequence) -> None:
+        """Drop rows of a sequence that has no step in flight, by its policy.
+
+        Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
+        Raises: OutOfPages, DriverError; then nothing has changed.
+        """
+        assert isinstance(sequence, vmmkv.Sequence) and self._model.turn is not None, "else it is refused"
+        length = sequence.length
+        rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
+        rows = rows_T.numpy()
+        sequence.compact(rows)
+        if (first := num_unmoved(rows)) < len(rows):
+            (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
+            self._model.turn(sequence.slot, first, back_T)
+        self._state.lengths_S[sequence.slot] = len(rows)
+        kept.num_dropped += length - len(rows)
+        kept.chosen = None
+        self.num_compactions += 1
+        self.num_rows_dropped += length - len(rows)
+        self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))

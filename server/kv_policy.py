@@ -1,0 +1,93 @@
+"""`kv_policy`: which rows of its KV cache a request keeps. One declaration for SamplingParams, HTTP, `--kv-policy`, the engine.
+
+{"type": "streaming_llm", "sinks": 4, "window": 2048, "every": 128}         or in short  streaming_llm:sinks=4,window=2048
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, TypeAlias
+
+from vmmkv.arguments import whole
+from vmmkv.errors import did_you_mean
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
+
+KVPolicyLike: TypeAlias = Mapping[str, Any] | str
+"""A policy as an object, as its JSON, or in short."""
+
+_TYPES: Final = {"streaming_llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA}
+_NONE: Final = "none"
+_MAX_ROWS: Final = 2**31
+_EVERY: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """A policy, and when a request is compacted by it: behind its prompt, and then whenever it has `every` rows too many."""
+
+    policy: KVPolicy
+    every: int | None
+    """None: behind the prompt alone."""
+    share_prompt: bool
+    """Does the prefix cache keep the rows of the prompt as they were?"""
+
+    @classmethod
+    def of(cls, given: KVPolicyLike) -> "Eviction | None":
+        """Read a policy; None for `none`. Raises: ValueError that says what is wrong with it, and what would work."""
+        options = dict(_options(given) if isinstance(given, str) else given)
+        name = options.pop("type", None)
+        if name == _NONE and not options:
+            return None
+        policy_type = _TYPES.get(name) if isinstance(name, str) else None
+        if policy_type is None:
+            raise ValueError(f"is of type {name!r}; the types are {', '.join((*_TYPES, _NONE))}")
+        share_prompt = options.pop("share_prompt", True)
+        if not isinstance(share_prompt, bool):
+            raise ValueError(f"has share_prompt={share_prompt!r}; wanted true or false")
+        own = {field.name: field for field in fields(policy_type)}
+        names = [*own, "share_prompt"] if policy_type is SnapKV else [*own, "every", "share_prompt"]
+        for option in options:
+            if option not in names:
+                remedy = did_you_mean(str(option), names) or f"it has {', '.join(names)}"
+                raise ValueError(f"is a {name}, which has no option {option}; {remedy}")
+        if missing := [each for each, field in own.items() if field.default is MISSING and each not in options]:
+            raise ValueError(f"is a {name}, which needs {' and '.join(missing)}: numbers of rows")
+        every = None if policy_type is SnapKV else options.pop("every", _EVERY)
+        try:
+            numbers = {option: whole(option, value) for option, value in {"every": every or 0, **options}.items()}
+            if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
+                raise ValueError(f"{too_large[0]} is {numbers[too_large[0]]}: less than {_MAX_ROWS}")
+            if every is not None and numbers["every"] < 1:
+                raise ValueError(f"every={every}: at least 1")
+            policy = policy_type(**options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"is a {name} that cannot be: {error}") from error
+        return cls(policy=policy, every=every, share_prompt=share_prompt)
+
+    @property
+    def budget(self) -> int:
+        """Rows that a compaction leaves."""
+        return self.policy.budget
+
+    def most_rows(self, num_prompt: int, num_tokens: int) -> int:
+        """The most rows that a request with such a prompt has at once, until it has so many tokens."""
+        if self.every is not None:
+            return min(num_tokens, max(num_prompt, self.budget + self.every))
+        return max(num_prompt, num_tokens - max(0, num_prompt - self.budget))
+
+
+def _options(text: str) -> Mapping[str, Any]:
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"is not JSON: {error}") from error
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {"type": name.strip()}
+    for part in filter(None, rest.split(",")):
+        option, _, value = (each.strip() for each in part.partition("="))
+        try:
+            options[option] = {"true": True, "false": False}[value] if value in ("true", "false") else int(value)
+        except ValueError:
+            raise ValueError(f"has {part.strip()!r}; wanted NAME=NUMBER, as in streaming_llm:sinks=4,window=2048") from None
+    return options

@@ -1,0 +1,53 @@
+"""Requests with a `kv_policy` on a GPU, between graphs and with steps in flight."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import Harness, harness, prompt_of, wide_rows
+from tests.engine.test_kv_policy import HEAVY, LAST, SNAP, STREAM, Reference, compacted
+from vmmkv.memory.pool import SIZE_CLASSES
+from vmmkv.units import PAGE_BYTES
+
+__all__ = ["harness"]
+
+pytestmark = pytest.mark.parametrize("harness", ["exact"], indirect=True)
+DEVICE = "cuda:0"
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_tokens_are_those_of_the_reference_beside_others(harness: Callable[..., Harness], share: bool) -> None:
+    one = harness(device=DEVICE, ours=True, capture=True, slots=16, share=share, step_tokens=256)
+    policies: dict[str, Any] = {policy["type"]: policy for policy in (STREAM, HEAVY, SNAP, LAST)}
+    prompt, plain = prompt_of(700), {str(seed): prompt_of(300, seed) for seed in range(4)}
+    for rounds in range(2):  # the second time the prefix cache may have the prompt
+        for name, own in plain.items():
+            one.ask(f"{name} {rounds}", own, 80)
+        for name, policy in policies.items():
+            one.ask(f"{name} {rounds}", prompt, 100, kv_policy=policy)
+        one.run()
+    assert one.failures() == {}
+    for rounds in range(2):
+        for name, own in plain.items():
+            assert one.tokens(f"{name} {rounds}") == one.expected(own, 80), name
+        for name, policy in policies.items():
+            reference = Reference(one.model, policy)
+            assert one.tokens(f"{name} {rounds}") == reference.said(prompt, 100), name
+            assert compacted(one, f"{name} {rounds}")[-1][1] == reference.num_dropped
+
+
+def test_in_bfloat16_a_stream_goes_on_and_its_memory_stays(harness: Callable[..., Harness]) -> None:
+    one = harness(wide_rows().to(torch.bfloat16), device=DEVICE, ours=True, capture=True, step_tokens=4096, budget_pages=256)
+    one.ask("stream", prompt_of(4096), 1500, kv_policy={"type": "streaming_llm", "window": 250, "every": 100})
+    one.ask("heavy", prompt_of(4096, 1), 700, kv_policy={"type": "h2o", "budget": 250, "recent": 100, "every": 100})
+    while len(compacted(one, "heavy")) < 2 or len(compacted(one, "stream")) < 2:
+        one.step()
+    while "length" not in one.finish_reasons("heavy"):
+        one.step()
+        assert one.cache.lengths.max() <= 354
+    one.cache.drain()
+    assert one.pool.used_bytes <= 2 * SIZE_CLASSES[-1] * PAGE_BYTES
+    one.run()
+    assert len(one.tokens("stream")) == 1500 and one.failures() == {}

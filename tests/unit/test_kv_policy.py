@@ -1,0 +1,61 @@
+"""How a `kv_policy` is given, and what is refused."""
+
+import re
+from typing import Any
+
+import pytest
+
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.kv_policy import Eviction
+from vmmkv.server.sampling_params import InvalidParam, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (7, "is 7; wanted an object such as"),
+        ({}, "is of type None; the types are streaming_llm, h2o, snapkv, tova, none"),
+        ("h20", "is of type 'h20'; the types are"),
+        ({"type": "h2o", "budget": 9}, "is a h2o, which needs recent: numbers of rows"),
+        ({"type": "tova", "budgets": 9}, "is a tova, which has no option budgets; did you mean budget?"),
+        ({"type": "snapkv", "budget": 99, "every": 9}, "is a snapkv, which has no option every; it has"),
+        ({"type": "tova", "budget": 0}, "is a tova that cannot be: budget=0: at least 1"),
+        ({"type": "tova", "budget": 2.5}, "is a tova that cannot be: budget=2.5 is not a whole number"),
+        ({"type": "tova", "budget": 2**31}, "is a tova that cannot be: budget is 2147483648: less than 2147483648"),
+        ({"type": "tova", "budget": 9, "every": 0}, "is a tova that cannot be: every=0: at least 1"),
+        ({"type": "tova", "budget": 9, "share_prompt": 1}, "has share_prompt=1; wanted true or false"),
+        ("tova:budget", "has 'budget'; wanted NAME=NUMBER, as in streaming_llm:sinks=4,window=2048"),
+        ('{"type"', "is not JSON"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(given: Any, reason: str) -> None:
+    with pytest.raises(InvalidParam, match=re.escape(f"kv_policy {reason}")):
+        SamplingParams(kv_policy=given)
+
+
+def test_a_policy_may_be_short_or_json() -> None:
+    wanted = Eviction.of({"type": "h2o", "budget": 24, "recent": 10, "every": 9, "share_prompt": False})
+    assert Eviction.of("h2o: budget=24, recent=10, every=9, share_prompt=false") == wanted
+    assert Eviction.of('{"type": "h2o", "budget": 24, "recent": 10, "every": 9, "share_prompt": false}') == wanted
+    assert Eviction.of("none") is None
+
+
+def test_the_default_of_a_server_is_checked_as_it_starts() -> None:
+    with pytest.raises(ValueError, match="kv_policy is of type 'lru'"):
+        ServeConfig(kv_policy="lru")
+
+
+@pytest.mark.parametrize(
+    ("given", "num_prompt", "num_tokens", "rows"),
+    [
+        ("tova:budget=100,every=20", 50, 90, 90),
+        ("tova:budget=100,every=20", 50, 900, 120),
+        ("tova:budget=100,every=20", 500, 900, 500),
+        ("snapkv:budget=100", 50, 900, 900),
+        ("snapkv:budget=100", 500, 600, 500),
+        ("snapkv:budget=100", 500, 1000, 600),
+    ],
+)
+def test_the_most_rows_of_a_request(given: str, num_prompt: int, num_tokens: int, rows: int) -> None:
+    eviction = Eviction.of(given)
+    assert eviction is not None and eviction.most_rows(num_prompt, num_tokens) == rows
