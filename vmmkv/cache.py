@@ -686,18 +686,19 @@ class KVCache(_Planes, Closing, Unique):
             raise self._no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self.table)))
         if counts.min(initial=0) < 0:
             raise ValueError(f"num_tokens={num_tokens!r}: at least 0; see Sequence.truncate")
-        np.add.at(lengths, indices, counts)
-        wrong = lengths.take(indices) > limits.take(indices)
+        sums = lengths.copy()  # so that an interrupt, or a refusal, finds every length as it was
+        np.add.at(sums, indices, counts)
+        advanced = sums.take(indices)
+        wrong = advanced > limits.take(indices)
         if wrong.any():
             slot = int(indices[wrong][0])
-            wanted = int(lengths[slot])
-            np.subtract.at(lengths, indices, counts)
             if self.table.states[slot] != SlotState.LIVE:
                 raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
             raise RowsUnmapped(
                 f"slot {slot} has {counted(int(lengths[slot]), 'token')} and memory for {limits[slot]}: "
-                f"it cannot advance to {wanted}; grow first"
+                f"it cannot advance to {sums[slot]}; grow first"
             )
+        lengths[indices] = advanced
 
     # views
 
