@@ -3,7 +3,7 @@
 Two contexts of 1,024 tokens of tests/texts/opticks.txt, at tokens 0 and 4,096. The perplexity is that of the next 256 tokens
 but the first, which the whole context still predicts. kvpress chooses rows for each head; so does `of_heads`, with the policy's
 own rule for each. One set for all heads and layers is what a sequence keeps. Rows drawn at random have no figure to be held to:
-they cost 16 to 34, by whether the draw has the first row, to which all queries attend.
+they cost 16 to 38, by whether the draw has the first row, to which all queries attend.
 """
 
 import copy

@@ -205,6 +205,7 @@ def test_no_rows_are_dropped_by_a_policy(llm: LLM) -> None:
         llm.generate([[1]], SamplingParams(kv_policy="tova:budget=9"))
 
 
+@torch.inference_mode()
 def test_rows_that_are_copied_and_pages_that_are_exchanged_are_so_on_all_ranks(llm: LLM, threads: Threads) -> None:
     cache: Any = llm._open().engine.cache
     (other,) = threads.workers

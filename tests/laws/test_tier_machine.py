@@ -6,6 +6,7 @@ of the pool or of a tier's memory; and no step waits for a tier.
 
 import tempfile
 import threading
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import strategies as st
@@ -136,6 +137,46 @@ class TierMachine(PrefixMachine):
             tier.close()
 
 
+class PromptThread:
+    """Does what a tier leaves to its threads when the walk says so: then a walk is the same each time."""
+
+    def __init__(self):
+        self.work = []
+
+    def submit(self, call, *arguments):
+        future = Future()
+        self.work.append((future, call, arguments))
+        return future
+
+    def go_on(self):
+        while self.work:
+            future, call, arguments = self.work.pop(0)
+            try:
+                future.set_result(call(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+    def shutdown(self, wait):
+        self.go_on()
+
+
+class PromptDisk(DiskTier):
+    """A disk that has read or written before a call returns."""
+
+    def open(self, device):
+        super().open(device)
+        self._threads = PromptThread()
+
+    def load(self, key):
+        transfer = super().load(key)
+        self._threads.go_on()
+        return transfer
+
+    def finished(self, transfer):
+        super().finished(transfer)
+        self._threads.go_on()
+
+
 class DiskMachine(TierMachine):
     """Over the host driver, with a disk behind a small host tier."""
 
@@ -144,16 +185,12 @@ class DiskMachine(TierMachine):
     def new_prefix(self, seed):
         self.fetches = []
         self.folder = self.closing.enter_context(tempfile.TemporaryDirectory())
-        disk = DiskTier(self.folder, (10 + seed % 30) * PAGE_BYTES)
+        disk = PromptDisk(self.folder, (10 + seed % 30) * PAGE_BYTES)
         self.tiers = [
             FaultyTier(HostTier((1 + seed % 5) * PAGE_BYTES), seed, FAULTS if seed % 3 else ()),
             FaultyTier(disk, seed + 1, FAULTS if seed % 2 else ()),
         ]
         return PrefixCache(self.cache, self.tiers, fingerprint="model")
-
-    def hurry(self):
-        super().hurry()
-        self.tiers[1].tier.flush()
 
 
 class RealMemoryMachine(TierMachine):

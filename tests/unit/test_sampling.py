@@ -155,7 +155,7 @@ def test_a_bias_out_of_range_is_named_by_its_token() -> None:
         ("top_logprobs", "logprobs is how many of the likeliest"),
         ("temprature", r"did you mean temperature\?"),
         ("max_new_tokens", r"did you mean .*max_tokens"),
-        ("xyz", "it has max_tokens, min_tokens, temperature, .*structured_outputs$"),
+        ("xyz", "it has max_tokens, min_tokens, temperature, .*kv_policy$"),
     ],
 )
 def test_an_option_that_there_is_not_is_refused_with_what_there_is(option: str, said: str) -> None:

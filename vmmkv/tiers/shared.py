@@ -276,8 +276,8 @@ class SharedTier(ThreadedTier):
             raise
         finally:
             with self.lock:
-                self._calls.pop(call, None)
-        if self._pause_s:
+                began_s = self._calls.pop(call, None)
+        if self._pause_s and began_s is not None:  # a call that began before the store was left alone says nothing of now
             self._pause_s = 0.0
             log.warning("%s answers again", self.where)
 
