@@ -456,7 +456,7 @@ MUTANTS = (
     Mutant(
         "what requests generate stored only once they are preempted",
         "server/engine/engine.py",
-        "        self._scheduler.insert_generated()\n",
+        "            self._scheduler.insert_generated()\n",
         "",
         (SWAPS,),
     ),
