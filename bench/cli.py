@@ -165,7 +165,7 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="everything random follows from it; default: 0")
     shapes = "llama-3.1-8b on a GPU (kernels: and the two smaller models; serve, tiers: and qwen3-0.6b), wide on a CPU"
     add("--model-shape", choices=SHAPES, help=f"default: {shapes}")
-    add("--sequences", type=int, help="how many decode at once; default: of append 256 on a GPU, 8 on a CPU")
+    add("--sequences", type=int, help="at once; default: 256 on a GPU, 8 on a CPU, and of serve's policies 32 and 4")
     add("--steps", type=int, help="of append and transformers, steps that are measured")
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
     cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed; of "

@@ -79,6 +79,11 @@ QUESTIONS: Final = (
     Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
     Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
     Question("What HTTP costs", "serve", "throughput", "vmmkv", ours="vmmkv serve"),
+    *(
+        Question(text, "serve", metric, "vmmkv, all rows", f"vmmkv, {policy}-2048", "policies")
+        for metric, text in (("throughput", "Keeping 2,048 rows"), ("KV memory at peak", "Keeping 2,048 rows, memory"))
+        for policy in ("snapkv", "h2o", "streaming_llm")
+    ),
     Question("Requests that share a prefix", "prefix", "total", _PAGED),
     Question("Memory of shared prefixes", "prefix", "memory, held", _PAGED),
     Question("Addressing alone, all requests at once", "serve", "throughput", "paged 16", COMMON_PREFILL, "closed"),
@@ -322,6 +327,10 @@ _BARS: Final = (
     ),
     Bars("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
     Bars("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
+    *(
+        Bars("serve", f"policies-{slug}", f"Keeping some of the rows: {metric}", (metric,), r"(?P<group>.+) policies: ")
+        for slug, metric in (("throughput", "throughput"), ("memory", "KV memory at peak"), ("fit", "sequences that fit"))
+    ),
     Bars("tiers", "bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
     Bars("tiers", "conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"),
     Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),

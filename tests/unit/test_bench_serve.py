@@ -156,6 +156,20 @@ def test_types_of_the_kv_cache_are_measured_in_the_same_memory(tmp_path: Path) -
     assert fitting["vmmkv, int4 KV"] > 4 * fitting["vmmkv, float32 KV"]
 
 
+def test_policies_are_measured_beside_full_attention_that_waits_for_memory(tmp_path: Path) -> None:
+    cases = ("none", "snapkv-64", "h2o-32", "streaming_llm-32")
+    rows = measured(tmp_path, "policies", cases=cases)
+    told = {(row.system.removeprefix("vmmkv, "), row.metric): row.summary.p50 for row in rows}
+    told |= {("none", metric): value for (system, metric), value in told.items() if system == "all rows"}
+    at_once = {case: (told[case, "running at once"], told[case, "KV memory at peak"]) for case in cases}
+    assert at_once["none"] == (3, 12 / 1024), "two pages each"
+    for case in cases[1:]:
+        assert at_once[case][0] == 4
+        assert told[case, "KV memory, all decoding"] == 8 / 1024, "a page each"
+        assert told[case, "sequences that fit"] == 5
+        assert (case, "scores and compaction, of prefill") in told and (case, "beyond the median step, of decode") in told
+
+
 def test_cases_of_vllm_are_refused_where_it_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="serve's part outside cannot run mixed, full: "):
         recorded(tmp_path, "outside", cases=("mixed", "full"))

@@ -5,6 +5,7 @@ systems      what serves a workload, and the checks before timing
 generate     mixed, single, first, long, shared, sampled, full: the engine as a user has it
 compared     closed, rates: systems over the same weights with the same limits
 quantised    quantised: mixed over each type of the KV cache, in the same memory
+policies     policies: long prompts by requests that keep some of their rows, and by requests that keep all
 outside      outside: transformers beside the engine, and vLLM under the workloads of generate
 over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes
 grammar      answers by a grammar: masks, and jump-forward (schemas)
@@ -29,12 +30,16 @@ PARTS: Final = {
     **dict.fromkeys(GENERATED, "generate"),
     **dict.fromkeys(("closed", "rates"), "compared"),
     "quantised": "quantised",
+    "policies": "policies",
     "outside": "outside",
     "http": "over_http",
     "grammar": "grammar",
     **dict.fromkeys(("step", "breakdown"), "steps"),
 }
 """The module whose `run` measures each. The profiler slows what comes later: its part is the last."""
+
+_MINUTES: Final = ("long", "full", "quantised", "policies", "outside")
+"""Parts that take minutes: by default the first shape has them, and a CPU none."""
 
 _NEEDED: Final = {
     "http": ("fastapi", "httpx", "msgspec", "structlog", "tokenizers", "uvicorn", "zmq"),
@@ -92,6 +97,11 @@ def check(settings: Settings) -> None:
         names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] in ("compared", "outside")}
         if "quantised" in settings.parts:
             names["quantised"] = ["auto", *KV_KINDS]
+        if "policies" in settings.parts:
+            from bench.suites.serve.policies import Sizes
+
+            model = model_of(settings.shape.name, tiny=settings.small)
+            names["policies"] = list(Sizes.of(settings, model).policies)
         if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
             there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
             raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'these parts have none'}")
@@ -127,8 +137,7 @@ def run(recorder: Recorder) -> None:
         for shape in shapes
         for part in PARTS
         if settings.wants(part) and part not in left_out and (part == "breakdown") == last
-        # These take minutes: by default the first shape has them, and a CPU none.
-        if settings.parts or part not in ("long", "full", "quantised", "outside") or (shape is shapes[0] and not settings.small)
+        if settings.parts or part not in _MINUTES or (shape is shapes[0] and not settings.small)
     ]
     context: Context | None = None
     try:

@@ -1,0 +1,229 @@
+"""Requests that keep some of their rows, by a `kv_policy`, and requests that keep all, in memory for three quarters of these.
+
+policies    long prompts all at once, by each policy and budget, and with all rows
+
+One engine serves all cases. What scores and compactions cost is seen twice:
+
+- of the prompt: one request alone, until its second token, which comes behind the compaction. StreamingLLM has no scores.
+- as requests decode: steps in which all of them do, against the median of these, in which few are ranked or compacted.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from bench.harness import Settings, WrongNumbers
+from bench.suites.serve import Context
+from bench.suites.serve.generate import random_tokens
+from bench.suites.serve.models import ServedModel, Weights, requests_s
+from bench.suites.serve.systems import LIKELIEST, EngineLimits, EngineSystem, LogProbs, Said, ServedRun, params_of, share_off
+from bench.workloads import Ask, Workload
+from vmmkv.server.protocol import Generate, Output
+from vmmkv.units import GIB, PAGE_BYTES, format_bytes
+
+ALL: Final = "none"
+"""The case of requests that keep all rows."""
+_REQUESTS: Final = 32
+_OWN_TOKENS: Final = 16
+"""At the end of each prompt: answers must change if all tokens before these are others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the workload."""
+
+    num_requests: int
+    prompt: int
+    out: int
+    budgets: tuple[int, int]
+    every: int
+    """Rows behind the budget at which policies compact again."""
+
+    @classmethod
+    def of(cls, settings: Settings, model: ServedModel) -> "Sizes":
+        """`--sequences` requests. Small prompts take two pages, and one when they are compacted."""
+        if settings.small:
+            return cls(num_requests=settings.sequences or 4, prompt=1100, out=40, budgets=(64, 32), every=8)
+        prompt = min(32_768, model.reach - 256)
+        return cls(num_requests=settings.sequences or _REQUESTS, prompt=prompt, out=256, budgets=(4096, 2048), every=128)
+
+    @property
+    def policies(self) -> dict[str, Mapping[str, Any] | None]:
+        """By case; None keeps all rows."""
+        found: dict[str, Mapping[str, Any] | None] = {ALL: None}
+        for budget in self.budgets:
+            found[f"snapkv-{budget}"] = {"type": "snapkv", "budget": budget}
+            found[f"h2o-{budget}"] = {"type": "h2o", "budget": budget, "recent": budget // 2, "every": self.every}
+            found[f"streaming_llm-{budget}"] = {"type": "streaming_llm", "window": budget - 4, "every": self.every}
+        return found
+
+
+class Moment(NamedTuple):
+    """Behind one step of the engine."""
+
+    at_s: float
+    used_bytes: int
+    """Of running requests."""
+    num_running: int
+    num_tokens: int
+    """That came."""
+    is_whole: bool
+    """Have all requests their first tokens, and has none ended?"""
+
+
+class PolicyEngine(EngineSystem):
+    """The engine, whose requests have a policy, and whose steps are watched."""
+
+    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
+        super().__init__("vmmkv", weights, limits)
+        self.policy: Mapping[str, Any] | None = None
+        self.scored: Sequence[int] = ()
+        """Requests whose likeliest first tokens are wanted."""
+        self.firsts: dict[int, LogProbs] = {}
+        """By request, of the last run."""
+        self.moments: list[Moment] = []
+        """Of the last run."""
+        self._begun: set[int] = set()
+        self._has_ended = False
+
+    def run_by(self, policy: Mapping[str, Any] | None, asks: Sequence[Ask], scored: Sequence[int] = ()) -> ServedRun:
+        """All of them at once, over an empty prefix cache. Raises: WrongNumbers."""
+        self.policy, self.scored, self.firsts, self.moments = policy, scored, {}, []
+        self._num_asked, self._begun, self._has_ended = len(asks), set(), False
+        return self.run(Workload(name="policies", text="", asks=tuple(asks)))
+
+    def add(self, index: int, prompt: list[int], num_out: int) -> None:
+        """See EngineSystem."""
+        num_logprobs = LIKELIEST if index in self.scored else None
+        params = params_of(num_out, num_logprobs=num_logprobs, kv_policy=self.policy)
+        self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params))
+
+    def step(self) -> list[Said]:
+        """See EngineSystem."""
+        said = super().step()
+        self._begun.update(index for index, tokens, _ in said if tokens)
+        self._has_ended |= any(has_ended for *_, has_ended in said)
+        used_bytes, num_tokens = self.loaded.memory.cache.stats().pool_used_bytes, sum(len(tokens) for _, tokens, _ in said)
+        is_whole = len(self._begun) == self._num_asked and not self._has_ended
+        self.moments.append(Moment(time.perf_counter(), used_bytes, self.loop.num_running, num_tokens, is_whole))
+        return said
+
+    def outputs(self) -> Iterator[Output]:
+        """See EngineSystem."""
+        for output in super().outputs():
+            if output.top_logprobs:
+                self.firsts.setdefault(int(output.request_id), dict(output.top_logprobs[0]))
+            yield output
+
+
+def run(context: Context, part: str) -> None:
+    """The cases that are wanted."""
+    settings, model, recorder = context.settings, context.model, context.recorder
+    sizes = Sizes.of(settings, model)
+    cases = {case: policy for case, policy in sizes.policies.items() if settings.wants_case(case)}
+    if not cases:
+        return
+    asks = [
+        Ask(prompt=np.array(random_tokens(model, settings.seed, sizes.prompt, 10, index), np.int32), num_out=sizes.out)
+        for index in range(sizes.num_requests)
+    ]
+    context.close()
+    with closing(Weights(model, settings.device, settings.seed)) as weights:
+        layout = weights.source.layout
+        whole_bytes = layout.pages_for(sizes.prompt + sizes.out) * PAGE_BYTES
+        budget_bytes = max(1, sizes.num_requests * 3 // 4) * whole_bytes
+        limits = EngineLimits(
+            budget_bytes=budget_bytes,
+            max_tokens=sizes.prompt + sizes.out,
+            max_num_seqs=sizes.num_requests,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        text = f"{len(asks)} requests of {sizes.prompt} tokens in, {sizes.out} out, {format_bytes(budget_bytes)} of rows"
+        name = context.name(part, text)
+        recorder.note(f"{model.name}: the engine starts")
+        with closing(PolicyEngine(weights, limits)) as engine:
+            scored = sorted({0, len(asks) - 1})  # the last one's prompt is computed beside requests that are compacted
+            prompts = [asks[index].prompt for index in scored]
+            begins = [random_tokens(model, settings.seed, sizes.prompt - _OWN_TOKENS, 11, index) for index in scored]
+            others = [
+                np.array([*begin, *prompt[-_OWN_TOKENS:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)
+            ]
+            recorder.note("requests alone")
+            alone, moved = ([engine.likeliest([each])[0] for each in some] for some in (prompts, others))
+            prefills_s = _prefills(context, engine, {ALL: None} | cases, asks[0])
+            for case, policy in cases.items():
+                with recorder.guarded(name, _system(case)):
+                    recorder.note(f"{case}, {text}")
+                    served = engine.run_by(policy, asks, scored)
+                    if len(engine.firsts) != len(scored):
+                        raise WrongNumbers(f"of {len(scored)} requests with log-probabilities {len(engine.firsts)} have some")
+                    what = "first tokens, against requests alone,"
+                    off = share_off(alone, [engine.firsts[index] for index in scored], moved, engine.dtype, what)
+                    recorder.figure(name, _system(case), "first tokens off by", "% of another prompt's", 100 * off)
+                    _add_prefills(context, case, sizes, prefills_s)
+                    _add_rows(context, name, case, served, engine.moments, budget_bytes, whole_bytes)
+    context.close()
+
+
+def _system(case: str) -> str:
+    return "vmmkv, all rows" if case == ALL else f"vmmkv, {case}"
+
+
+def _prefills(
+    context: Context, engine: PolicyEngine, cases: Mapping[str, Mapping[str, Any] | None], ask: Ask
+) -> dict[str, list[float]]:
+    """Seconds of one request alone until its second token, by case. Cases take turns; the first round is not timed."""
+    one, seconds = Ask(prompt=ask.prompt, num_out=2), {case: list[float]() for case in cases}
+    for number in range(1 + context.settings.repeat):
+        context.recorder.note(f"one request alone by each policy, run {number} of {context.settings.repeat}")
+        for case, policy in cases.items():
+            run = engine.run_by(policy, [one])
+            if number:
+                seconds[case].append(run.seconds)
+    return seconds
+
+
+def _add_prefills(context: Context, case: str, sizes: Sizes, prefills_s: Mapping[str, list[float]]) -> None:
+    """What ranking and compacting one prompt adds to computing it."""
+    name = context.name("policies", f"1 request of {sizes.prompt} tokens in, 2 out")
+    context.recorder.samples(name, _system(case), "total", "ms", [1e3 * each for each in prefills_s[case]])
+    if case != ALL:
+        full_s = median(prefills_s[ALL])
+        shares = [100 * (each / full_s - 1) for each in prefills_s[case]]
+        context.recorder.samples(name, _system(case), "scores and compaction, of prefill", "%", shares)
+
+
+def _add_rows(
+    context: Context, name: str, case: str, served: ServedRun, moments: Sequence[Moment], budget_bytes: int, whole_bytes: int
+) -> None:
+    """Full attention has all requests at once only if they fit: else some wait, or are preempted."""
+    recorder, model, system = context.recorder, context.model, _system(case)
+    lengths, outs = [each.prompt_tokens for each in served.served], [len(each.tokens) for each in served.served]
+    bound_s = requests_s(model, lengths, outs) if case == ALL else None
+    recorder.figure(name, system, "total", "s", served.seconds, bound=bound_s)
+    recorder.figure(name, system, "throughput", "tok/s", sum(outs) / served.seconds, bound=bound_s and sum(outs) / bound_s)
+    recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for each in served.served])
+    peak = max(moments, key=lambda moment: moment.used_bytes)
+    recorder.figure(name, system, "KV memory at peak", "GiB", peak.used_bytes / GIB)
+    recorder.figure(name, system, "running at once", "requests", max(moment.num_running for moment in moments))
+    whole = [moment for moment in moments if moment.is_whole]
+    if len(whole) < 2:
+        recorder.figure(name, system, "sequences that fit", "", budget_bytes // whole_bytes)
+        return
+    # The last prompt is compacted behind the first of these.
+    held_bytes = whole[-1].used_bytes
+    recorder.figure(name, system, "KV memory, all decoding", "GiB", held_bytes / GIB)
+    fitting = budget_bytes // whole_bytes
+    if case != ALL:  # one of them whole, as its prompt is computed
+        fitting = 1 + (budget_bytes - whole_bytes) * len(lengths) // held_bytes
+    recorder.figure(name, system, "sequences that fit", "", fitting)
+    steps_s = np.diff([moment.at_s for moment in whole])
+    rate = sum(moment.num_tokens for moment in whole[1:]) / float(steps_s.sum())
+    recorder.figure(name, system, "throughput, all decoding", "tok/s", rate, len(steps_s))
+    plain_rate = len(lengths) / float(np.median(steps_s))
+    recorder.figure(name, system, "beyond the median step, of decode", "%", 100 * (1 - rate / plain_rate), len(steps_s))
