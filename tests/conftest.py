@@ -3,6 +3,10 @@
 import os
 import signal
 
+# Read when torch is imported, here and by what tests start. Tensors are small and tests run side by side: a second thread
+# would wait for a core at each barrier, which doubled the time of tests/engine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import Phase, settings

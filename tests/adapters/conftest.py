@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from vmmkv import GIB, Pool
 from vmmkv.driver.host import HostDriver
@@ -16,15 +15,6 @@ from vmmkv.testing.fake_driver import FakeDriver
 def smollm2() -> Path:
     """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
     return resolve("smollm2-135m")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring in models this small, many times more on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

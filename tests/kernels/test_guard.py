@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_guarded(what: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.kernels.guarded", what]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
 

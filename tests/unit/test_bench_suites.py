@@ -24,11 +24,6 @@ from vmmkv.tiers import HostTier, Transfer
 from vmmkv.units import GIB
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:
     settings = Settings(
         **{
