@@ -36,7 +36,7 @@ from vmmkv.errors import Closed
 from vmmkv.lifetime import Closing
 from vmmkv.server.config import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.console import DeferredInterrupt, GenerationProgress, LoadingProgress
-from vmmkv.server.engine.loading import Loaded, load
+from vmmkv.server.engine.loading import Loaded, current, load
 from vmmkv.server.models import has_tokenizer, resolve
 from vmmkv.server.protocol import (
     Abort,
@@ -292,8 +292,9 @@ class LLM(Closing):
             if self._grammars is not None:
                 self._grammars.close()
                 self._grammars = None
-            loaded.engine.store_all(_STORE_S)
-            loaded.close()
+            with current(device):
+                loaded.engine.store_all(_STORE_S)
+                loaded.close()
             self._loaded = None  # last: a close that failed can be called again
         finally:
             self._working.release()
@@ -409,7 +410,11 @@ class LLM(Closing):
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
         engine = self._open().engine
         began_s, num_requests = time.perf_counter(), len(batch.unfinished)
-        with DeferredInterrupt() as interrupt, GenerationProgress(num_requests, shown=shown) as bar:
+        with (
+            current(engine.cache.device),
+            DeferredInterrupt() as interrupt,
+            GenerationProgress(num_requests, shown=shown) as bar,
+        ):
             try:
                 for answers in batch.unfinished.values():
                     engine.receive(answers[0].request)
@@ -450,7 +455,9 @@ class LLM(Closing):
 
     def _settle(self) -> None:
         """Finish pending unmaps, and drop the engine's messages: no request runs."""
-        self._open().engine.settle()
+        engine = self._open().engine
+        with current(engine.cache.device):
+            engine.settle()
         self._messages.clear()
 
 

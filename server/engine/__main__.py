@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +21,7 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.console import end
 from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.engine import EngineDied
-from vmmkv.server.engine.loading import Loaded, load
+from vmmkv.server.engine.loading import Loaded, current, load
 from vmmkv.server.logs import configure_logging
 from vmmkv.server.protocol import AskMap, FromEngine, LoadFailed, Manage, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
@@ -66,6 +67,13 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         log.debug("the engine cannot start", exc_info=True)
         return 1
     send(loaded.ready)
+    with current(loaded.engine.cache.device):
+        run(loaded, socket, send)
+    return 0
+
+
+def run(loaded: Loaded, socket: "zmq.Socket[Any]", send: Callable[[FromEngine], None]) -> None:
+    """Serve requests until told to finish, then give all memory back."""
     loaded.engine.settle()
     collect_what_is_new()
     log.info(
@@ -86,7 +94,6 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
             mapper.work(math.inf)
     engine.store_all(STORE_S)
     loaded.close()
-    return 0
 
 
 def collect_what_is_new() -> None:

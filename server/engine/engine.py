@@ -336,9 +336,7 @@ class Engine:
         try:
             while step.readback.done is not None and not step.readback.is_done and self.poll_tiers():
                 time.sleep(_NAP_S)
-            if self._runner.ranks is not None and step.readback.done is not None:
-                self._runner.ranks.wait_for(step.readback.done.query)  # their device may wait for a rank that is gone
-            results = step.readback.wait()
+            results = self._runner.wait(step.readback)
         except Exception as error:
             self._fail_step(step, error)
             return
@@ -517,6 +515,7 @@ class Engine:
         """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
         if self._runner.ranks is not None:
             self._runner.ranks.check()
+        self._runner.settle()
         if self.cache.device.type != "cuda":
             return
         try:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +48,9 @@ from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
+    from vmmkv.server.engine.collectives import Collectives
     from vmmkv.server.engine.kv_events import KVEventPublisher
-    from vmmkv.server.engine.ranks import Collectives, Ranks
+    from vmmkv.server.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     if config.kv_budget_bytes is not None:
         check_budget(config.kv_budget_bytes, device)
     send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
-    with contextlib.ExitStack() as undo:
+    with current(device), contextlib.ExitStack() as undo:
         events, tiers = open_events(config, undo), open_tiers(config, device, undo)
         ranks = open_ranks(config, device, undo)
         collectives = None if ranks is None else ranks.collectives
@@ -403,6 +405,11 @@ def choose_device(device: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU current. Graphs, events and pinned memory are of the current one, whatever GPU their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The type that was named, or for `auto` bfloat16 on a GPU and float32 on a CPU."""
     name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if dtype == "auto" else dtype
@@ -439,7 +446,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk]))
         masks = TokenMasks.of(list(range(len(forwarded.slots))), num_words, runner.uploads)
         masks.words_GW.fill_(-1)
-        runner.sample(forwarded, masks).wait()
+        runner.wait(runner.sample(forwarded, masks))
 
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)

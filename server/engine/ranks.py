@@ -10,7 +10,11 @@ with the inputs that rank 0's device has. Nothing is decided twice: clocks, fenc
 rank 0's alone, and so are the logits.
 
 Messages are int64 numbers, in one sequenced socket for each rank. A rank says that it is ready, answers `MEMORY`, and says why
-it ends. All waits are bounded. A rank that fails ends the engine.
+it ends. A rank that fails ends the engine. All waits are bounded:
+
+    for a rank's answer            by the time that `_receive` gives
+    for the device, where known    by `wait_for`, which looks at the channels meanwhile
+    for the device, in any call    a thread sees a rank that ends, and ends the collectives
 """
 
 import contextlib
@@ -21,25 +25,27 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from os import environ
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import msgspec
 import torch
-import torch.distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
 from vmmkv.errors import DriverError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import AttentionMetadata, KVRows, SharedPrefixes
+from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
@@ -56,8 +62,6 @@ _MAX_LIMITS: Final = 4096
 _LAST_WORDS_S: Final = 3.0
 """Time for a rank that fails to say why, or to end."""
 _NAP_S: Final = 1e-4
-
-_distributed: Any = torch.distributed  # whose types depend on the platform
 
 
 class RankFailed(EngineDied):
@@ -120,58 +124,6 @@ def inputs_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, AttentionMet
     return ids_N, step, last_B.long() if len(last_B) else None
 
 
-class Collectives:
-    """Sums and broadcasts over the ranks of one engine, by NCCL between GPUs and by gloo between CPUs.
-
-    They wait for nothing on a GPU, and can be captured there; on a CPU they raise RuntimeError for a rank that is gone or late.
-    """
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank: Final = rank
-        self.num_ranks: Final = num_ranks
-        self._group: Any = None
-
-    def connect(self, store: Any, device: torch.device, timeout_s: float) -> None:
-        """Meet the other ranks. Blocks until all are there."""
-        if device.type == "cuda":
-            options = _distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout_s)
-            self._group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
-            self.sum(torch.zeros(1, device=device))  # NCCL meets in its first call, which no graph can have
-        else:
-            options = _distributed.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=timeout_s)
-            options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self._group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a contiguous tensor over all ranks, in place: the same bits on each."""
-        options = _distributed.AllreduceOptions()
-        options.asyncOp = False
-        _wait(self._group.allreduce([tensor], options))
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite a contiguous tensor with rank 0's."""
-        options = _distributed.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        options.asyncOp = False
-        _wait(self._group.broadcast([tensor], options))
-        return tensor
-
-    def abort(self) -> None:
-        """End the collectives that this rank's device waits in. Idempotent."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-
-
-def _wait(work: Any) -> None:
-    """On a GPU: order the current stream behind it, where that is not done yet."""
-    if work is not None:
-        work.wait()
-
-
 @dataclass(slots=True)
 class Peer:
     """Another rank, as rank 0 sees it."""
@@ -212,8 +164,15 @@ class Ranks:
         self._num_fences = 0
         self._undo = contextlib.ExitStack()
         self._padding: torch.Tensor | None = None
+        self._device: torch.device | None = None
+        self._unwatched, unwatched = socket.socketpair()
+        """Closed when the ranks are ended, which the thread sees that watches them."""
+        ends = select.poll()
+        ends.register(unwatched, 0)  # it answers when the other end is closed
         for peer in peers:
             peer.channel.settimeout(timeout_s)
+            ends.register(peer.channel, 0)
+        threading.Thread(target=self._watch, args=(ends, unwatched), name="watch of ranks", daemon=True).start()
 
     @classmethod
     def start(cls, config: ServeConfig, device: torch.device) -> "Ranks":
@@ -236,7 +195,7 @@ class Ranks:
                 with process.stdin:
                     process.stdin.write(msgspec.json.encode(config))
                 peers.append(Peer(rank, ours, process))
-            store = _distributed.FileStore(str(directory / "store"), config.tensor_parallel_size)
+            store = FileStore(str(directory / "store"), config.tensor_parallel_size)
             ranks = cls(peers, store, timeout_s=STEP_S)
             ranks._undo = undo.pop_all()
         return ranks
@@ -246,10 +205,22 @@ class Ranks:
         for peer in self._peers:
             self._receive(peer, LOAD_S)
         self.send(Op.CONNECT)
+        met: Future[None] = Future()
+
+        def meet() -> None:
+            try:
+                self.collectives.connect(self._store, device, self._timeout_s)
+                met.set_result(None)
+            except Exception as error:
+                met.set_exception(error)
+
+        threading.Thread(target=meet, name="meeting of ranks", daemon=True).start()  # NCCL may wait without end
+        self.wait_for(met.done)
         try:
-            self.collectives.connect(self._store, device, self._timeout_s)
+            met.result()
         except Exception as error:
             self.fail(error)
+        self._device = device
         self._padding = torch.zeros(ALIGNED_ELEMENTS, dtype=torch.int32, device=device)
 
     def send(self, op: Op, *numbers: int) -> None:
@@ -292,6 +263,13 @@ class Ranks:
             time.sleep(_NAP_S)
             self.check()
 
+    def settle(self) -> None:
+        """Wait for all that this rank's device has to do, before a call that would wait for it without end."""
+        if self._device is not None and self._device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            self.wait_for(done.query)
+
     def fail(self, error: Exception | None = None) -> NoReturn:
         """End all ranks. Blocks for some seconds at most. Raises: RankFailed, saying why."""
         if self._failure is None:
@@ -311,10 +289,17 @@ class Ranks:
             self._end()
 
     def _end(self) -> None:
+        self._unwatched.close()
         self.collectives.abort()
         for peer in self._peers:
             peer.channel.close()
         self._undo.close()
+
+    def _watch(self, ends: "select.poll", unwatched: socket.socket) -> None:
+        """End the collectives when a rank ends: rank 0 may be in a call that waits for its device."""
+        with unwatched:
+            if unwatched.fileno() not in dict(ends.poll()):
+                self.collectives.abort()
 
     def _have_spoken(self, within_s: float) -> list[Peer]:
         """Ranks that have ended, or said why they will: nothing else comes that was not asked for."""
@@ -365,6 +350,8 @@ class Ranks:
 
         def replay_all() -> None:
             self.send(Op.REPLAY, number)
+            if self._failure is not None:
+                raise RankFailed(self._failure)
             replay()
 
         return replay_all

@@ -110,6 +110,17 @@ class Runner:
                 self._mixed.capture(pool)
                 self.has_prefix_groups = self._decode.capture(pool)
 
+    def settle(self) -> None:
+        """Wait for the device, if it may wait for other ranks, before a call that would wait for it without end."""
+        if self.ranks is not None:
+            self.ranks.settle()
+
+    def wait(self, readback: "Readback") -> "Results":
+        """The results of a step. Blocks until the device is done with it. Raises: RankFailed."""
+        if self.ranks is not None and readback.done is not None:
+            self.ranks.wait_for(readback.done.query)
+        return readback.wait()
+
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """These slots decode in the next steps; the first ones are the members of the groups, one group after another."""
@@ -319,6 +330,7 @@ class _Graph:
         began_s = time.perf_counter()
         forward()  # compiles what is not compiled yet
         launch_s = time.perf_counter() - began_s
+        runner.settle()
         (replay, logits_RV), samples = _captured(forward, pool), {}
         if runner.ranks is not None:
             replay = runner.ranks.replaying(replay)
@@ -446,6 +458,7 @@ class _MixedSteps:
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         graph.forward()
+        self._runner.settle()
         torch.cuda.synchronize()
         graph.took_s = time.perf_counter() - began_s
 

@@ -6,8 +6,10 @@ Its input is the engine's ServeConfig as JSON. It ends with its channel: when ra
 import argparse
 import json
 import logging
+import select
 import socket
 import sys
+import threading
 import time
 from array import array
 from collections import deque
@@ -25,15 +27,18 @@ from vmmkv.memory.address_space import Arena
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.console import end
 from vmmkv.server.engine.attention import KVRows
+from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.loading import ModelSource, choose_device, choose_dtype
 from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
-from vmmkv.server.engine.ranks import MESSAGE_BYTES, Collectives, Op, inputs_of
+from vmmkv.server.engine.ranks import MESSAGE_BYTES, Op, inputs_of
 from vmmkv.server.engine.uploads import aligned_parts, packed_size
 from vmmkv.server.logs import configure_logging
 
 log = logging.getLogger("vmmkv.server.engine.worker")
 
 _NAP_S: Final = 1e-4
+_END_S: Final = 5.0
+"""Time to end for a rank whose channel is closed."""
 _MAX_WORDS: Final = 2000
 
 
@@ -110,8 +115,6 @@ class Worker:
     @torch.inference_mode()
     def run(self) -> None:
         """Do what rank 0 says, until it closes the channel. Raises what goes wrong; rank 0 is told."""
-        if self.driver.device.type == "cuda":
-            torch.cuda.set_device(self.driver.device)
         try:
             self._answer([])
             while data := self._channel.recv(MESSAGE_BYTES):
@@ -233,12 +236,23 @@ def load(config: ServeConfig, rank: int, channel: socket.socket, store: Any, tim
     """Load a rank's part of the model. Raises what goes wrong; rank 0 is told."""
     try:
         device = choose_device(config.device, rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # first: what pins host memory takes memory of the current GPU
         collectives = Collectives(rank, config.tensor_parallel_size)
         source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
         return Worker(channel, store, collectives, source.decoder, source.layout, open_driver(device), timeout_s=timeout_s)
     except Exception as error:
         channel.send(json.dumps(words(error)).encode())
         raise
+
+
+def end_with(channel: socket.socket) -> None:
+    """End this process some seconds after its channel: it may be in a call that waits for a device, and that for rank 0."""
+    poll = select.poll()
+    poll.register(channel, 0)  # whose other end is closed
+    poll.poll()
+    time.sleep(_END_S)
+    end(1)
 
 
 def main() -> None:
@@ -253,6 +267,7 @@ def main() -> None:
     configure_logging(config.log_level, config.log_format)
     torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
     with socket.socket(fileno=arguments.channel) as channel:
+        threading.Thread(target=end_with, args=(channel,), name="end with rank 0", daemon=True).start()
         store = FileStore(arguments.store, config.tensor_parallel_size)
         load(config, arguments.rank, channel, store, arguments.timeout).run()
 

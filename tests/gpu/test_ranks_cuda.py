@@ -1,5 +1,7 @@
-"""Tensor parallelism over GPUs: NCCL within captured steps gives the tokens of one GPU; a rank that is gone ends the engine."""
+"""Tensor parallelism over GPUs: sums within captured steps give the tokens of one GPU; a rank that is gone ends the engine."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tests.engine.conftest import tiny_model, wide_rows
 from tests.engine.test_ranks import GREEDY, ends, everything, saved
 from vmmkv import MIB
 from vmmkv.server import LLM, SamplingParams
+from vmmkv.server.engine.ranks import RankFailed
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
 
@@ -22,6 +25,8 @@ def test_two_gpus_give_the_tokens_of_one(make: Any, tmp_path: Path) -> None:
     found = []
     for num_ranks in (1, 2):
         with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+            several = llm._open().ranks
+            assert several is None or several.collectives.symmetric is not None, "NVLink is between them"
             together = llm.generate([[seed, *range(100)] for seed in range(12)], GREEDY)
             found.append([everything(llm), [output.outputs[0].token_ids for output in together]])
     assert found[0] == found[1]
@@ -38,6 +43,36 @@ def test_preempted_requests_have_the_tokens_of_one_gpu(tmp_path: Path) -> None:
             assert llm.snapshot is not None and llm.snapshot.preemptions
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+def test_a_gpu_that_is_not_the_first_gives_the_tokens_of_the_first(tmp_path: Path) -> None:
+    path = saved(tiny_model(vocab_size=258, max_position_embeddings=2048), tmp_path)
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        with LLM(path, **OPTIONS | {"device": device}) as llm:
+            found.append(everything(llm))
+    assert found[0] == found[1]
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -> None:
+    """The device waits in sums for the rank; closing gives its memory back all the same."""
+    path = saved(wide_rows(vocab_size=258, max_position_embeddings=2048), tmp_path)
+    free_bytes = []
+    for _ in range(3):
+        with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+            llm.generate([[1, 2, 3]], GREEDY)
+            (peer,) = llm._open().ranks._peers  # type: ignore[union-attr]
+            assert peer.process is not None
+            threading.Timer(0.3, peer.process.kill).start()
+            began_s = time.monotonic()
+            with pytest.raises(RankFailed, match="rank 1 has ended with exit code -9"):
+                while True:
+                    llm.generate([[seed] * 20 for seed in range(8)], SamplingParams(max_tokens=1000, ignore_eos=True))
+            assert time.monotonic() - began_s < 30.0
+        time.sleep(2.0)  # NCCL ends in a thread, once the graphs are gone
+        free_bytes.append(torch.cuda.mem_get_info(0)[0])
+    assert free_bytes[2] > free_bytes[1] - 64 * MIB, "what NCCL and the graphs had is given back"
 
 
 def test_a_rank_that_is_killed_ends_the_engine_within_its_timeout(tmp_path: Path) -> None:

@@ -1,0 +1,269 @@
+"""Sums and broadcasts over the ranks of one engine, on their devices.
+
+    on GPUs   NCCL; sums of few bytes by torch's symmetric memory, which takes a third of the time
+    on CPUs   gloo
+
+On a GPU nothing waits on the host, and all can be captured. What is launched waits on the device for all ranks, without end
+where one is gone. `abort` ends it.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from os import environ
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from vmmkv.units import KIB, MIB
+
+log = logging.getLogger(__name__)
+
+_distributed: Any = torch.distributed  # whose types depend on the platform
+
+SYMMETRIC_BYTES: Final = 2 * MIB
+"""The largest sum by symmetric memory. On two H200, in a graph: 2 MiB in 13 us, by NCCL 39; 8 KiB in 6, by NCCL 15."""
+_ONE_SHOT_BYTES: Final = 256 * KIB
+"""The largest for which each rank reads all that the others have. For more each adds up a part, and reads the others' sums."""
+_SYMMETRIC_RANKS: Final = (2, 4, 8)
+"""Numbers of ranks that torch's kernels know."""
+_RELEASE_S: Final = 20.0
+"""The longest time for which kernels are released that wait for a rank."""
+_UNLIMITED: Final = timedelta(days=1)
+"""Limit of NCCL's own watchdog, which ends the process: `Ranks` has limits that end the engine."""
+
+
+class Collectives:
+    """Sums and broadcasts of one rank. Between CPUs they raise RuntimeError for a rank that is gone or late."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank: Final = rank
+        self.num_ranks: Final = num_ranks
+        self.symmetric: SymmetricMemory | None = None
+        """None on a CPU, and where the GPUs cannot have it."""
+        self._group: Any = None
+        self._lock = threading.Lock()
+        self._device: torch.device | None = None
+
+    def connect(self, store: Any, device: torch.device, timeout_s: float) -> None:
+        """Meet the other ranks. Blocks until all are there: between GPUs without end if one is gone, so give it a thread."""
+        self._device = device
+        if device.type != "cuda":
+            options = _distributed.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
+            return
+        store.set_timeout(timedelta(seconds=timeout_s))
+        with torch.cuda.device(device):
+            options = _distributed.ProcessGroupNCCL.Options()
+            options._timeout = _UNLIMITED
+            with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else its watchdog ends the process, not the engine
+                self._group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
+            self.sum(torch.zeros(1, device=device))  # NCCL meets in its first call, which no graph can have
+            torch.cuda.synchronize(device)
+            self.symmetric = self._open_symmetric(store, device)
+
+    def _open_symmetric(self, store: Any, device: torch.device) -> "SymmetricMemory | None":
+        """Symmetric memory if all ranks can have it, else None on all, and a line in the log."""
+        found, reason = None, f"torch has kernels for {_SYMMETRIC_RANKS} ranks"
+        if self.num_ranks in _SYMMETRIC_RANKS:
+            try:
+                found = SymmetricMemory(self.rank, self.num_ranks, self._group, store, device)
+            except Exception as error:  # of many kinds: GPUs without a link, drivers, containers that hide processes
+                reason = f"{type(error).__name__}: {error}"
+        num_ready = self.sum(torch.tensor([float(found is not None)], device=device))
+        if round(num_ready.item()) == self.num_ranks:
+            return found
+        if found is not None:
+            reason = "another rank has none"
+        if not self.rank:
+            log.warning("sums over ranks are all by NCCL, for symmetric memory cannot be had: %s", reason)
+        return None
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous tensor over all ranks, in place: the same bits on each."""
+        if self.symmetric is not None and self.symmetric.fits(tensor):
+            return self.symmetric.sum(tensor)
+        return self.sum_by_group(tensor)
+
+    def sum_by_group(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same by NCCL or gloo."""
+        options = _distributed.AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._group.allreduce([tensor], options))
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite a contiguous tensor with rank 0's."""
+        options = _distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = False
+        _wait(self._group.broadcast([tensor], options))
+        return tensor
+
+    def abort(self) -> None:
+        """End what this rank's device waits in, now or soon; nothing can be summed any more. Does not block. Idempotent.
+
+        Any thread may call it.
+        """
+        with self._lock:
+            group, self._group = self._group, None
+            symmetric, self.symmetric = self.symmetric, None
+        if group is None:
+            return
+        if self._device is None or self._device.type != "cuda":
+            group.abort()
+            return
+        # NCCL has its kernels end at once, and then waits until all graphs with calls of it are gone.
+        for end in [group.abort] if symmetric is None else [group.abort, symmetric.release]:
+            threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True).start()
+
+
+def _attempt(end: Callable[[], None]) -> None:
+    try:
+        end()
+    except Exception:
+        log.warning("collectives were not ended in order", exc_info=True)
+
+
+def _wait(work: Any) -> None:
+    """On a GPU: order the current stream behind it, where that is not done yet."""
+    if work is not None:
+        work.wait()
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment, for code that reads it now."""
+    before = environ.get(name)
+    environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del environ[name]
+        else:
+            environ[name] = before
+
+
+class SymmetricMemory:
+    """Sums by torch's kernels over a buffer on each GPU that the others map. bfloat16 and float32, on one stream.
+
+    Never by multicast. The kernels cannot be aborted; `release` makes them end, with sums that mean nothing.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, group: Any, store: Any, device: torch.device) -> None:
+        """Blocks until all ranks have come, or for as long as the store waits. Raises errors of many kinds."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._store: Final = RenumberedStore(store)  # torch's own references do not keep what Python has of it
+        self._named: Final = register(rank, num_ranks, group, self._store, device)
+        self._name: Final[str] = self._named.group_name
+        self._num_ranks: Final = num_ranks
+        self._device: Final = device
+        with _variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+            self._buffer = symmetric_memory.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
+            self._handle = symmetric_memory.rendezvous(self._buffer, self._name)
+        self._operations = torch.ops.symm_mem
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Is it of a type and size that is summed so?"""
+        aligned_bytes = 16 * self._num_ranks
+        return (
+            tensor.dtype in (torch.bfloat16, torch.float32)
+            and 0 < tensor.nbytes <= SYMMETRIC_BYTES
+            and tensor.nbytes % aligned_bytes == 0
+            and tensor.data_ptr() % aligned_bytes == 0
+        )
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor that fits, in place."""
+        return self.one_shot(tensor) if tensor.nbytes <= _ONE_SHOT_BYTES else self.two_shot(tensor)
+
+    def one_shot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Each rank reads all that the others have. One launch."""
+        place = self._buffer.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        self._operations.one_shot_all_reduce_copy_out(place, tensor, "sum", self._name, tensor)
+        return tensor
+
+    def two_shot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Each rank adds up a part, and reads the sums of the others. A copy and a launch."""
+        place = self._buffer.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        place.copy_(tensor)
+        self._operations.two_shot_all_reduce_out(place, "sum", self._name, tensor)
+        return tensor
+
+    def release(self) -> None:
+        """Have kernels end that wait for a rank which is gone. Blocks until the device is done, or for _RELEASE_S.
+
+        A kernel waits until flags are 0 that it sets for others, and until flags are 1 that others set for it.
+        """
+        with torch.cuda.device(self._device):
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.default_stream(self._device))
+            until_s = time.monotonic() + _RELEASE_S
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                flags = [self._handle.get_signal_pad(rank) for rank in range(self._num_ranks)]
+                for value in itertools.cycle((0, 1)):
+                    if done.query() or time.monotonic() > until_s:  # type: ignore[no-untyped-call]
+                        return
+                    for of_rank in flags:
+                        of_rank.fill_(value)
+                    stream.synchronize()
+
+
+_groups = itertools.count()
+
+
+def register(rank: int, num_ranks: int, backend: Any, store: Any, device: torch.device) -> Any:
+    """A group that torch's kernels find by its name, for as long as it is referenced. The name is of this process alone."""
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
+
+    name: Any = f"vmmkv-{next(_groups)}"
+    group: Any = ProcessGroup(store, rank, num_ranks)
+    kind = ProcessGroup.BackendType.NCCL if device.type == "cuda" else ProcessGroup.BackendType.GLOO
+    group._register_backend(device, kind, backend)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    _SymmetricMemory.set_group_info(name, rank, num_ranks, store)
+    return group
+
+
+class RenumberedStore(Store):
+    """A store with keys `.../NUMBER/RANK`, in which numbers count from 0.
+
+    torch counts them over all engines that a process has had. Rank 0 may have had several, and other ranks are new each time.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        match key.rsplit("/", 2):
+            case [name, number, rank] if number.isdigit():
+                return f"{name}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+        return key
+
+    def set(self, key: str, value: Any) -> None:
+        """See Store."""
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """See Store. Blocks until there is such a key. Raises: torch's DistStoreError after the store's time."""
+        value: bytes = self._store.get(self._key(key))
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """See Store. Raises: as `get`."""
+        names = [self._key(key) for key in keys]
+        self._store.wait(names) if timeout is None else self._store.wait(names, timeout)
