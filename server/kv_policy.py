@@ -1,6 +1,6 @@
 """`kv_policy`: which rows of its KV cache a request keeps. One declaration for SamplingParams, HTTP, `--kv-policy`, the engine.
 
-{"type": "streaming_llm", "sinks": 4, "window": 2048, "every": 128}         or in short  streaming_llm:sinks=4,window=2048
+{"type": "streaming_llm", "sinks": 4, "window": 2048, "every": 256}         or in short  streaming_llm:sinks=4,window=2048
 """
 
 import json
@@ -18,7 +18,9 @@ KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 _TYPES: Final = {"streaming_llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA}
 _NONE: Final = "none"
 _MAX_ROWS: Final = 2**31
-_EVERY: Final = 128
+_LEAST_EVERY: Final = 128
+_MARGIN: Final = 8
+"""A compaction copies what it keeps: it comes when there are this part of the budget more, if a request does not say when."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +54,17 @@ class Eviction:
                 raise ValueError(f"is a {name}, which has no option {option}; {remedy}")
         if missing := [each for each, field in own.items() if field.default is MISSING and each not in options]:
             raise ValueError(f"is a {name}, which needs {' and '.join(missing)}: numbers of rows")
-        every = None if policy_type is SnapKV else options.pop("every", _EVERY)
         try:
-            numbers = {option: whole(option, value) for option, value in {"every": every or 0, **options}.items()}
+            numbers = {option: whole(option, value) for option, value in options.items()}
             if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
                 raise ValueError(f"{too_large[0]} is {numbers[too_large[0]]}: less than {_MAX_ROWS}")
-            if every is not None and numbers["every"] < 1:
+            if (every := options.pop("every", None)) is not None and every < 1:
                 raise ValueError(f"every={every}: at least 1")
             policy = policy_type(**options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"is a {name} that cannot be: {error}") from error
+        if every is None and policy_type is not SnapKV:
+            every = max(_LEAST_EVERY, policy.budget // _MARGIN)
         return cls(policy=policy, every=every, share_prompt=share_prompt)
 
     @property

@@ -228,11 +228,12 @@ class Sequence(_Planes, Closing, Unique):
             cache.memory.assert_owned(self.slot)
 
     def compact(self, keep: npt.ArrayLike | torch.Tensor) -> None:
-        """Keep some rows only: they move to the front in their order, and pages wholly past them and the guard are reclaimed.
+        """Keep some rows only: they move to the front in their order, and extents wholly past them and the guard are reclaimed.
 
         `keep`: a mask [length] of bools, or the numbers of at least one row in ascending order; a tensor of any device, an
         array or a list. Rows are dropped in all layers and heads. `position` stays as it is, and `limit` falls. Keys keep the
         rotation that they were written with. What was inserted into a prefix tree stays there; nothing more is inserted.
+        Extents are never split: up to 30 MiB stay behind the last row if that lies in one of 32 MiB.
 
         Cost: reads `keep`, which waits for the device; for each group and each 32 MiB of rows that move a gather and a copy,
         launched on the caller's current stream; a fence if any page is reclaimed. No map or unmap, but that pages which others

@@ -160,10 +160,10 @@ def _write(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks", "num_angles", "num_kv_programs"])
 def _rotate_and_write(
-    p_k_new, p_v_new, p_q, p_k, p_v, p_k_scale, p_v_scale, p_q_norm, p_k_norm, p_cos, p_sin,
+    p_k_new, p_v_new, p_q, p_q_out, p_k, p_v, p_k_scale, p_v_scale, p_q_norm, p_k_norm, p_cos, p_sin,
     p_slots, p_positions, p_limits, p_tables,
     norm_eps, num_tokens, num_slots, num_rows, num_blocks, num_angles, num_kv_programs,
-    stride_kn, stride_kh, stride_vn, stride_vh, stride_qn, stride_qh,
+    stride_kn, stride_kh, stride_vn, stride_vh, stride_qn, stride_qh, stride_on, stride_oh,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table, stride_cos, stride_sin,
     scale_stride_ks, scale_stride_kt, scale_stride_vs, scale_stride_vt, scale_stride_h,
     K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -195,8 +195,9 @@ def _rotate_and_write(
             m_angle = (position >= 0) & (position < num_angles)
             low, high = rotate(low, high, p_cos, p_sin, position, m_angle, i_d, stride_cos, stride_sin, HALF)
             mask = m_angle[:, None] & (i_d < HALF)
-        tl.store(p_vector, low.to(p_q.dtype.element_ty), mask=mask)
-        tl.store(p_vector + HALF, high.to(p_q.dtype.element_ty), mask=mask)
+        p_out = (p_q_out + i_n.to(tl.int64) * stride_on + (i_v % H).to(tl.int64) * stride_oh)[:, None] + i_d
+        tl.store(p_out, low.to(p_q.dtype.element_ty), mask=mask)
+        tl.store(p_out + HALF, high.to(p_q.dtype.element_ty), mask=mask)
     else:
         i_v = i_p * VECTORS + tl.arange(0, VECTORS)
         m_n = i_v < num_tokens * K
@@ -248,6 +249,7 @@ def append(
     *,
     tables_SC: torch.Tensor | None = None,
     q_NHD: torch.Tensor | None = None,
+    q_out_NHD: torch.Tensor | None = None,
     cos_TR: torch.Tensor | None = None,
     sin_TR: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -265,18 +267,18 @@ def append(
     With `tables_SC` K and V are blocks [P, U, K, W], as in `decode`, and the bytes those of slots. A token whose table entry is
     not in [0, P) is written nowhere either.
 
-    With `q_norm_D` or `k_norm_D` each head of q (in place) or of K is RMS-normed, as Qwen3 does: by 1 / sqrt(mean of squares +
+    With `q_norm_D` or `k_norm_D` each head of q or of K is RMS-normed, as Qwen3 does: by 1 / sqrt(mean of squares +
     norm_eps) in float32, rounded to the vectors' dtype, times the weight, rounded again.
 
-    With `cos_TR` and `sin_TR` K is rotated then: elements j and j + D / 2 by the angle of their position. `q_NHD` is rotated in
-    place as well, whether or not its token is written. A query whose position the tables do not have stays as it is. Arithmetic
-    is float32.
+    With `cos_TR` and `sin_TR` K is rotated then: elements j and j + D / 2 by the angle of their position. `q_NHD` is rotated as
+    well, whether or not its token is written. What becomes of it is written to `q_out_NHD`, in place without; for a query whose
+    position the tables do not have nothing is written. Arithmetic is float32.
 
     Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`. Token scales, float16 [S,
     T, K] (over blocks [P, U, K]), are computed and written beside the payload. Head scales, positive float32 [K] for fp8, are
     read.
 
-    - k_NKD, v_NKD, q_NHD: new vectors in fp16, bf16 or fp32, finite.
+    - k_NKD, v_NKD, q_NHD, q_out_NHD: new vectors in fp16, bf16 or fp32, finite.
     - k_STKW, v_STKW: views of all slots, of any strides; of k_NKD's dtype or a payload's.
     - slots_N, positions_N: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
     - cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
@@ -306,7 +308,9 @@ def append(
         if q_NHD.dim() != 3:
             checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [tokens, query heads, head dim]")
         num_heads = q_NHD.shape[1]
-        checks.vectors("q_NHD", q_NHD, (num_tokens, num_heads, head_dim), k_NKD.dtype, device)
+        q_out_NHD = q_NHD if q_out_NHD is None else q_out_NHD
+        for name, q in (("q_NHD", q_NHD), ("q_out_NHD", q_out_NHD)):
+            checks.vectors(name, q, (num_tokens, num_heads, head_dim), k_NKD.dtype, device)
     elif q_norm_D is not None:
         checks.refuse("q_norm_D", "given without q_NHD", "both: it is the weight of the queries' norm")
     for name, weight_D in (("q_norm_D", q_norm_D), ("k_norm_D", k_norm_D)):
@@ -338,9 +342,10 @@ def append(
     num_programs = num_kv_programs + ceil_div(num_tokens * num_heads, vectors)
     with checks.on_device(device):
         _rotate_and_write[(num_programs,)](
-            k_NKD, v_NKD, q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, q_norm_D, k_norm_D, cos_TR, sin_TR,
-            *indices, float(norm_eps), *sizes, num_angles or 0, num_kv_programs,
-            *k_NKD.stride()[:2], *v_NKD.stride()[:2], *((0, 0) if q_NHD is None else q_NHD.stride()[:2]),
+            k_NKD, v_NKD, q_NHD, q_out_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, q_norm_D, k_norm_D,
+            cos_TR, sin_TR, *indices, float(norm_eps), *sizes, num_angles or 0, num_kv_programs,
+            *k_NKD.stride()[:2], *v_NKD.stride()[:2],
+            *(stride for q in (q_NHD, q_out_NHD) for stride in ((0, 0) if q is None else q.stride()[:2])),
             *memory.strides[:6], memory.stride_table,
             0 if cos_TR is None else cos_TR.stride(0), 0 if sin_TR is None else sin_TR.stride(0), *memory.strides[6:],
             K=num_kv_heads, H=num_heads, HALF=head_dim // 2, HALF_PAD=half_pad, BLOCK=memory.block,

@@ -4,8 +4,10 @@ Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; T
 query's scores is known from its attention, so a weight is one product and one exponential. A program owns a tile of rows and
 walks the queries that see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
 
-Legend: B sequences, N queries, S slots, T rows of a slot, C columns of the sums, H query heads, K kv heads, G = H / K, D head
-dim. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
+All layers may go in one launch. Each has sums of its own then, for the same reason.
+
+Legend: L layers, B sequences, N queries, S slots, T rows of a slot, C columns of the sums, H query heads, K kv heads, D head
+dim, G = H / K. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
 """
 
 import torch
@@ -21,11 +23,12 @@ from vmmkv.units import ceil_div
 def _column_sums(
     p_q, p_k, p_lse, p_out, p_starts, p_lengths, p_slots, p_limits,
     scale_log2, num_queries, num_slots, num_columns,
-    stride_qn, stride_qh, stride_ks, stride_kt, stride_kk,
+    stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE columns of a sequence. A row of a product is one query under one head: the G heads of a query are neighbours."""
+    """TILE columns of a sequence in a layer. A row of a product is one query under one head; its G heads are neighbours."""
     b = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
     first = tl.program_id(0) * TILE
     start = tl.load(p_starts + b)
     count = tl.minimum(tl.load(p_starts + b + 1), num_queries) - start
@@ -41,15 +44,16 @@ def _column_sums(
     i_t = first + tl.arange(0, TILE)
     i_d = tl.arange(0, D_PAD)
     m_t = i_t < end
-    p_rows = p_k + slot * stride_ks + tl.cast(first, tl.int64) * stride_kt + (tl.arange(0, TILE) * stride_kt)[:, None]
+    p_tile = p_k + layer * stride_kl + slot * stride_ks + tl.cast(first, tl.int64) * stride_kt
+    p_rows = p_tile + (tl.arange(0, TILE) * stride_kt)[:, None]
     position = length - tl.load(p_starts + b + 1) + start  # of the first query
     begin = tl.maximum(first - position, 0) * G // QUERIES * QUERIES  # the first that sees a row of the tile
-    p_queries = p_q + tl.cast(start, tl.int64) * stride_qn
-    p_lses = p_lse + tl.cast(start, tl.int64) * (K * G)
+    p_queries = p_q + layer * stride_ql + tl.cast(start, tl.int64) * stride_qn
+    p_lses = p_lse + (layer * num_queries + start) * (K * G)
     sums = tl.zeros([TILE], tl.float32)
     for i_kv in range(K):
-        p_tile = p_rows + tl.cast(i_kv, tl.int64) * stride_kk + i_d[None, :]
-        k = tl.load(p_tile, mask=m_t[:, None] & (i_d < D)[None, :], other=0.0)
+        p_heads_k = p_rows + tl.cast(i_kv, tl.int64) * stride_kk + i_d[None, :]
+        k = tl.load(p_heads_k, mask=m_t[:, None] & (i_d < D)[None, :], other=0.0)
         for i_first in range(begin, count * G, QUERIES):
             i_query = i_first + tl.arange(0, QUERIES)
             i_n, i_h, m_n = i_query // G, i_kv * G + i_query % G, i_query < count * G
@@ -59,7 +63,7 @@ def _column_sums(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None]
             m_seen = m_n[:, None] & m_t[None, :] & (i_t[None, :] <= (position + i_n)[:, None])
             sums += tl.sum(tl.exp2(tl.where(m_seen, scores, float("-inf"))), 0)
-    p_sums = p_out + tl.cast(b, tl.int64) * num_columns + i_t
+    p_sums = p_out + (layer * tl.num_programs(1) + b) * num_columns + i_t
     tl.store(p_sums, tl.load(p_sums, mask=m_t, other=0.0) + sums, mask=m_t)
 
 
@@ -67,12 +71,13 @@ def _column_sums(
 def _log_sum_exp(
     p_q, p_k, p_lse, p_starts, p_lengths, p_slots,
     scale_log2, num_queries, num_slots, num_rows,
-    stride_qn, stride_qh, stride_ks, stride_kt, stride_kk,
+    stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES rows of a product, as of `_column_sums`, of a sequence under one kv head."""
+    """QUERIES rows of a product, as of `_column_sums`, of a sequence under one kv head of a layer."""
     b = tl.program_id(1)
-    i_kv = tl.program_id(2)
+    i_kv = tl.program_id(2) % K
+    layer = (tl.program_id(2) // K).to(tl.int64)
     start = tl.load(p_starts + b)
     count = tl.minimum(tl.load(p_starts + b + 1), num_queries) - start
     slot = tl.load(p_slots + b).to(tl.int64)
@@ -83,12 +88,12 @@ def _log_sum_exp(
         return
     i_n, i_h, m_n = i_query // G, i_kv * G + i_query % G, i_query < count * G
     i_d = tl.arange(0, D_PAD)
-    p_heads = p_q + (start.to(tl.int64) + i_n) * stride_qn + i_h * stride_qh
+    p_heads = p_q + layer * stride_ql + (start.to(tl.int64) + i_n) * stride_qn + i_h * stride_qh
     q = tl.load(p_heads[:, None] + i_d[None, :], mask=m_n[:, None] & (i_d < D)[None, :], other=0.0)
     position = length - count + i_n
     highest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    p_rows = p_k + slot * stride_ks + tl.cast(i_kv, tl.int64) * stride_kk
+    p_rows = p_k + layer * stride_kl + slot * stride_ks + tl.cast(i_kv, tl.int64) * stride_kk
     for first in range(0, end, TILE):
         i_t = first + tl.arange(0, TILE)
         m_t = i_t < end
@@ -99,47 +104,47 @@ def _log_sum_exp(
         higher = tl.maximum(highest, tl.max(scores, 1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
         highest = higher
-    p_own = p_lse + (start.to(tl.int64) + i_n) * (K * G) + i_h
+    p_own = p_lse + (layer * num_queries + start + i_n) * (K * G) + i_h
     tl.store(p_own, highest + tl.log2(total), mask=m_n)
 
 
 def log_sum_exp(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
+    q_LNHD: torch.Tensor,
+    k_LSTKD: torch.Tensor,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """log2(sum(exp(score))) over the rows that each query sees: [N, H] float32, for queries whose attention has kept none.
+    """log2(sum(exp(score))) over the rows that each query sees: [L, N, H] float32, for queries whose attention has kept none.
 
     Arguments are as for `column_sums`. NaN for queries of no sequence.
 
     Cost: one launch, and a product of all queries with all rows; no synchronisation; safe while a graph is captured.
     Raises: ValueError naming the argument.
     """
-    memory, options, group = _checked(q_NHD, k_STKD, query_starts, lengths_B, slots_B, None, scale)
-    num_queries, num_heads, head_dim = q_NHD.shape
-    lse_NH = torch.full((num_queries, num_heads), torch.nan, dtype=torch.float32, device=q_NHD.device)
-    tile = _tile(q_NHD)
+    memory, layer_stride, options, group = _checked(q_LNHD, k_LSTKD, query_starts, lengths_B, slots_B, None, scale)
+    num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
+    lse_LNH = torch.full((num_layers, num_queries, num_heads), torch.nan, dtype=torch.float32, device=q_LNHD.device)
+    tile = _tile(q_LNHD)
     memory.check_tile_offsets(tile)
     if num_queries and len(lengths_B):
-        with checks.on_device(q_NHD.device):
-            _log_sum_exp[(ceil_div(num_queries * group, tile), len(lengths_B), memory.num_kv_heads)](
-                q_NHD, memory.k, lse_NH, query_starts, lengths_B, slots_B,
+        with checks.on_device(q_LNHD.device):
+            _log_sum_exp[(ceil_div(num_queries * group, tile), len(lengths_B), num_layers * memory.num_kv_heads)](
+                q_LNHD, memory.k, lse_LNH, query_starts, lengths_B, slots_B,
                 options.scale_log2, num_queries, memory.num_slots, memory.num_rows,
-                q_NHD.stride(0), q_NHD.stride(1), *memory.strides[:3],
+                *q_LNHD.stride()[:3], layer_stride, *memory.strides[:3],
                 K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
-    return lse_NH
+    return lse_LNH
 
 
 def column_sums(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    lse_NH: torch.Tensor,
+    q_LNHD: torch.Tensor,
+    k_LSTKD: torch.Tensor,
+    lse_LNH: torch.Tensor,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
@@ -148,36 +153,37 @@ def column_sums(
     scale: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add to `out` how much the last tokens of each sequence attend to each of its rows, over all heads. Returns [B, C].
+    """Add to `out` how much the last tokens of each sequence attend to each of its rows, over all heads. Returns [L, B, C].
 
-    Queries, lengths and slots are as for `prefill`, causal; K is plain. `lse_NH` is log2(sum(exp(score))) over the scaled
-    scores of each query, as `decode` gives it. So the sums of a sequence add up to its queries times the heads.
+    Queries, lengths and slots are as for `prefill`, causal, the same in all layers; K is plain. `lse_LNH` is
+    log2(sum(exp(score))) over the scaled scores of each query, as `decode` gives it. So in a layer the sums of a sequence add
+    up to its queries times the heads.
 
-    - out: contiguous float32 [B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length, or
-      limit_S[slot], stay as they are. With fewer columns than rows the other rows are not looked at. One `out` for the layers
-      of a model sums over these too.
+    - q_LNHD, k_LSTKD: of some layers, or of one: `q_NHD[None]`, `k_STKD[None]`.
+    - out: contiguous float32 [L, B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length, or
+      limit_S[slot], stay as they are. With fewer columns than rows the other rows are not looked at.
     - scale: positive, 1 / sqrt(D) if None.
 
-    Cost: one launch of at least one program for each 64 columns of each sequence; no synchronisation; safe while a graph is
-    captured, and the graph serves all counts and lengths.
+    Cost: one launch of at least one program for each 64 columns of each sequence and layer; no synchronisation; safe while a
+    graph is captured, and the graph serves all counts and lengths.
     Raises: ValueError naming the argument.
     """
-    memory, options, group = _checked(q_NHD, k_STKD, query_starts, lengths_B, slots_B, limit_S, scale)
-    device, num_sequences = q_NHD.device, len(lengths_B)
-    num_queries, num_heads, head_dim = q_NHD.shape
-    checks.exactly("lse_NH", lse_NH, torch.float32, (num_queries, num_heads), device)
+    memory, layer_stride, options, group = _checked(q_LNHD, k_LSTKD, query_starts, lengths_B, slots_B, limit_S, scale)
+    device, num_sequences = q_LNHD.device, len(lengths_B)
+    num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
+    checks.exactly("lse_LNH", lse_LNH, torch.float32, (num_layers, num_queries, num_heads), device)
     if out is None:
-        out = torch.zeros(num_sequences, memory.num_rows, dtype=torch.float32, device=device)
-    num_columns = out.shape[1] if out.dim() == 2 else 0
-    checks.exactly("out", out, torch.float32, (num_sequences, min(num_columns, memory.num_rows)), device)
-    tile = _tile(q_NHD)
+        out = torch.zeros(num_layers, num_sequences, memory.num_rows, dtype=torch.float32, device=device)
+    num_columns = out.shape[2] if out.dim() == 3 else 0
+    checks.exactly("out", out, torch.float32, (num_layers, num_sequences, min(num_columns, memory.num_rows)), device)
+    tile = _tile(q_LNHD)
     memory.check_tile_offsets(tile)
     if num_queries and out.numel():
         with checks.on_device(device):
-            _column_sums[(ceil_div(num_columns, tile), num_sequences)](
-                q_NHD, memory.k, lse_NH, out, query_starts, lengths_B, slots_B, limit_S,
+            _column_sums[(ceil_div(num_columns, tile), num_sequences, num_layers)](
+                q_LNHD, memory.k, lse_LNH, out, query_starts, lengths_B, slots_B, limit_S,
                 options.scale_log2, num_queries, memory.num_slots, num_columns,
-                q_NHD.stride(0), q_NHD.stride(1), *memory.strides[:3],
+                *q_LNHD.stride()[:3], layer_stride, *memory.strides[:3],
                 K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
@@ -185,28 +191,35 @@ def column_sums(
 
 
 def _checked(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
+    q_LNHD: torch.Tensor,
+    k_LSTKD: torch.Tensor,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     limit_S: torch.Tensor | None,
     scale: float | None,
-) -> tuple[LayerKV, checks.AttentionOptions, int]:
-    """Also the query heads of a kv head."""
-    device = q_NHD.device
-    checks.runnable("q_NHD", device)
-    if k_STKD.dtype not in checks.FLOAT_DTYPES:
-        checks.refuse("k_STKD", f"of {k_STKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
-    memory = kv_memory(k_STKD, k_STKD, None, None, None, q_NHD.dtype, device)
+) -> tuple[LayerKV, int, checks.AttentionOptions, int]:
+    """The first layer, elements from one to the next (0 for one alone: any others compile anew), and G."""
+    device = q_LNHD.device
+    checks.runnable("q_LNHD", device)
+    if q_LNHD.dim() != 4 or not len(q_LNHD):
+        checks.refuse("q_LNHD", f"of shape {tuple(q_LNHD.shape)}", "4 dimensions: [layers, queries, query heads, head dim]")
+    if k_LSTKD.dim() != 5 or len(k_LSTKD) != len(q_LNHD):
+        wanted = f"5 dimensions: [{len(q_LNHD)} layers, as the queries have, slots, rows, kv heads, head dim]"
+        checks.refuse("k_LSTKD", f"of shape {tuple(k_LSTKD.shape)}", wanted)
+    if k_LSTKD.dtype not in checks.FLOAT_DTYPES:
+        checks.refuse("k_LSTKD", f"of {k_LSTKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
+    memory = kv_memory(k_LSTKD[0], k_LSTKD[0], None, None, None, q_LNHD.dtype, device)
     options = checks.attention_options(scale, None, None, memory.head_dim)
-    memory.check_queries("q_NHD", q_NHD, "queries")
-    group = memory.check_heads("q_NHD", q_NHD.shape[1])
+    memory.check_queries("q_LNHD", q_LNHD[0], "queries")
+    checks.aligned("q_LNHD", q_LNHD)
+    checks.aligned("k_LSTKD", k_LSTKD)
+    group = memory.check_heads("q_LNHD", q_LNHD.shape[2])
     num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
     memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
     checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
-    return memory, options, group
+    return memory, k_LSTKD.stride(0) if len(k_LSTKD) > 1 else 0, options, group
 
 
-def _tile(q_NHD: torch.Tensor) -> int:
-    return 32 if q_NHD.element_size() == 4 or q_NHD.shape[2] > 128 else 64
+def _tile(q_LNHD: torch.Tensor) -> int:
+    return 32 if q_LNHD.element_size() == 4 or q_LNHD.shape[3] > 128 else 64

@@ -4,7 +4,7 @@ On a GPU vmmkv's kernels read lengths from the device, so that a captured step s
 attention goes over the rows of one sequence at a time. Rows may be quantised: a token attends to its own as it is kept, too.
 
 Legend: N tokens of the step, B sequences, whose tokens stand side by side, G prefix groups, H query heads, K key-value heads,
-D head dimension, T rows, R angles, S slots.
+D head dimension, T rows, R angles, S slots, L layers.
 """
 
 import itertools
@@ -56,14 +56,17 @@ class AttentionMetadata:
     shared: SharedPrefixes | None = None
     """Of a step on a GPU; None without prefix groups."""
     ranking: "Ranking | None" = None
-    """Of a step with queries that rows are ranked by."""
+    """Of a step with queries that rows are ranked by, and of these layers add what they attend to."""
+    queries_LBHD: torch.Tensor | None = None
+    """Where each layer leaves its queries, to be ranked by behind the step; None where they are not wanted."""
 
 
 class RotaryParams(NamedTuple):
     """What is done to queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
 
     q_NHD: torch.Tensor
-    """Changed in place."""
+    q_out_NHD: torch.Tensor
+    """Where what becomes of the queries is written; they themselves, or elsewhere."""
     cos_TR: torch.Tensor
     """float32, by position, for elements j and j + D / 2."""
     sin_TR: torch.Tensor
@@ -165,23 +168,43 @@ class KVRows:
         k_scale_TK, v_scale_TK = (scale_STK[slot, first:end] for scale_STK in self.scales[layer].values())
         return dequantise(k_TKW, k_scale_TK), dequantise(v_TKW, v_scale_TK)
 
-    def turn_keys(self, slot: int, first: int, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> None:
-        """Turn rotary keys of rows [first, first + T) of a slot back by so many positions, in all layers, which are alike."""
+    @property
+    def k_LSTKD(self) -> torch.Tensor:
+        """K of all layers as one view; of layers that are alike."""
         views = [k_STKD for k_STKD, _ in self.views.values()]
-        k_STKD, layer_stride = views[0], views[-1].storage_offset() - views[0].storage_offset()
-        stride_s, stride_t, stride_k, _ = k_STKD.stride()
-        keys_LTKD = k_STKD.as_strided(
-            (len(views), len(back_T), *k_STKD.shape[2:]),
-            (layer_stride // max(1, len(views) - 1), stride_t, stride_k, 1),
-            k_STKD.storage_offset() + slot * stride_s + first * stride_t,
-        )
-        if self.on_gpu:
+        first, layer_stride = views[0], views[-1].storage_offset() - views[0].storage_offset()
+        strides = (layer_stride // max(1, len(views) - 1), *first.stride())
+        k_LSTKD: torch.Tensor = first.as_strided((len(views), *first.shape), strides, first.storage_offset())
+        return k_LSTKD
+
+
+class RotaryKeys:
+    """The keys of all layers of a model that rotates them by known angles, and that keeps them as they are.
+
+    They can be ranked, by the queries of a step, and turned where a compaction has moved their rows.
+    """
+
+    def __init__(self, rows: KVRows, inv_freq_R: torch.Tensor, num_heads: int) -> None:
+        """inv_freq_R: float32, the angle for one position. num_heads: of queries."""
+        self.k_LSTKD: Final = rows.k_LSTKD
+        self._inv_freq_R = inv_freq_R
+        self._num_heads = num_heads
+
+    def new_queries(self, count: int) -> torch.Tensor:
+        """For so many queries of each layer, [L, B, H, D]: see `AttentionMetadata.queries_LBHD`."""
+        num_layers, *_, head_dim = self.k_LSTKD.shape
+        return self.k_LSTKD.new_zeros(num_layers, count, self._num_heads, head_dim)
+
+    def turn(self, slot: int, first: int, back_T: torch.Tensor) -> None:
+        """Turn the keys of rows [first, first + T) of a slot back by so many positions each. Cost: a few launches."""
+        keys_LTKD = self.k_LSTKD[:, slot, first : first + len(back_T)]
+        if keys_LTKD.is_cuda:
             from vmmkv.kernels.attention.turn import turn
 
-            turn(keys_LTKD, back_T, inv_freq_R)
+            turn(keys_LTKD, back_T, self._inv_freq_R)
         else:
             for keys_TKD in keys_LTKD:
-                keys_TKD.copy_(eviction.turn(keys_TKD, back_T, inv_freq_R))
+                keys_TKD.copy_(eviction.turn(keys_TKD, back_T, self._inv_freq_R))
 
 
 class CachedAttention:
@@ -223,11 +246,13 @@ class CachedAttention:
         assert step is not None, "no step has begun"
         rotary = None
         if self._rope is not None:
-            rotary = RotaryParams(q_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
+            q_out_NHD = q_NHD if step.queries_LBHD is None else step.queries_LBHD[layer]
+            rotary = RotaryParams(q_NHD, q_out_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
+            q_NHD = q_NHD if rotary is None else rotary.q_out_NHD
             if step.ranking is not None:
-                step.ranking.add(q_NHD, rows.views[layer][0], scale)
+                step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale)
             out_NHD = None
             if step.shared is not None and window is None:
                 out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
@@ -236,9 +261,11 @@ class CachedAttention:
             return rows.decode(layer, q_NHD, step, scale=scale, window=window) if out_NHD is None else out_NHD
         if rotary is not None:
             q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.positions_N)
+            if step.queries_LBHD is not None:
+                step.queries_LBHD[layer] = q_NHD
         rows.write(layer, k_NKD, v_NKD, step)
         if step.ranking is not None:
-            step.ranking.add(q_NHD, rows.views[layer][0], scale)
+            step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale)
         out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
         starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
         sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)

@@ -12,10 +12,12 @@ Keys that have moved are turned back to the positions of their rows. From then o
 to the model and the sampler: steps know rows alone, and nothing but `num_dropped` tells them from tokens.
 
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
-generated ones the last before a compaction. A step with such queries runs without a graph.
+generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
+layers are ranked by at once. A step with chunks of prompts has too many of them: it runs without a graph, and each layer adds
+what its own attend to.
 
-Legend: T rows of a sequence, M ranked queries, B sequences that have some, C rows of the longest, N tokens of the step, H query
-heads, K kv heads, D head dim, S slots.
+Legend: L layers, T rows of a sequence, M ranked queries, B sequences that have some, C rows of the longest, N tokens of the
+step, H query heads, K kv heads, D head dim, S slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,7 @@ from vmmkv.cache import num_unmoved
 from vmmkv.eviction import H2O
 from vmmkv.kernels import reference
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence
+from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.uploads import Uploads, to_host
 from vmmkv.server.kv_policy import Eviction
 from vmmkv.server.protocol import Compacted
@@ -123,7 +126,7 @@ class Ranked(NamedTuple):
 
 
 class Ranking:
-    """The ranked queries of a step, as attention sees them: each layer adds what they attend to."""
+    """What the ranked queries of a step attend to."""
 
     def __init__(self, ranked: Sequence[Ranked], ends: Mapping[int, int], uploads: Uploads) -> None:
         """`ends`: by slot, the column behind its last query."""
@@ -133,30 +136,57 @@ class Ranking:
         columns = np.concatenate([np.arange(ends[each.slot] - each.num_queries, ends[each.slot]) for each in ranked])
         lengths, slots = [each.end for each in ranked], [each.slot for each in ranked]
         self._columns_M, self._starts, self._lengths_B, self._slots_B = uploads.pack([columns, starts, lengths, slots])
-        self._sums_BC = torch.zeros(len(ranked), max(lengths), device=uploads.device)
+        self._sums_LBC: torch.Tensor | None = None
 
-    def add(self, q_NHD: torch.Tensor, k_STKD: torch.Tensor, scale: float | None) -> None:
-        """Of one layer, with the rows of the step in place. Cost: three launches on a GPU; waits for nothing."""
-        q_MHD, where = q_NHD.index_select(0, self._columns_M), (self._lengths_B, self._slots_B)
-        if q_MHD.is_cuda:
+    def add(self, q_LNHD: torch.Tensor, k_LSTKD: torch.Tensor, scale: float | None) -> None:
+        """Of some layers, with the rows of the step in place: one layer at each call, or all at once.
+
+        Cost: three launches on a GPU; waits for nothing.
+        """
+        q_LMHD, where = q_LNHD.index_select(1, self._columns_M), (self._lengths_B, self._slots_B)
+        if self._sums_LBC is None:
+            num_columns = max(each.end for each in self._ranked)
+            self._sums_LBC = torch.zeros(len(q_LMHD), len(self._ranked), num_columns, device=q_LMHD.device)
+        if q_LMHD.is_cuda:
             from vmmkv.kernels.attention.column_sums import column_sums, log_sum_exp
 
-            lse_MH = log_sum_exp(q_MHD, k_STKD, self._starts, *where, scale=scale)
-            column_sums(q_MHD, k_STKD, lse_MH, self._starts, *where, scale=scale, out=self._sums_BC)
+            lse_LMH = log_sum_exp(q_LMHD, k_LSTKD, self._starts, *where, scale=scale)
+            column_sums(q_LMHD, k_LSTKD, lse_LMH, self._starts, *where, scale=scale, out=self._sums_LBC)
             return
-        start = 0
-        for sums_C, each in zip(self._sums_BC, self._ranked, strict=True):
-            own, positions_N = slice(start, start + each.num_queries), torch.arange(each.end - each.num_queries, each.end)
-            rows_1TKD = k_STKD[each.slot, None, : each.end]
-            lse_NH = reference.log_sum_exp(q_MHD[own], rows_1TKD[0], positions_N, scale=scale)
-            one = (torch.tensor([count]) for count in (each.num_queries, each.end, 0))
-            sums_C[: each.end] += reference.column_sums(q_MHD[own], rows_1TKD, lse_NH, *one, scale=scale)[0]
-            start += each.num_queries
+        for sums_BC, q_MHD, k_STKD in zip(self._sums_LBC, q_LMHD, k_LSTKD, strict=True):
+            start = 0
+            for sums_C, each in zip(sums_BC, self._ranked, strict=True):
+                own, positions_N = slice(start, start + each.num_queries), torch.arange(each.end - each.num_queries, each.end)
+                rows_1TKD = k_STKD[each.slot, None, : each.end]
+                lse_NH = reference.log_sum_exp(q_MHD[own], rows_1TKD[0], positions_N, scale=scale)
+                one = (torch.tensor([count]) for count in (each.num_queries, each.end, 0))
+                sums_C[: each.end] += reference.column_sums(q_MHD[own], rows_1TKD, lse_NH, *one, scale=scale)[0]
+                start += each.num_queries
 
     def finish(self) -> None:
         """All layers have added theirs: their sequences are ranked by it."""
-        for sums_C, each in zip(self._sums_BC, self._ranked, strict=True):
+        assert self._sums_LBC is not None, "no layer has"
+        for sums_C, each in zip(self._sums_LBC.sum(0), self._ranked, strict=True):
             each.kept.add(sums_C[: each.end] * each.weight)
+
+
+def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
+    """Why no request can have a policy with this model and this memory; empty if it can. `is_split`: over several devices."""
+    groups = cache.layout.groups
+    if is_split:
+        return "is for a model on one device, and this one is split over several"
+    if not isinstance(cache, vmmkv.KVCache):
+        return "needs memory that can be compacted"
+    if any(group.window is not None for group in groups):
+        return "is for full attention, and this model has sliding windows, which give memory back by themselves"
+    if any(plane.name not in ("k", "v") or not plane.dtype.itemsize > 1 for group in groups for plane in group.planes):
+        return "is for keys and values that are kept as they are, and these are quantised"
+    if model.keys is None:
+        return (
+            "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "
+            "model_impl='vmmkv' says what it lacks"
+        )
+    return ""
 
 
 class Compactor:
@@ -165,28 +195,8 @@ class Compactor:
     def __init__(self, cache: EngineCache, runner: "Runner", send: Callable[[Compacted], None]) -> None:
         self.num_compactions = self.num_rows_dropped = 0
         self._cache = cache
-        self._model, self._state, self._uploads = runner.model, runner.state, runner.uploads
-        self._is_split = runner.ranks is not None
+        self._keys, self._state, self._uploads = runner.keys, runner.state, runner.uploads
         self._send = send
-
-    @property
-    def refusal(self) -> str:
-        """Why no request can have a policy with this model and this memory; empty if it can."""
-        groups = self._cache.layout.groups
-        if self._is_split:
-            return "is for a model on one device, and this one is split over several"
-        if not isinstance(self._cache, vmmkv.KVCache):
-            return "needs memory that can be compacted"
-        if any(group.window is not None for group in groups):
-            return "is for full attention, and this model has sliding windows, which give memory back by themselves"
-        if any(plane.name not in ("k", "v") or not plane.dtype.itemsize > 1 for group in groups for plane in group.planes):
-            return "is for keys and values that are kept as they are, and these are quantised"
-        if self._model.turn is None:
-            return (
-                "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "
-                "model_impl='vmmkv' says what it lacks"
-            )
-        return ""
 
     @torch.inference_mode()
     def compact(self, request_id: str, kept: KeptRows, sequence: KVSequence) -> None:
@@ -195,14 +205,14 @@ class Compactor:
         Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
         Raises: OutOfPages, DriverError; then nothing has changed.
         """
-        assert isinstance(sequence, vmmkv.Sequence) and self._model.turn is not None, "else it is refused"
+        assert isinstance(sequence, vmmkv.Sequence) and self._keys is not None, "else it is refused"
         length = sequence.length
         rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
         rows = rows_T.numpy()
         sequence.compact(rows)
         if (first := num_unmoved(rows)) < len(rows):
             (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
-            self._model.turn(sequence.slot, first, back_T)
+            self._keys.turn(sequence.slot, first, back_T)
         self._state.lengths_S[sequence.slot] = len(rows)
         kept.num_dropped += length - len(rows)
         kept.chosen = None

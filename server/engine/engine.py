@@ -113,7 +113,7 @@ class Engine:
             max_sequences=max_sequences or cache.num_slots,
             vocabulary_size=runner.model.vocabulary_size,
             kv_policy=kv_policy,
-            kv_policy_refusal=self._compactor.refusal,
+            kv_policy_refusal=runner.kv_policy_refusal,
         )
         self._scheduler = Scheduler(
             cache,
@@ -123,7 +123,7 @@ class Engine:
             max_sequences=self._limits.max_sequences,
             drain=self.drain,
             is_idle=self._is_idle,
-            compactor=self._compactor,
+            compactor=None if runner.kv_policy_refusal else self._compactor,
         )
         self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes

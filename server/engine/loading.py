@@ -18,8 +18,10 @@ from torch.nn import functional
 from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
+from vmmkv.eviction import SnapKV
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
+from vmmkv.server.engine.compaction import Compactor, KeptRows, Ranked
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import (
     BackendConfig,
@@ -39,6 +41,7 @@ from vmmkv.server.engine.models.weights import random as random_weights
 from vmmkv.server.engine.request import Chunk, Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
+from vmmkv.server.kv_policy import Eviction
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.sampling_params import Limits, SamplingParams
@@ -432,8 +435,9 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
 def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, float, float]:
     """Run the largest prefill, one that scores its tokens, a decode step with every sampling option, and one with a mask only.
 
-    Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows whether the model can.
-    Run again it shows the rate of prefill: its tokens, and when it began and ended, of time.perf_counter, are returned.
+    Then compact by scores. Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows
+    whether the model can. Run again it shows the rate of prefill: its tokens, and when it began and ended, of
+    time.perf_counter, are returned.
 
     Raises: ValueError if the model cannot be served.
     """
@@ -442,8 +446,8 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
     request, no_slots = Request(everything, frozenset()), np.zeros(0, np.int64)
     num_words = ceil_div(runner.model.vocabulary_size, 32)
 
-    def compute(chunk: Chunk) -> None:
-        forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk]))
+    def compute(chunk: Chunk, *ranked: Ranked) -> None:
+        forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], list(ranked)))
         masks = TokenMasks.of(list(range(len(forwarded.slots))), num_words, runner.uploads)
         masks.words_GW.fill_(-1)
         runner.wait(runner.sample(forwarded, masks))
@@ -464,6 +468,14 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
                 runner.model.check()
         runner.sampler.release(sequence.slot)
         compute(chunk)
+        if runner.keys is not None and last:
+            eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True)
+            request.kept = kept = KeptRows(eviction, num_tokens)
+            ranked = Ranked.of(request, sequence.slot, last, num_tokens)
+            assert ranked is not None, "the last query is ranked by"
+            compute(chunk, ranked)
+            sequence.advance(num_tokens)
+            Compactor(cache, runner, lambda message: None).compact("warm-up", kept, sequence)
     most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
     runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then
     return prefill

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vmmkv.server.engine import prompt_logprobs
+from vmmkv.server.engine import compaction, prompt_logprobs
 from vmmkv.server.engine.attention import AttentionMetadata
 from vmmkv.server.engine.compaction import Ranking
 from vmmkv.server.engine.kv_backend import EngineCache, Slots, TokenIds
@@ -89,6 +89,10 @@ class Runner:
         """max_rows: sequences that run at once. max_tokens: of one step. ranks: the others, of a model in parts."""
         self.model: Final = model
         self.ranks: Final = ranks
+        self.kv_policy_refusal: Final = compaction.refusal(cache, model, is_split=ranks is not None)
+        """Why no request can have a `kv_policy`; empty if it can."""
+        self.keys: Final = None if self.kv_policy_refusal else model.keys
+        """Of requests that can have one."""
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
@@ -132,7 +136,7 @@ class Runner:
 
         The step gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
         """
-        return self._mixed.forward(step) if step.chunks or step.ranked else self._decode.forward(step)
+        return self._mixed.forward(step) if step.chunks else self._decode.forward(step)
 
     @torch.inference_mode()
     def sample(self, forwarded: "Forwarded", masks: TokenMasks | None = None) -> "Readback":
@@ -376,6 +380,8 @@ class _DecodeSteps:
         self._slots_B, self._ids_B, self._positions_B, self._ends_B, self._out_B = buffers
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         """By rows, and by whether there are prefix groups among them."""
+        self._queries_LBHD = None if runner.keys is None else runner.keys.new_queries(max_rows)
+        """Of the last step, if rows may be ranked by them."""
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""
 
@@ -404,7 +410,16 @@ class _DecodeSteps:
         else:
             graph.forward()
             logits_BV = graph.logits_RV
+        if step.ranked:
+            self._rank(step)
         return Forwarded(logits_RV=logits_BV, rows=self._rows(size), slots=slots, ends=step.ends, graph=graph)
+
+    def _rank(self, step: Step) -> None:
+        keys, queries_LBHD = self._runner.keys, self._queries_LBHD
+        assert keys is not None and queries_LBHD is not None, "no request has a policy"
+        ranking = Ranking(step.ranked, {slot: 1 + row for row, slot in enumerate(step.slots.tolist())}, self._runner.uploads)
+        ranking.add(queries_LBHD, keys.k_LSTKD, None)
+        ranking.finish()
 
     def _rows(self, size: int) -> SampledRows:
         return SampledRows(self._slots_B[:size], self._ends_B[:size], self._out_B[:size])
@@ -417,6 +432,7 @@ class _DecodeSteps:
         attention = AttentionMetadata(
             slots_N=slots_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None,
             shared=self._runner.groups.tensors(size) if is_grouped else None,
+            queries_LBHD=None if self._queries_LBHD is None else self._queries_LBHD[:, :size],
         )  # fmt: skip
         return self._runner.model.forward(ids_B, attention, None)
 

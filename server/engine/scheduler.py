@@ -98,7 +98,7 @@ class Scheduler:
         """By priority, the newest preempted ones first, then in order of arrival."""
         self.running: dict[Request, None] = {}
         """In order of admission."""
-        most_tokens = cache.max_tokens if compactor is None or compactor.refusal else KV_POLICY_REACH * cache.max_tokens
+        most_tokens = cache.max_tokens if compactor is None else KV_POLICY_REACH * cache.max_tokens
         self.table: Final = RequestTable(cache.num_slots, most_tokens)
         self.num_preempted = 0
         self.fetches: Final = Fetches(prefix)

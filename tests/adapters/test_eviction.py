@@ -185,12 +185,13 @@ def test_one_set_of_rows_is_worth_more_than_the_newest_ones(contexts: list[Score
 @pytest.mark.parametrize("policy", [SnapKV(budget=256), TOVA(budget=256)], ids=str)
 def test_the_kernel_keeps_the_rows_that_the_reference_keeps(contexts: list[Scored], policy: KVPolicy) -> None:
     context, num_queries = contexts[0], policy.num_queries(CONTEXT)
-    out = torch.zeros(1, CONTEXT)
+    out = torch.zeros(1, 1, CONTEXT)
     starts, lengths_B, slots_B = (torch.tensor(each, dtype=torch.int32) for each in ([0, num_queries], [CONTEXT], [0]))
     for layer, k_TKD in enumerate(context.keys):
         q_NHD = context.queries[layer][-num_queries:]
-        column_sums(q_NHD, k_TKD[None], context.log_sum_exp(layer, num_queries), starts, lengths_B, slots_B, out=out)
-    assert torch.equal(policy.keep(CONTEXT, out[0]), context.one_set(policy))
+        lse_LNH = context.log_sum_exp(layer, num_queries)[None]
+        column_sums(q_NHD[None], k_TKD[None, None], lse_LNH, starts, lengths_B, slots_B, out=out)
+    assert torch.equal(policy.keep(CONTEXT, out[0, 0]), context.one_set(policy))
 
 
 @pytest.mark.parametrize(

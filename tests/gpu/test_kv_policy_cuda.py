@@ -1,22 +1,28 @@
 """Requests with a `kv_policy` on a GPU, between graphs and with steps in flight."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from tests.engine.conftest import Harness, harness, prompt_of, wide_rows
-from tests.engine.test_kv_policy import HEAVY, LAST, SNAP, STREAM, Reference, compacted
+from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STREAM, Reference, compacted
+from vmmkv.kernels.attention.column_sums import log_sum_exp
 from vmmkv.memory.pool import SIZE_CLASSES
-from vmmkv.units import PAGE_BYTES
+from vmmkv.server import LLM, SamplingParams
+from vmmkv.units import GIB, PAGE_BYTES
 
 __all__ = ["harness"]
 
-pytestmark = pytest.mark.parametrize("harness", ["exact"], indirect=True)
 DEVICE = "cuda:0"
+EXACT = pytest.mark.parametrize("harness", ["exact"], indirect=True)
+"""Quantised rows cannot be dropped."""
 
 
+@EXACT
 @pytest.mark.parametrize("share", [False, True])
 def test_the_tokens_are_those_of_the_reference_beside_others(harness: Callable[..., Harness], share: bool) -> None:
     one = harness(device=DEVICE, ours=True, capture=True, slots=16, share=share, step_tokens=256)
@@ -38,6 +44,7 @@ def test_the_tokens_are_those_of_the_reference_beside_others(harness: Callable[.
             assert compacted(one, f"{name} {rounds}")[-1][1] == reference.num_dropped
 
 
+@EXACT
 def test_in_bfloat16_a_stream_goes_on_and_its_memory_stays(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows().to(torch.bfloat16), device=DEVICE, ours=True, capture=True, step_tokens=4096, budget_pages=256)
     one.ask("stream", prompt_of(4096), 1500, kv_policy={"type": "streaming_llm", "window": 250, "every": 100})
@@ -51,3 +58,26 @@ def test_in_bfloat16_a_stream_goes_on_and_its_memory_stays(harness: Callable[...
     assert one.pool.used_bytes <= 2 * SIZE_CLASSES[-1] * PAGE_BYTES
     one.run()
     assert len(one.tokens("stream")) == 1500 and one.failures() == {}
+
+
+def test_the_first_requests_with_a_policy_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up has compiled what ranks rows of prompts and of decode steps, and what turns keys."""
+    wide_rows().save_pretrained(tmp_path)
+    compiled: list[str] = []
+
+    def compiling(*, repr: str, **_: Any) -> None:
+        compiled.append(repr)
+
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_budget_bytes": GIB}
+    with LLM(tmp_path, device=DEVICE, **options) as one:
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", compiling)
+        for policy in POLICIES:
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, kv_policy=policy)
+            for completion in one.generate([prompt_of(300), prompt_of(30, 1)], params):
+                assert completion.outputs[0].finish_reason == "length"
+        assert one.snapshot is not None and one.snapshot.kv_compactions > 2 * len(POLICIES)
+        assert compiled == []
+        starts, lengths_B, slots_B = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 1], [5], [0]))
+        q_LNHD, k_LSTKD = torch.randn(1, 1, 4, 16, device=DEVICE), torch.randn(1, 1, 8, 1, 16, device=DEVICE)
+        log_sum_exp(q_LNHD, k_LSTKD, starts, lengths_B, slots_B)
+        assert len(compiled) == 1, "of heads that no other test has; else compilations are not seen"

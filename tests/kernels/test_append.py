@@ -129,6 +129,17 @@ def test_rotation_and_norms_are_those_of_transformers(head_dim: int, dtype: torc
     assert torch.equal(memory.v[0], v_NKD)
 
 
+def test_queries_go_where_they_are_wanted_and_stay_as_they_were() -> None:
+    k_NKD, v_NKD, q_NHD, *where = make_tokens(3, 80, FP16)
+    before, memory = q_NHD.clone(), make_memory((SLOTS, ROWS), 3, 80, FP16)
+    out_LNHD = torch.full((2, *q_NHD.shape), torch.nan, dtype=FP16, device=DEVICE)
+    append(k_NKD, v_NKD, memory.k, memory.v, *where, q_NHD=q_NHD, q_out_NHD=out_LNHD[1], **make_angles(80))
+    assert torch.equal(q_NHD, before) and out_LNHD[0].isnan().all()
+    append(k_NKD, v_NKD, memory.k, memory.v, *where, q_NHD=q_NHD, **make_angles(80))
+    is_known_N = (where[1] >= 0) & (where[1] < ROWS)
+    assert torch.equal(out_LNHD[1, is_known_N], q_NHD[is_known_N]) and out_LNHD[1, ~is_known_N].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "dtype", "kind", "scale", "rope"),
     some(

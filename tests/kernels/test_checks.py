@@ -74,9 +74,9 @@ def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int
 def summing() -> Arguments:
     """Arguments of column_sums, of the queries of `attention`."""
     arguments = attention(prefill)
-    names = ("q_NHD", "query_starts", "lengths_B", "slots_B", "limit_S")
-    new = {"k_STKD": arguments["k_STKW"], "lse_NH": zeros(2, 4), "out": zeros(2, 6)}
-    return {name: arguments[name] for name in names} | new
+    new = {"q_LNHD": arguments["q_NHD"][None], "k_LSTKD": arguments["k_STKW"][None], "lse_LNH": zeros(1, 2, 4)}
+    names = ("query_starts", "lengths_B", "slots_B", "limit_S")
+    return new | {name: arguments[name] for name in names} | {"out": zeros(1, 2, 6)}
 
 
 def writing(*names: str, block: int = 0) -> Arguments:
@@ -187,19 +187,21 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("out", zeros(2, 4, 64), "float16"),
     ]),
     "column sums": (column_sums, summing(), [
-        ("q_NHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-        ("q_NHD", first, "3 dimensions"),
-        ("k_STKD", lambda k: k.view(torch.int8), "quantised rows are not ranked"),
-        ("lse_NH", lambda lse: lse.half(), "contiguous torch.float32 of shape (2, 4)"),
-        ("lse_NH", zeros(2, 2), "contiguous torch.float32 of shape (2, 4)"),
+        ("q_LNHD", lambda q: q[:, :, :3], "multiple of the 2 kv heads"),
+        ("q_LNHD", first, "4 dimensions"),
+        ("k_LSTKD", first, "5 dimensions"),
+        ("k_LSTKD", lambda k: k.repeat(2, 1, 1, 1, 1), "1 layers, as the queries have"),
+        ("k_LSTKD", lambda k: k.view(torch.int8), "quantised rows are not ranked"),
+        ("lse_LNH", lambda lse: lse.half(), "contiguous torch.float32 of shape (1, 2, 4)"),
+        ("lse_LNH", zeros(1, 2, 2), "contiguous torch.float32 of shape (1, 2, 4)"),
         ("query_starts", shorter, "(3,)"),
         ("lengths_B", lambda lengths: lengths.float(), "int32"),
         ("slots_B", shorter, "(2,)"),
         ("limit_S", shorter, "(4,)"),
         ("scale", -1.0, "positive"),
-        ("out", zeros(2, 15), "contiguous torch.float32 of shape (2, 14)"),
-        ("out", zeros(3, 4), "contiguous torch.float32 of shape (2, 4)"),
-        ("out", doubles, "contiguous torch.float32 of shape (2, 6)"),
+        ("out", zeros(1, 2, 15), "contiguous torch.float32 of shape (1, 2, 14)"),
+        ("out", zeros(1, 3, 4), "contiguous torch.float32 of shape (1, 2, 4)"),
+        ("out", doubles, "contiguous torch.float32 of shape (1, 2, 6)"),
     ]),
     "cascade": (cascade, attention(cascade), [
         ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),

@@ -31,7 +31,10 @@ def expected(case: Case, lse_NH: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def summed(case: Case, lse_NH: torch.Tensor, **options: Any) -> torch.Tensor:
     assert case.starts is not None
-    return column_sums(case.q_NHD, case.memory.k, lse_NH, case.starts, case.lengths_B, case.slots_B, **options)
+    if (out := options.pop("out", None)) is not None:
+        options["out"] = out[None]
+    where = case.starts, case.lengths_B, case.slots_B
+    return column_sums(case.q_NHD[None], case.memory.k[None], lse_NH[None], *where, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_they_are_added_and_nothing_else_is_touched() -> None:
     lse_NH, truth = log_sum_exp(case), expected(case, log_sum_exp(case))
     case.slots_B[2] = case.num_slots
     out = torch.ones(3, 60, device=DEVICE)
-    assert summed(case, lse_NH, out=out, limit_S=case.limits(100, 100, 33)) is out
+    assert summed(case, lse_NH, out=out, limit_S=case.limits(100, 100, 33)).data_ptr() == out.data_ptr()
     wanted = torch.ones(3, 60, device=DEVICE)
     wanted[0] += truth[0, :60]
     wanted[1, :33] += truth[1, :33]
@@ -81,7 +84,7 @@ def test_the_log_sum_exp_is_that_of_the_reference(
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
     where = case.starts, case.lengths_B, case.slots_B
-    lse_NH = kernels.log_sum_exp(case.q_NHD, case.memory.k, *where, scale=scale)
+    (lse_NH,) = kernels.log_sum_exp(case.q_NHD[None], case.memory.k[None], *where, scale=scale)
     torch.testing.assert_close(lse_NH, log_sum_exp(case, scale), atol=1e-4, rtol=1e-3, equal_nan=True)
 
 
@@ -90,5 +93,23 @@ def test_decode_gives_the_log_sum_exp_that_they_take() -> None:
     lse_BH = torch.empty(2, SMALL["heads"], device=DEVICE)
     q_BHD = case.q_NHD[:2]
     decode(q_BHD, case.memory.k, case.memory.v, case.lengths_B, case.slots_B, lse_BH=lse_BH)
-    sums_BT = column_sums(q_BHD, case.memory.k, lse_BH, case.starts, case.lengths_B, case.slots_B)
+    (sums_BT,) = column_sums(q_BHD[None], case.memory.k[None], lse_BH[None], case.starts, case.lengths_B, case.slots_B)
     torch.testing.assert_close(sums_BT, expected(case, log_sum_exp(case)), atol=1e-4, rtol=1e-3)
+
+
+def test_layers_in_one_launch_are_layers_one_by_one() -> None:
+    """Over rows of three layers side by side, as a cache has them."""
+    case = make_case([70, 40], [5, 1], **SMALL | {"dtype": FP32})
+    shape, generator = case.memory.k.shape, torch.Generator().manual_seed(1)
+    rows_STLKD = torch.randn(*shape[:2], 3, *shape[2:], generator=generator).to(DEVICE)
+    k_LSTKD = rows_STLKD.permute(2, 0, 1, 3, 4)
+    q_LNHD = torch.randn(3, *case.q_NHD.shape, generator=generator).to(DEVICE)
+    where = case.starts, case.lengths_B, case.slots_B
+    lse_LNH = kernels.log_sum_exp(q_LNHD, k_LSTKD, *where)
+    sums_LBT = column_sums(q_LNHD, k_LSTKD, lse_LNH, *where)
+    for layer in range(3):
+        own = slice(layer, layer + 1)
+        alone_LNH = kernels.log_sum_exp(q_LNHD[own], k_LSTKD[own], *where)
+        assert torch.equal(lse_LNH[own].nan_to_num(), alone_LNH.nan_to_num())
+        assert torch.equal(sums_LBT[own], column_sums(q_LNHD[own], k_LSTKD[own], lse_LNH[own], *where))
+    assert not torch.equal(sums_LBT[0], sums_LBT[1])

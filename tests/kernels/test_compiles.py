@@ -159,9 +159,10 @@ class Model:
 
     def column_sums(self, index: torch.dtype = torch.int32, *, limit: bool = True) -> None:
         """Its one launch, and those of the log-sum-exp before it and of the turn behind."""
-        lse_NH, where = empty(*self.q_NHD.shape[:2], dtype=FP32), (empty(9), empty(8, dtype=index), empty(8, dtype=index))
-        column_sums.column_sums(self.q_NHD, self.kv[0], lse_NH, *where, limit_S=empty(SLOTS) if limit else None)
-        column_sums.log_sum_exp(self.q_NHD, self.kv[0], *where)
+        lse_LNH, where = empty(1, *self.q_NHD.shape[:2], dtype=FP32), (empty(9), empty(8, dtype=index), empty(8, dtype=index))
+        q_LNHD, k_LSTKD = self.q_NHD[None], self.kv[0][None]
+        column_sums.column_sums(q_LNHD, k_LSTKD, lse_LNH, *where, limit_S=empty(SLOTS) if limit else None)
+        column_sums.log_sum_exp(q_LNHD, k_LSTKD, *where)
         turn.turn(self.kv[0], empty(ROWS), empty(self.q_NHD.shape[2] // 2, dtype=FP32))
 
     def cascade(self, **options: Any) -> None:

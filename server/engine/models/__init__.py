@@ -3,12 +3,11 @@
 To add a family to `decoder`, name it and the fields that it reads there.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from vmmkv.server.engine.attention import AttentionMetadata
+from vmmkv.server.engine.attention import AttentionMetadata, RotaryKeys
 
 
 class EngineModel(Protocol):
@@ -40,11 +39,8 @@ class EngineModel(Protocol):
         """[W, V] of what the last `states` gave, or of some rows of it."""
 
     @property
-    def turn(self) -> Callable[[int, int, torch.Tensor], None] | None:
-        """Turn the keys of a slot's rows from a first one on back by so many positions each, in all layers.
-
-        None if the model's positions are known to its own code alone.
-        """
+    def keys(self) -> RotaryKeys | None:
+        """The keys of all layers; None if the model's own code alone knows how they are rotated."""
 
     def check(self) -> None:
         """After a forward pass: is this a model that can be served at all? Raises ValueError."""

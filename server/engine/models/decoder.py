@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, rms_norm
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, RotaryKeys, rms_norm
 from vmmkv.server.engine.kv_backend import EngineCache
 
 SCALED: Final = ("linear", "llama3", "yarn")
@@ -407,7 +407,6 @@ class DecoderModel:
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
         self._decoder = decoder
         self._rows = rows
-        self._inv_freq_R = torch.tensor(config.rope.frequencies_R, dtype=torch.float32, device=cache.device)
         self._attention = CachedAttention(rows, rope=config.rope.tables(cache.max_tokens, cache.device), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
@@ -425,9 +424,12 @@ class DecoderModel:
         """See EngineModel."""
         return self._decoder.logits(states_WE)
 
-    def turn(self, slot: int, first: int, back_T: torch.Tensor) -> None:
+    @property
+    def keys(self) -> RotaryKeys:
         """See EngineModel."""
-        self._rows.turn_keys(slot, first, back_T, self._inv_freq_R)
+        config = self._decoder.config
+        inv_freq_R = torch.tensor(config.rope.frequencies_R, dtype=torch.float32, device=self._rows.limit.device)
+        return RotaryKeys(self._rows, inv_freq_R, config.num_heads)
 
     def check(self) -> None:
         """See EngineModel: it can be served."""

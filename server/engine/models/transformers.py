@@ -42,7 +42,7 @@ class TransformersModel:
     implementation: Final = "transformers"
     capturable: Final = False
     """An unknown model may depend on the host between its layers."""
-    turn: Final = None
+    keys: Final = None
 
     def __init__(self, model: Any, cache: EngineCache, rows: KVRows) -> None:
         refuse_own_attention(model)
