@@ -174,13 +174,16 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
     """Why no request can have a policy with this model and this memory; empty if it can. `is_split`: over several devices."""
     groups = cache.layout.groups
     if is_split:
-        return "is for a model on one device, and this one is split over several"
+        return "is for a model on one device (tensor_parallel_size=1), and this one is split over several"
     if not isinstance(cache, vmmkv.KVCache):
         return "needs memory that can be compacted"
     if any(group.window is not None for group in groups):
         return "is for full attention, and this model has sliding windows, which give memory back by themselves"
     if any(plane.name not in ("k", "v") or not plane.dtype.itemsize > 1 for group in groups for plane in group.planes):
-        return "is for keys and values that are kept as they are, and these are quantised"
+        return (
+            "is for keys and values that are kept as they are (kv_cache_dtype='auto'), and these are quantised: keys that move "
+            "would be rounded anew by each compaction"
+        )
     if model.keys is None:
         return (
             "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "
