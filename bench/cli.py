@@ -28,6 +28,7 @@ SUITES: Final = {
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
     "prefix": "requests that share a prefix, over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
+    "collectives": "sums and broadcasts over GPUs, by size and by way; needs two GPUs, and is not part of all",
     "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
@@ -35,8 +36,8 @@ SUITES: Final = {
 }
 """By the name of its module, what a suite measures."""
 
-ALL: Final = tuple(name for name in SUITES if name not in ("quality", "streaming"))
-"""Without those that need a model and minutes, and say nothing of a machine."""
+ALL: Final = tuple(name for name in SUITES if name not in ("collectives", "quality", "streaming"))
+"""Without what needs several GPUs, and those that need a model and minutes, and say nothing of a machine."""
 
 _COMMANDS: Final = ("report", "compare")
 
@@ -44,7 +45,7 @@ _COMMANDS: Final = ("report", "compare")
 _LIST: Final = "\n".join(f"  {name:19}{text}" for name, text in SUITES.items())
 _SUITE_LIST: Final = f"""suites:
 {_LIST}
-  all                all but quality and streaming
+  all                all but collectives, quality and streaming
 
 What says something where:
   on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, tiers, transformers: on a CPU host memory stands for
@@ -138,6 +139,8 @@ def _check(settings: Settings, names: Sequence[str]) -> None:
         raise ValueError("--cases is of kernels, serve and tiers: name one of them, or leave --cases out")
     if settings.fa3 and not {"kernels", "prefix", "serve"}.intersection(names):
         raise ValueError("--fa3 is of kernels, prefix and serve: name one of them, or leave --fa3 out")
+    if settings.tensor_parallel_sizes and not {"collectives", "serve"}.intersection(names):
+        raise ValueError("--tensor-parallel-size is of collectives and serve: name one of them, or leave it out")
     modules = {name: load(name) for name in names}
     if settings.parts:
         with_parts = [name for name, module in modules.items() if hasattr(module, "PARTS")]
@@ -175,6 +178,10 @@ def _parser() -> Parser:
     add("--fa3", type=Path, metavar="LIBRARY", help=library)
     add("--repeat", type=int, default=2, help="of serve and tiers, timed runs of each workload; default: 2")
     add("--max-num-batched-tokens", type=int, help="of serve, tokens of one step at most; default: the engine's own")
+    ranks = (
+        "of serve's parts mixed to full: an engine over so many GPUs, for each number, such as 1 2; of collectives, these alone"
+    )
+    add("--tensor-parallel-size", type=int, nargs="+", default=(), metavar="N", help=ranks)
     tokenizer = "of serve's parts http and grammar, a tokenizer.json; default: that of SmolLM2"
     add("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
     add("--dir", type=Path, metavar="DIR", help="of tiers, where a disk tier's files go; default: a temporary directory")
@@ -199,6 +206,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         device=device,
         shape=SHAPES[given.model_shape or ("llama-3.1-8b" if device.type == "cuda" else "wide")],
         shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
+        tensor_parallel_sizes=tuple(given.tensor_parallel_size),
         parts=tuple(given.parts),
         cases=tuple(given.cases),
         **options,

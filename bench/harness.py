@@ -76,6 +76,7 @@ MODEL_SHAPES: Final = _SHAPES[:3]
 """Those of real models."""
 
 _MOST: Final = 2**31 - 1
+_MOST_RANKS: Final = 64
 _RANGES: Final[Mapping[str, tuple[int, int]]] = {
     "seed": (0, _MOST),
     "sequences": (1, 65_536),  # more than any memory has rows for; their slots still find addresses
@@ -108,6 +109,8 @@ class Settings:
     repeat: int = 2
     """Timed runs of each serving workload."""
     max_num_batched_tokens: int | None = None
+    tensor_parallel_sizes: tuple[int, ...] = ()
+    """GPUs of each engine, or processes on a CPU, from `device` on; empty for one."""
     tokenizer: Path | None = None
     dir: Path | None = None
     """Where the disk tier's files go."""
@@ -118,6 +121,11 @@ class Settings:
             if value is not None and not least <= value <= most:
                 limit = f"at least {least}" if value < least else f"at most {most:,}"
                 raise ValueError(f"--{name.replace('_', '-')} {value}: {limit}")
+        for size in self.tensor_parallel_sizes:
+            count = torch.cuda.device_count() - (self.device.index or 0) if self.on_gpu else _MOST_RANKS
+            if not 1 <= size <= count:
+                which = f"{count} GPUs from {self.device} on" if self.on_gpu else f"at most {count} processes"
+                raise ValueError(f"--tensor-parallel-size {size}: there are {which}")
         if self.fa3 is not None and not self.fa3.is_file():
             raise ValueError(f"--fa3 {self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
         if self.dir is not None and not self.dir.is_dir():

@@ -76,6 +76,8 @@ QUESTIONS: Final = (
             ("first tokens", "As users open them, first tokens"),
         )
     ),
+    Question("Over two GPUs", "serve", "throughput", "vmmkv", ours="vmmkv, TP 2"),
+    Question("Over two GPUs, a long prompt's first token", "serve", "first token", "vmmkv", ours="vmmkv, TP 2"),
     Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
     Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
     Question("What HTTP costs", "serve", "throughput", "vmmkv", ours="vmmkv serve"),
@@ -394,6 +396,10 @@ class Lines(NamedTuple):
 
 
 _LINES: Final = (
+    *(
+        Lines("collectives", what, f"{what}s over ranks", "KiB", rf"(?P<panel>\d+ ranks): {what} of (?P<x>[\d.]+) KiB", (what,))
+        for what in ("sum", "broadcast")
+    ),
     Lines(
         *("prefix", "attach", "Attaching a prefix", "tokens", r"attach (?P<x>\d+) tokens$"),
         ("in the driver", "until the device is done"),

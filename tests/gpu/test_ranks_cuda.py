@@ -16,7 +16,13 @@ from vmmkv.server.engine.ranks import RankFailed
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
 
-OPTIONS: dict[str, Any] = {"device": "cuda:0", "dtype": "float32", "max_num_seqs": 16, "kv_budget_bytes": 128 * MIB}
+OPTIONS: dict[str, Any] = {
+    "device": "cuda:0",
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "kv_budget_bytes": 128 * MIB,
+}
 
 
 @pytest.mark.parametrize("make", [tiny_model, wide_rows])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,28 @@ def test_the_engine_as_a_user_has_it_is_checked_and_timed(tmp_path: Path) -> Non
     assert {("mixed", "throughput"), ("first", "first token"), ("shared warm", "total")} <= metrics
     attached = {row.workload.partition(":")[0]: row.summary.p50 for row in rows if row.metric == "prompt tokens attached"}
     assert attached["tiny llama-3.1-8b shared warm"] > 90
+
+
+@pytest.mark.nightly
+def test_an_engine_over_two_ranks_is_held_against_one(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, parts=("single", "first"), tensor_parallel_sizes=(2, 1), repeat=1)
+    serve.check(settings)
+    recorder = recorder_in(tmp_path, "serve", settings)
+    serve.run(recorder)
+    assert not recorder.failed
+    found = {(row.system, row.metric): row.summary for row in recorder.rows}
+    assert {("vmmkv", "throughput"), ("vmmkv, TP 2", "throughput"), ("vmmkv, TP 2", "first token")} <= found.keys()
+    assert found["vmmkv, TP 2", "step broadcast"].p50 > 0
+    assert ("vmmkv", "step broadcast") not in found
+    assert found["vmmkv", "first tokens off by"].p50 == 0.0
+    assert 0 < found["vmmkv, TP 2", "first tokens off by"].p50 < 0.1, "sums in another order"
+
+
+def test_numbers_of_ranks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tensor-parallel-size is of serve's parts mixed, single, first"):
+        serve.check(replace(SETTINGS, parts=("closed",), tensor_parallel_sizes=(2,)))
+    with pytest.raises(ValueError, match="--tensor-parallel-size 65: there are at most 64 processes"):
+        replace(SETTINGS, tensor_parallel_sizes=(65,))
 
 
 def test_a_cache_is_full_before_requests_are_served_over_a_full_cache() -> None:

@@ -12,7 +12,7 @@ import torch
 from bench.cli import load
 from bench.harness import SHAPES, Settings, Shape, WrongNumbers
 from bench.rows import Row
-from bench.suites import append, memory_efficiency, prefix, resize, tiers, transformers
+from bench.suites import append, collectives, memory_efficiency, prefix, resize, tiers, transformers
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
@@ -20,6 +20,7 @@ from bench.workloads import Ask, Workload
 from tests.unit import fake_vllm
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 from vmmkv.memory.address_space import wrap
+from vmmkv.server.engine.collectives import Collectives
 from vmmkv.tiers import HostTier, Transfer
 from vmmkv.units import GIB
 
@@ -34,6 +35,7 @@ def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTING
             "steps": 12,
             "sequences": 3,
             "repeat": 1,
+            "tensor_parallel_sizes": settings.tensor_parallel_sizes,
         }
     )
     recorder = recorder_in(folder, suite, settings)
@@ -170,6 +172,20 @@ def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recorder = recorder_in(tmp_path, "prefix", replace(SETTINGS, parts=("tree",)))
     prefix.run(recorder)
     assert recorder.failed
+
+
+@pytest.mark.nightly
+def test_sums_and_broadcasts_over_ranks_are_checked_and_timed(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, tensor_parallel_sizes=(3,))
+    rows = measured(tmp_path, "collectives", settings=settings)
+    assert {row.workload for row in rows} >= {"3 ranks: sum of 4 KiB", "3 ranks: broadcast of 0.25 KiB"}
+    assert {row.system for row in rows} == {"gloo"}
+
+
+def test_a_sum_that_is_none_is_seen() -> None:
+    alone = Collectives(0, 2)
+    with pytest.raises(WrongNumbers, match="sum by none of 4"):
+        collectives._check(alone, SETTINGS.device, collectives.Way("sum", "none", 4096, lambda tensor: tensor))
 
 
 def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:

@@ -53,8 +53,12 @@ _BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
 class Context:
     """What the parts of one shape share: the model, rows, and an engine that a part keeps for the next."""
 
-    def __init__(self, recorder: Recorder, shape: Shape) -> None:
+    def __init__(self, recorder: Recorder, shape: Shape, num_ranks: int = 1) -> None:
         self.recorder, self.settings = recorder, recorder.settings
+        self.num_ranks = num_ranks
+        """Of engines as users have them."""
+        self.alone: dict[str, Any] = {}
+        """By part: what `generate` holds first tokens against, by the engine of the fewest ranks."""
         self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)
         self._kept: tuple[Callable[..., Any], Any] | None = None
 
@@ -85,6 +89,8 @@ def check(settings: Settings) -> None:
         asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
         if asked and (why := _lacking(part, settings)):
             raise ValueError(f"serve's part {part} cannot run: {why}")
+    if settings.tensor_parallel_sizes and not set(settings.parts) & set(GENERATED):
+        raise ValueError(f"--tensor-parallel-size is of serve's parts {', '.join(GENERATED)}: name some by --parts")
     num_sequences = 16 if settings.small else 256
     if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < num_sequences:
         raise ValueError(
@@ -131,21 +137,28 @@ def run(recorder: Recorder) -> None:
     settings = recorder.settings
     shapes = [shape for shape in settings.shapes if shape.name in _BY_DEFAULT] or [settings.shape]
     left_out = absent(settings)
+    all_sizes = sorted(settings.tensor_parallel_sizes) or [1]
     steps = [
-        (shape, part)
+        (shape, size, part)
         for last in (False, True)
         for shape in shapes
+        for size in all_sizes
         for part in PARTS
+        if part in GENERATED or size == all_sizes[0]
         if settings.wants(part) and part not in left_out and (part == "breakdown") == last
         if settings.parts or part not in _MINUTES or (shape is shapes[0] and not settings.small)
     ]
     context: Context | None = None
     try:
-        for shape, part in recorder.track(steps, lambda step: f"{step[0].name} {step[1]}"):
-            if context is None or context.model.name != model_of(shape.name, tiny=settings.small).name:
-                if context is not None:
-                    context.close()
-                context = Context(recorder, shape)
+        for shape, size, part in recorder.track(steps, lambda step: f"{step[0].name} {step[2]}, ranks: {step[1]}"):
+            before, named = context, model_of(shape.name, tiny=settings.small).name
+            if before is None or (before.model.name, before.num_ranks) != (named, size):
+                if before is not None:
+                    before.close()
+                context = Context(recorder, shape, size)
+                if before is not None and before.model.name == named:
+                    context.alone = before.alone
+            assert context is not None
             num_failed = len(recorder.failed)
             with recorder.guarded(context.name(part, "all")):
                 import_module(f"{__name__}.{PARTS[part]}").run(context, part)

@@ -126,9 +126,11 @@ def filling(model: ServedModel, settings: Settings, num_tokens: int) -> Workload
 
 def run(context: Context, part: str) -> None:
     """The stages of a part by the engine."""
-    engine: UserEngine = context.engine(UserEngine, context.model, context.settings)
+    engine: UserEngine = context.engine(UserEngine, context.model, context.settings, None, None, context.num_ranks)
     of_part = stages(context.model, context.settings, part)
-    measure(context, engine, of_part, computed_alone(context, engine, of_part))
+    if part not in context.alone:  # by the engine of the fewest ranks, which those of more are held against
+        context.alone[part] = computed_alone(context, engine, of_part)
+    measure(context, engine, of_part, context.alone[part])
 
 
 Alone = tuple[list[LogProbs], list[LogProbs]]
@@ -208,5 +210,6 @@ def _add_rows(context: Context, system: str, stage: Stage, name: str, measured: 
         recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for run in timed for each in run.served])
     attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
     recorder.samples(name, system, "prompt tokens attached", "%", attached)
+    recorder.samples(name, system, "step broadcast", "ms", [1e3 * each for run in timed for each in run.broadcasts_s])
     recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * measured.off)
     recorder.figure(name, system, "same answers in all runs", "%", 100 * measured.same, len(stage.workload.asks))

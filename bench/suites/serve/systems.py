@@ -28,7 +28,7 @@ from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine.loading import STEP_TOKENS, assemble
+from vmmkv.server.engine.loading import STEP_TOKENS, Loaded, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 from vmmkv.tiers import Tier
 from vmmkv.units import MIB
@@ -89,6 +89,8 @@ class ServedRun:
     """By the cache behind the run: of sequences that have ended, and of prefixes."""
     likeliest: list[LogProbs] = field(default_factory=list)
     """Of requests for which it was asked: the likeliest first tokens."""
+    broadcasts_s: list[float] = field(default_factory=list)
+    """Of an engine over several ranks, by step: see `StepBroadcasts`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -328,15 +330,53 @@ class EngineSystem:
         self.loaded.close()
 
 
+class StepBroadcasts:
+    """What it takes rank 0 to have the others make a step: its messages, and what launches a broadcast of inputs.
+
+    It is time of the host, which a GPU that has steps queued does not see. A step that is replayed from a graph has its
+    broadcast within: what that takes the device the suite `collectives` says.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.steps_s: list[float] = []
+        self._in_step_s = 0.0
+        ranks: Any = loaded.ranks
+        ranks.send, ranks.collectives.broadcast = self._timed(ranks.send), self._timed(ranks.collectives.broadcast)
+        engine: Any = loaded.engine
+        step = engine.step
+
+        def timed_step() -> None:
+            self._in_step_s = 0.0
+            step()
+            self.steps_s.append(self._in_step_s)
+
+        engine.step = timed_step
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self._in_step_s += time.perf_counter() - began_s
+
+        return timed
+
+
 class UserEngine:
     """The engine in this process, as a user opens it: `generate` over all requests at once."""
 
     name = "vmmkv"
 
     def __init__(
-        self, model: ServedModel, settings: Settings, limits: EngineLimits | None = None, kv_cache_dtype: str | None = None
+        self,
+        model: ServedModel,
+        settings: Settings,
+        limits: EngineLimits | None = None,
+        kv_cache_dtype: str | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        """With a type of the KV cache the name says it."""
+        """With a type of the KV cache, or several ranks, the name says it."""
         self._device, limits = settings.device, limits or EngineLimits.of(settings)
         with model.directory() as directory:
             self._engine = LLM(
@@ -344,6 +384,7 @@ class UserEngine:
                 device=str(settings.device),
                 kv_budget_bytes=limits.budget_bytes,
                 kv_cache_dtype=kv_cache_dtype or "auto",
+                tensor_parallel_size=num_ranks,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 load_format="dummy",
@@ -352,6 +393,9 @@ class UserEngine:
         ready = self._engine.ready
         if kv_cache_dtype is not None:
             self.name = f"{self.name}, {ready.kv_cache_dtype} KV"
+        if num_ranks > 1:
+            self.name = f"{self.name}, TP {num_ranks}"
+        self._broadcasts = StepBroadcasts(self._engine._open()) if num_ranks > 1 else None
         self.dtype: Final[torch.dtype] = getattr(torch, ready.dtype)
         self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
 
@@ -369,6 +413,8 @@ class UserEngine:
         prompts = [ask.prompt.tolist() for ask in workload.asks]
         gc.collect()
         synchronize(self._device)
+        if self._broadcasts is not None:
+            self._broadcasts.steps_s.clear()
         began_s = time.perf_counter()
         completions = self._engine.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - began_s
@@ -385,6 +431,7 @@ class UserEngine:
             served,
             seconds,
             cached_tokens=sum(completion.cached_tokens for completion in completions),
+            broadcasts_s=[] if self._broadcasts is None else list(self._broadcasts.steps_s),
             likeliest=[(completion.outputs[0].top_logprobs or [{}])[0] for completion in completions[:num_scored]],
         )
 

@@ -1,0 +1,172 @@
+"""Sums and broadcasts over ranks, each a process with a GPU of its own, by size and by way.
+
+    sum          by NCCL, and where the GPUs map each other's memory by torch's kernels: of one shot, and of two
+    broadcast    of a step's inputs, by NCCL
+
+On a GPU they are timed within graphs, as in a step: `_REPEATS` in each. On CPUs there is gloo, and the time is the host's.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from bench.harness import Recorder, Settings, WrongNumbers, now_us, synchronize
+from vmmkv.server.console import end
+from vmmkv.server.engine.collectives import SYMMETRIC_BYTES, Collectives
+from vmmkv.units import KIB, format_bytes
+
+_SUMS_BYTES: Final = tuple(4 * KIB << shift for shift in range(12))
+"""4 KiB to 8 MiB: a step of Llama-3.1-8B has 8 KiB for each token."""
+_BROADCAST_BYTES: Final = (256, 16 * KIB, 256 * KIB)
+"""About those of a decode step of one row, of one of 256, and of a prefill of 8,192 tokens."""
+_REPEATS: Final = 20
+_MEET_S: Final = 60.0
+
+
+class Way(NamedTuple):
+    """One way to do it."""
+
+    operation: str
+    system: str
+    size_bytes: int
+    launch: Callable[[torch.Tensor], object]
+
+
+def check(settings: Settings) -> None:
+    """Raises: ValueError where there are no two GPUs."""
+    if settings.on_gpu and torch.cuda.device_count() < 2:
+        raise ValueError("collectives needs two GPUs, and there is one; --device cpu runs it over processes")
+
+
+def run(recorder: Recorder) -> None:
+    """All ways by each number of ranks. Rank 0 is this process."""
+    settings = recorder.settings
+    for num_ranks in settings.tensor_parallel_sizes or (2,):
+        with recorder.guarded(f"{num_ranks} ranks"), _met(settings, num_ranks) as collectives:
+            for way, samples_us in _measured(collectives, settings.device, _num_samples(settings)):
+                workload = f"{num_ranks} ranks: {way.operation} of {way.size_bytes / KIB:g} KiB"
+                recorder.samples(workload, way.system, way.operation, "us", samples_us)
+
+
+def _num_samples(settings: Settings) -> int:
+    return 5 if settings.small else 50
+
+
+@contextmanager
+def _met(settings: Settings, num_ranks: int) -> Iterator[Collectives]:
+    """Rank 0, and processes of this module for the others, which measure the same."""
+    device = settings.device
+    with ExitStack() as undo:
+        path = Path(undo.enter_context(TemporaryDirectory(prefix="vmmkv-bench-"))) / "store"
+        for rank in range(1, num_ranks):
+            of_rank = f"cuda:{(device.index or 0) + rank}" if settings.on_gpu else "cpu"
+            arguments = [rank, num_ranks, path, of_rank, _num_samples(settings)]
+            undo.callback(_end, subprocess.Popen([sys.executable, "-m", __name__, *map(str, arguments)]))
+        yield _connected(undo, 0, num_ranks, path, device)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Let it end, as it does behind the last measurement, or have it."""
+    try:
+        process.wait(_MEET_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _connected(undo: ExitStack, rank: int, num_ranks: int, path: Path, device: torch.device) -> Collectives:
+    if device.type == "cuda":
+        undo.enter_context(torch.cuda.device(device))
+    collectives = Collectives(rank, num_ranks)
+    collectives.connect(FileStore(str(path), num_ranks), device, _MEET_S)
+    undo.callback(collectives.abort)
+    return collectives
+
+
+def _ways(collectives: Collectives, device: torch.device) -> Iterator[Way]:
+    """The same on all ranks, in order."""
+    library, symmetric = "NCCL" if device.type == "cuda" else "gloo", collectives.symmetric
+    for size_bytes in _SUMS_BYTES if device.type == "cuda" else _SUMS_BYTES[:3]:
+        yield Way("sum", library, size_bytes, collectives.sum_by_group)
+        if symmetric is not None and size_bytes <= SYMMETRIC_BYTES:
+            yield Way("sum", "symmetric memory, one shot", size_bytes, symmetric.one_shot)
+            yield Way("sum", "symmetric memory, two shots", size_bytes, symmetric.two_shot)
+    for size_bytes in _BROADCAST_BYTES:
+        yield Way("broadcast", library, size_bytes, collectives.broadcast)
+
+
+def _measured(collectives: Collectives, device: torch.device, num_samples: int) -> Iterator[tuple[Way, list[float]]]:
+    """Each way, checked and then timed, in us of one. Raises: WrongNumbers."""
+    for way in _ways(collectives, device):
+        _check(collectives, device, way)
+        tensor = torch.zeros(way.size_bytes // 2, dtype=torch.bfloat16, device=device)
+
+        def repeat(tensor: torch.Tensor = tensor, way: Way = way) -> None:
+            for _ in range(_REPEATS):
+                way.launch(tensor)
+
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                repeat()
+            yield way, [each / _REPEATS for each in _replayed_us(graph, num_samples)]
+            graph.reset()
+        else:
+            yield way, [each / _REPEATS for each in _called_us(repeat, num_samples)]
+
+
+def _check(collectives: Collectives, device: torch.device, way: Way) -> None:
+    """Small whole numbers: all ways have the same sum of them."""
+    count = way.size_bytes // 2
+    own = (torch.arange(count, device=device) % 61 + 3 * collectives.rank).to(torch.bfloat16)
+    ranks = range(collectives.num_ranks) if way.operation == "sum" else [0]
+    wanted = sum((torch.arange(count, device=device) % 61 + 3 * rank).to(torch.bfloat16) for rank in ranks)
+    for _ in range(3):  # kernels over one buffer, one behind the other
+        found = own.clone()
+        way.launch(found)
+        if not torch.equal(found, torch.as_tensor(wanted)):
+            raise WrongNumbers(f"{way.operation} by {way.system} of {format_bytes(way.size_bytes)} is not that of the ranks")
+
+
+def _replayed_us(graph: torch.cuda.CUDAGraph, num_samples: int) -> Iterator[float]:
+    for number in range(-2, num_samples):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        if number >= 0:
+            yield 1e3 * float(began.elapsed_time(ended))
+
+
+def _called_us(call: Callable[[], object], num_samples: int) -> Iterator[float]:
+    for _ in range(num_samples):
+        began_us = now_us()
+        call()
+        yield now_us() - began_us
+
+
+def main() -> None:
+    """Another rank: it measures too, and says nothing."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}")
+    for name, kind in (("rank", int), ("num_ranks", int), ("path", Path), ("device", torch.device), ("num_samples", int)):
+        parser.add_argument(name, type=kind)
+    given: Any = parser.parse_args()
+    with ExitStack() as undo:
+        collectives = _connected(undo, given.rank, given.num_ranks, given.path, given.device)
+        for _ in _measured(collectives, given.device, given.num_samples):
+            pass
+        synchronize(given.device)
+
+
+if __name__ == "__main__":
+    main()
+    end(0)  # not in the order in which Python forgets what NCCL waits for
