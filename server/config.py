@@ -219,10 +219,10 @@ class ServeConfig:
         if self.tensor_parallel_size > 1:
             if self.model_impl == "transformers":
                 raise ValueError("tensor_parallel_size is for vmmkv's own decoder: leave model_impl='transformers' out, or it")
-            if self.kv_holder or self.kv_host_budget_bytes or self.kv_disk or self.kv_store:
+            if self.kv_holder or self.kv_disk or self.kv_store:
                 raise ValueError(
-                    "kv_holder, kv_host_budget_bytes, kv_disk and kv_store keep the rows of one device: leave them out, or "
-                    "tensor_parallel_size"
+                    "kv_holder, kv_disk and kv_store keep the rows of one device: leave them out, or tensor_parallel_size; "
+                    "kv_host_budget_bytes works with it"
                 )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")

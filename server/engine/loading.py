@@ -105,6 +105,9 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
         if ranks is not None:
             ranks.connect(device)
+            for tier in tiers:
+                assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
+                ranks.have_host_memory(tier.address, tier.budget_bytes)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.pop_all()
         return loaded
@@ -183,6 +186,7 @@ def assemble(
         device=str(device),
         dtype=str(source.dtype).removeprefix("torch."),
         kv_cache_dtype=str(getattr(source.kv_dtype, "kind", source.kv_dtype)).removeprefix("torch."),
+        num_ranks=config.tensor_parallel_size,
         implementation=model.implementation,
         limits=Limits(
             model_tokens=max_tokens,

@@ -5,9 +5,9 @@
     rank r                                  worker ──────────> driver         worker ──> its part of the weights
 
 Two seams carry all that the others need. A driver's call that succeeded on rank 0 is repeated on every rank, at the same place
-of the same reservation. Rows have one size on all ranks, so page maps agree, whatever decided them. A forward pass is repeated
-with the inputs that rank 0's device has. Nothing is decided twice: clocks, fences, requests, grammars and random numbers are
-rank 0's alone, and so are the logits.
+of the same reservation, or of a host tier's memory. Rows have one size on all ranks, so page maps agree, whatever decided them.
+A forward pass is repeated with the inputs that rank 0's device has. Nothing is decided twice: clocks, fences, requests,
+grammars and random numbers are rank 0's alone, and so are the logits.
 
 Messages are int64 numbers, in one sequenced socket for each rank. A rank says that it is ready, answers `MEMORY`, and says why
 it ends. A rank that fails ends the engine. All waits are bounded:
@@ -88,6 +88,8 @@ class Op(enum.IntEnum):
     ZERO = enum.auto()
     COPY = enum.auto()
     """Target, source, bytes."""
+    HOST = enum.auto()
+    """Address, bytes: of host memory that rank 0 has for copies from and to its device."""
     LIMITS = enum.auto()
     """A slot and its limit, for each."""
     FENCE = enum.auto()
@@ -232,6 +234,14 @@ class Ranks:
                     peer.channel.send(data)
             except OSError as error:
                 self._give_up(error)
+
+    def have_host_memory(self, address: int, size_bytes: int) -> None:
+        """Have each other rank take as much host memory as rank 0 has there, for its part of what is copied from and to it.
+
+        Blocks until it is taken. Raises: RankFailed.
+        """
+        self.send(Op.HOST, address, size_bytes)
+        self.ask_memory()
 
     def ask_memory(self) -> list[MemoryInfo]:
         """The memory of each other rank; none after `close`. What was sent before has been done by then."""
@@ -429,7 +439,7 @@ class _RanksFence:
 class _MirroredDriver:
     """Rank 0's driver, whose calls the other ranks repeat once they have succeeded. See Driver.
 
-    Memory that other processes or tiers share has no mirror, and is refused.
+    Memory that other processes share has no mirror, and is refused.
     """
 
     def __init__(self, driver: Driver, ranks: Ranks) -> None:

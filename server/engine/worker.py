@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +33,7 @@ from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
 from vmmkv.server.engine.ranks import MESSAGE_BYTES, Op, inputs_of
 from vmmkv.server.engine.uploads import aligned_parts, packed_size
 from vmmkv.server.logs import configure_logging
+from vmmkv.tiers.tier import host_memory
 
 log = logging.getLogger("vmmkv.server.engine.worker")
 
@@ -106,6 +107,11 @@ class Worker:
         """Own address and size of each reservation, by rank 0's address."""
         self._beside: dict[int, torch.Tensor] = {}
         """Copies of rows that are in no reservation, by rank 0's address."""
+        self._host_memory: torch.Tensor | None = None
+        self._host_spans = range(0)
+        """Rank 0's addresses of the same."""
+        self._copies: Final[Sequence[torch.Stream]] = [driver.new_stream()]
+        """Of copies from and to the host, beside the model's work."""
         self._fences: deque[tuple[int, Fence]] = deque()
         self._num_fences = 0
         self._graphs: list[Any] = []
@@ -167,7 +173,18 @@ class Worker:
     def _zero(self, address: int, size_bytes: int) -> None:
         self.driver.zero(self._at(address), size_bytes)
 
+    def _host(self, address: int, size_bytes: int) -> None:
+        self._host_memory = host_memory(size_bytes, self.driver.device)
+        self._host_spans = range(address, address + size_bytes)
+
     def _copy(self, target: int, source: int, size_bytes: int) -> None:
+        if target in self._host_spans or source in self._host_spans:
+            self.driver.order(self._copies)
+            behind = self.driver.fence()  # the rows of steps that are under way
+            with self.driver.on(self._copies[0]):
+                behind.order()
+                self.driver.copy(self._at(target), self._at(source), size_bytes)
+            return
         if not self._is_reserved(target):
             self._beside[target] = torch.empty(size_bytes, dtype=torch.uint8, device=self.driver.device)
         self.driver.order()
@@ -180,10 +197,10 @@ class Worker:
 
     def _fence(self) -> None:
         self._num_fences += 1
-        self._fences.append((self._num_fences, self.driver.fence()))
+        self._fences.append((self._num_fences, self.driver.fence(self._copies)))
 
     def _passed(self, number: int) -> None:
-        """Wait for this rank's work before a fence. It has one stream, so a later fence passes behind the earlier ones."""
+        """Wait for this rank's work before a fence. All have the same streams, so a later one passes behind those before."""
         fence: Fence | None = None
         while self._fences and self._fences[0][0] <= number:
             _, fence = self._fences.popleft()
@@ -207,6 +224,8 @@ class Worker:
         for start, (own, size_bytes) in self._reserved.items():
             if start <= address < start + size_bytes:
                 return own + address - start
+        if self._host_memory is not None and address in self._host_spans:
+            return self._host_memory.data_ptr() + address - self._host_spans.start
         return self._beside[address].data_ptr()
 
     # forward passes

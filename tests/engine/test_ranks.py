@@ -18,10 +18,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tests.engine.conftest import tiny_model, wide_rows
 from tests.server.tiny import byte_tokenizer
 from tests.structured_output.grammars import SIZE, compiled
-from vmmkv import MIB, DriverError
+from vmmkv import MIB, BudgetError, DriverError
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import ranks, worker
+from vmmkv.server.engine import fetches, ranks, worker
 from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
 from vmmkv.server.engine.worker import Worker
 
@@ -166,6 +166,38 @@ def test_preempted_requests_have_the_tokens_of_one_rank(tmp_path: Path, threads:
             assert llm.snapshot is not None and llm.snapshot.preemptions
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+def test_prefixes_come_back_from_the_host_with_the_rows_of_all_ranks(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)  # computing is taken to be slow
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+    path = saved(wide_rows(vocab_size=258, max_position_embeddings=1024), tmp_path)
+    prompts = [[(seed + 7 * token) % 251 for token in range(400 + seed)] for seed in range(3)]
+    with LLM(path, **OPTIONS) as one:
+        expected = [output.outputs[0].token_ids for output in one.generate(prompts, GREEDY)]
+    options = OPTIONS | {"kv_budget_bytes": 12 * MIB, "kv_host_budget_bytes": 64 * MIB}  # the device has room for one
+    with LLM(path, tensor_parallel_size=2, **options) as llm:
+        for _ in range(2):
+            outputs = checked(llm, threads).generate(prompts, GREEDY)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert sum(output.cached_tokens_details.get("host", 0) for output in outputs) > 300
+        (tier,) = llm._open().memory._config.tiers  # type: ignore[attr-defined]
+        (other,) = threads.workers
+        assert other._host_memory is not None and len(other._host_memory) == tier.budget_bytes
+        assert other._host_memory.count_nonzero() > 0
+        assert not torch.equal(other._host_memory, tier._memory), "each has its own heads"
+
+
+def test_host_memory_that_a_rank_does_not_get_ends_the_start(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "host_memory", Mock(side_effect=BudgetError("64 MiB cannot be had")))
+    monkeypatch.setattr(ranks, "_LAST_WORDS_S", 0.2)
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with pytest.raises(RankFailed, match="rank 1: BudgetError: 64 MiB cannot be had"):
+        LLM(path, tensor_parallel_size=2, kv_host_budget_bytes=64 * MIB, **OPTIONS)
 
 
 def test_an_answer_by_a_grammar_has_the_tokens_of_one_rank(tmp_path: Path, threads: Threads) -> None:
@@ -346,7 +378,7 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, smollm2
     [
         ({"tensor_parallel_size": 0}, "at least 1 device"),
         ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "vmmkv's own decoder"),
-        ({"tensor_parallel_size": 2, "kv_host_budget_bytes": 64 * MIB}, "keep the rows of one device"),
+        ({"tensor_parallel_size": 2, "kv_holder": "/tmp/holder"}, "keep the rows of one device.* kv_host_budget_bytes works"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ class HostTier:
             first = self._memory.data_ptr()
             self._free = [*range(first, first + self.budget_bytes, RECORD_BYTES)][::-1]
 
+    @property
+    def address(self) -> int:
+        """Where its memory begins; 0 before it is opened."""
+        return 0 if self._memory is None else self._memory.data_ptr()
+
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
         with self._lock:
