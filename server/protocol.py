@@ -109,6 +109,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """Of the weights."""
     kv_cache_dtype: str
     """The same, or what K and V are quantised to."""
+    num_ranks: int = 1
+    """Devices that share the model."""
     implementation: str
     """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
     limits: Limits

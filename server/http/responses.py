@@ -283,7 +283,7 @@ class ServerInfo(BaseModel):
                     "cache_dtype": ready.kv_cache_dtype,
                 },
                 "scheduler_config": {"max_num_seqs": limits.max_sequences},
-                "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
+                "parallel_config": {"tensor_parallel_size": ready.num_ranks, "data_parallel_size": 1},
                 "device_config": {"device": ready.device},
             },
             system_env={"vmmkv_version": __version__},

@@ -60,6 +60,7 @@ READY = Ready(
     device="fake",
     dtype="float32",
     kv_cache_dtype="int8",
+    num_ranks=2,
     implementation="vmmkv",
     limits=Limits(model_tokens=256, pool_tokens=1024, budget_bytes=1 << 26, max_sequences=4, vocabulary_size=258),
 )

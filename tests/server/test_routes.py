@@ -149,6 +149,7 @@ class TestRendering:
         told = server.http.get("/server_info").json()
         assert told["vllm_config"]["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64, "cache_dtype": "int8"}
         assert told["vllm_config"]["model_config"] == {"model": "tiny", "max_model_len": 256, "dtype": "float32"}
+        assert told["vllm_config"]["parallel_config"] == {"tensor_parallel_size": 2, "data_parallel_size": 1}
         assert told["system_env"] == {"vmmkv_version": vmmkv.__version__}
 
     def test_a_router_finds_where_events_are_published_and_nothing_if_they_are_not(self, server: Running) -> None:
