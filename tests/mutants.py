@@ -400,8 +400,8 @@ MUTANTS = (
     Mutant(
         "a load that is later than computing is waited for",
         "server/engine/fetches.py",
-        "if wait.fetch.done or now_s > wait.began_s",
-        "if wait.fetch.done or 0 > wait.began_s",
+        "if wait.fetch.done or self._is_late(wait, now_s)]",
+        "if wait.fetch.done]",
         (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
     ),
     Mutant(

@@ -2,6 +2,10 @@
 
     waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 
+Fetches end in the order in which they began, as prompts that are computed would. So each is compared with computing its own
+tokens alone, and is late when it takes longer than that as the oldest. Few are under way at once: they fill the link already,
+and what they have loaded is attached before room is made for more.
+
 The bandwidth of each tier and the rate of prefill are measured while the engine runs. Each time that a fetch is declined the
 estimate of the bandwidth rises a little, so that now and then a fetch measures it again.
 """
@@ -18,6 +22,9 @@ from vmmkv.server.engine.request import Request
 
 LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a fetch takes a step at least."""
+
+_MOST_AT_ONCE: Final = 8
+"""Fetches under way. While there are so many no request is admitted: loading is faster than computing those before it."""
 
 _MOST_FETCHES: Final = 2
 """For one request: a second fetch goes on where the first, which began for another request, ended."""
@@ -85,23 +92,28 @@ class Fetches:
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes a second of each tier, by its name."""
         self._began_s: dict[Fetch, float] = {}
-        """When each fetch that is under way began."""
+        """When each fetch that is under way began, or became the oldest. The oldest is first."""
 
     def num_slots(self, priority: float) -> int:
         """Slots that are reserved for requests of this priority or a more urgent one."""
         return sum(request.num_slots for request in self.waiting if request.ask.priority <= priority)
 
-    def start(self, request: Request) -> bool:
+    def are_enough(self, priority: float) -> bool:
+        """Are as many fetches under way as may be, for requests of this priority or a more urgent one?"""
+        fetches = {wait.fetch for request, wait in self.waiting.items() if request.ask.priority <= priority}
+        return len(fetches) >= _MOST_AT_ONCE
+
+    def start(self, request: Request, spare_pages: int) -> bool:
         """Start to load what tiers have of a request, if that is worth it; if so the request waits from now on.
 
-        A request for which it is not worth it is not asked about again before it has run.
+        `spare_pages` stay free or evictable. A request for which it is not worth it is not asked about again before it has run.
         Cost: see PrefixCache.fetch. Raises: DriverError.
         """
         if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
             return False
         tokens, namespace = request.attachable, request.namespace
         worth = partial(self._is_worth, request)
-        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, worth=worth)
+        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, spare_pages=spare_pages, worth=worth)
         if fetch is None:
             return False
         request.num_fetches += 1
@@ -111,9 +123,8 @@ class Fetches:
         return True
 
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:
-        """Will a fetch, behind those that are under way, be done before its tokens could be computed?"""
-        wanted = sum((each.bytes_by_tier for each in {*self._began_s, fetch}), Counter[str]())
-        loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in wanted.items())
+        """Will a fetch take less time than its tokens would take to compute?"""
+        loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items())
         if loading_s < self._computing_s(fetch, len(request.attachable)):
             return True
         for tier in fetch.bytes_by_tier:
@@ -132,39 +143,47 @@ class Fetches:
     def ended(self) -> list[Request]:
         """The requests that wait no longer: their fetch is done, or computing would be."""
         now_s = time.perf_counter()
-        over = [
-            request
-            for request, wait in self.waiting.items()
-            if wait.fetch.done or now_s > wait.began_s + self._computing_s(wait.fetch, wait.num_tokens)
-        ]
+        over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
         for request in over:
             wait = self.waiting[request]
-            fetch = wait.fetch
-            began_s = self._began_s.pop(fetch, None)
-            if began_s is not None and fetch.size_bytes:
-                self._measure(fetch, began_s, now_s)
-            if fetch.done:
-                request.fetched.append(fetch)
+            if wait.fetch.done:
+                request.fetched.append(wait.fetch)
+                self.leave(request, "done" if wait.fetch.size_bytes else wait.unless_loaded)
             else:
                 request.num_fetches = _MOST_FETCHES
-            self.leave(request, "late" if not fetch.done else "done" if fetch.size_bytes else wait.unless_loaded)
+                self.leave(request, "late")
         return over
 
-    def _measure(self, fetch: Fetch, began_s: float, now_s: float) -> None:
-        """A fetch is done or late: take its slowest tier to have had all of the time."""
-        tier, size_bytes = max(fetch.bytes_by_tier.items(), key=lambda each: each[1] / self._loads[each[0]].per_s)
-        came_bytes = fetch.loaded_bytes[tier] if fetch.done else size_bytes / 2  # of a late one half at most
-        if came_bytes:
-            self._loads[tier].add(came_bytes, began_s, now_s)
+    def _is_late(self, wait: _Wait, now_s: float) -> bool:
+        """Has a wait for the oldest fetch taken longer than computing?"""
+        oldest, began_s = next(iter(self._began_s.items()), (None, 0.0))
+        return wait.fetch is oldest and now_s > max(began_s, wait.began_s) + self._computing_s(wait.fetch, wait.num_tokens)
 
     def leave(self, request: Request, how: str = "given_up") -> None:
-        """A request waits no longer."""
-        wait = self.waiting.pop(request)
-        wait.fetch.give_up()
-        if not wait.fetch.waiting:
-            self._began_s.pop(wait.fetch, None)
+        """A request waits no longer. If its fetch was given up, it may fetch again."""
+        wait, now_s = self.waiting.pop(request), time.perf_counter()
+        fetch, came_bytes = wait.fetch, wait.fetch.loaded_bytes
+        if how == "late":
+            came_bytes = Counter({tier: size_bytes // 2 for tier, size_bytes in fetch.bytes_by_tier.items()})  # at most
+        elif how == "given_up":
+            came_bytes = Counter()
+            request.num_fetches -= 1
+        fetch.give_up()
+        if fetch.done:
+            self._forget(fetch, came_bytes, fetch.ended_s if how == "done" else now_s)
         self.counts[how] += 1
-        self.waited_s += time.perf_counter() - wait.began_s
+        self.waited_s += now_s - wait.began_s
+
+    def _forget(self, fetch: Fetch, came_bytes: Counter[str], ended_s: float) -> None:
+        """A fetch is under way no longer. Take its slowest tier to have had all of the time."""
+        was_oldest = fetch is next(iter(self._began_s), None)
+        began_s = self._began_s.pop(fetch, None)
+        if was_oldest and self._began_s:
+            self._began_s[next(iter(self._began_s))] = ended_s
+        if began_s is None or not came_bytes:
+            return
+        tier = max(came_bytes, key=lambda each: came_bytes[each] / self._loads[each].per_s)
+        self._loads[tier].add(came_bytes[tier], began_s, ended_s)
 
     def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """Measure the rate of prefill by a step that computed so many prompt tokens."""

@@ -21,6 +21,7 @@ from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, St
 from vmmkv.server.engine.sampler import Sampler
 from vmmkv.server.protocol import RECOMPUTED
 from vmmkv.server.sampling_params import KV_POLICY_REACH
+from vmmkv.units import ceil_div
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ _MIN_ADMITTED: Final = 8
 _MAX_ADMITTED: Final = 16
 """Requests admitted for one step while the device waits for it, and at most. To open one by aliases of a long prefix takes the
 driver some 0.7 ms. A step costs the host as much again, and all requests of a step get their first tokens at its end."""
+
+_SPARE_TOKENS: Final = 64
+"""More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
 
 _MAX_COMPARED: Final = 32
 """Waiting requests among which the one with the longest cached prefix is chosen."""
@@ -334,6 +338,8 @@ class Scheduler:
             request = queue.next()
             if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
                 return
+            if self.fetches.are_enough(request.ask.priority):
+                return
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
             if request.num_slots <= num_slots and self._fetch(request):
@@ -356,8 +362,9 @@ class Scheduler:
 
     def _fetch(self, request: Request) -> bool:
         """Move a waiting request to those that wait for tiers, if tiers have enough of its prompt. Raises: CannotRun."""
+        spare_bytes = len(self.running) * _SPARE_TOKENS * self._cache.layout.row_bytes
         try:
-            is_fetched = self.fetches.start(request)
+            is_fetched = self.fetches.start(request, spare_pages=ceil_div(spare_bytes, PAGE_BYTES))
         except Exception as error:
             raise CannotRun(request, error, "this request could not begin") from error
         if is_fetched:
@@ -371,12 +378,13 @@ class Scheduler:
             self._num_refused = 0
         return bool(requests)
 
-    def _give_up_fetches(self, priority: float = -math.inf) -> bool:
-        """Free the slots and the memory of requests that wait for tiers and are less urgent than this; are there any?"""
-        requests = [request for request in self.fetches.waiting if request.ask.priority > priority]
-        for request in requests:
-            self.fetches.leave(request)
-        return self._resume(requests)
+    def _give_up_fetch(self, priority: float = -math.inf) -> bool:
+        """Free slots and memory of the newest request that waits for tiers and is less urgent than this; is there one?"""
+        newest = next((request for request in reversed(self.fetches.waiting) if request.ask.priority > priority), None)
+        if newest is None:
+            return False
+        self.fetches.leave(newest)
+        return self._resume([newest])
 
     def _queue(self) -> "_Queue":
         """The waiting requests in the order of admission, as of now."""
@@ -480,7 +488,7 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages as error:
-                if self._drain() or self.slide_windows() or self._give_up_fetches():
+                if self._drain() or self.slide_windows() or self._give_up_fetch():
                     if not request.is_running:
                         return False
                     continue
@@ -523,12 +531,12 @@ class Scheduler:
         return next(running for running in reversed(self.running) if running.ask.priority == lowest)
 
     def _preempt_for(self, request: Request) -> bool:
-        """Make room for a waiting request: give up the fetches of less urgent ones, read the steps in flight, slide windows, or
+        """Make room for a waiting request: give up the fetch of a less urgent one, read the steps in flight, slide windows, or
         else preempt a less urgent request.
 
         False if no running request is less urgent, or all of them together hold too little.
         """
-        if self._give_up_fetches(request.ask.priority):
+        if self._give_up_fetch(request.ask.priority):
             return True
         if not self.running or self._priorities[-1] <= request.ask.priority or not self._could_fit(request):
             return False

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -311,19 +311,19 @@ def test_a_request_that_comes_waits_for_no_store(harness: MakeHarness, monkeypat
 
 
 def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: MakeHarness, slow: FaultyTier) -> None:
-    one = serving(harness, slow, budget_pages=12)
+    one = serving(harness, slow, budget_pages=13)
     tokens = stored(one, PROMPT)
-    one.ask("running", prompt_of(300, 9), 60)
+    one.ask("running", prompt_of(300, 9), 120)
     one.step(2)
     one.ask("known", PROMPT)
     one.step(2)
     assert ended(one) == {} and slow.lent
-    one.step(40)  # it needs a sixth page
+    one.step(100)  # it needs a seventh page
     assert ended(one)["given_up"] and one.engine._scheduler.num_preempted == 0
     slow.hurry()
     slow.faults.clear()
     one.run()
-    assert one.tokens("running") == one.expected(prompt_of(300, 9), 60)
+    assert one.tokens("running") == one.expected(prompt_of(300, 9), 120)
     assert one.tokens("known") == tokens
 
 
@@ -466,6 +466,69 @@ class FakeFetch(Fetch):
 
     def __init__(self, bytes_by_tier: Counter[str]) -> None:
         self.bytes_by_tier, self.num_tokens, self.known_tokens = bytes_by_tier, 100, 50
+        self.done, self.ended_s, self.loaded_bytes, self.waiting = False, float("inf"), Counter[str](), 1
+
+    def end(self, ended_s: float) -> None:
+        self.done, self.ended_s, self.loaded_bytes = True, ended_s, self.bytes_by_tier
+
+    def give_up(self) -> None:
+        self.waiting -= 1
+        self.done = self.done or not self.waiting
+
+
+class FakePrefix:
+    """Has a fetch for each prompt."""
+
+    def __init__(self, *fetches: FakeFetch) -> None:
+        self._fetches = [*fetches]
+
+    def fetch(self, tokens: object, **options: object) -> FakeFetch:
+        return self._fetches.pop(0)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetches, list[Request], list[float]]:
+    """Requests that wait for these, of which each could be computed in 0.5 s, and the time, which is 0 s."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    one = Fetches(cast(Any, FakePrefix(*fetches)))
+    one._prefill.add(100, 0.0, 1.0)
+    params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
+    requests = [Request(each, frozenset()) for each in params]
+    assert all(one.start(request, spare_pages=0) for request in requests)
+    return one, requests, now_s
+
+
+def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = FakeFetch(Counter(host=1000))
+    one, requests, now_s = started(monkeypatch, fetch)
+    fetch.end(0.1)
+    now_s[0] = 3.0
+    assert one.ended() == requests and one.counts == {"done": 1}
+    assert one._loads["host"].per_s == pytest.approx(10_000)
+
+
+def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches = [FakeFetch(Counter(host=1000)) for _ in range(3)]
+    one, requests, now_s = started(monkeypatch, *fetches)
+    now_s[0] = 0.4
+    fetches[0].end(0.4)
+    assert one.ended() == requests[:1]
+    now_s[0] = 0.8
+    assert not one.ended(), "the second one is the oldest since 0.4 s"
+    now_s[0] = 1.0
+    assert one.ended() == requests[1:2] and one.counts == {"done": 1, "late": 1}
+    now_s[0] = 1.4
+    assert not one.ended()
+    fetches[2].end(1.45)
+    assert one.ended() == requests[2:]
+    assert not one.waiting and not one._began_s
+
+
+def test_requests_behind_many_fetches_wait_but_for_more_urgent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)))
+    assert one.are_enough(0) and not one.are_enough(-1)
+    one.leave(requests[3])
+    assert not one.are_enough(0) and requests[3].num_fetches == 0 and requests[4].num_fetches == 1
 
 
 def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
@@ -485,8 +548,6 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     assert one.counts == {"declined": declined}
     fetch.bytes_by_tier.clear()
     assert one._is_worth(request, fetch)
-    one._began_s[FakeFetch(Counter(disk=2000))] = 0.0
-    assert not one._is_worth(request, fetch), "it comes behind one that takes as long"
 
 
 def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(

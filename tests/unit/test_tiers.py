@@ -311,6 +311,14 @@ def test_a_fetch_that_is_not_worth_it_does_not_start(cache, host, pool):
     assert pool.stats().held_bytes == 0
 
 
+def test_a_fetch_leaves_memory_for_sequences_that_run(cache, host, pool):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    pool.resize(8 * PAGE_BYTES)
+    assert prefix.fetch(PROMPT, spare_pages=3) is None
+    assert prefix.fetch(PROMPT, spare_pages=2).num_tokens == 96
+
+
 def test_one_load_serves_all_that_wait_for_it(cache, host):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)

@@ -100,11 +100,14 @@ class Fetch:
         known: int,
         num_tokens: int,
         least_tokens: int,
+        spare_pages: int,
         worth: "Callable[[Fetch], bool] | None",
     ) -> None:
         self.num_tokens = num_tokens
         """Tokens that `attach` finds when it is done; an upper bound until then."""
         self.done = False
+        self.ended_s = math.inf
+        """When it was done, of time.perf_counter: nothing looks at once."""
         self.bytes_by_tier: Counter[str] = Counter()
         """Bytes of its records by the name of the tier that has them. Empty until that is found, and for a fetch of none."""
         self.loaded_bytes: Counter[str] = Counter()
@@ -114,6 +117,7 @@ class Fetch:
         self._transfers = transfers
         self._chain = chain
         self._least_tokens = least_tokens
+        self._spare_pages = spare_pages
         self._worth = worth
         self._finding: Generator[bool, None, Fetch | None] | None = transfers.find(self)
         """Finds what tiers have; None when that is done."""
@@ -228,6 +232,7 @@ class Transfers:
         tokens: npt.NDArray[np.int32],
         known: int,
         least_tokens: int,
+        spare_pages: int,
         worth: Callable[[Fetch], bool] | None,
     ) -> Fetch | None:
         """Load what is needed to attach `least_tokens` more than are `known`. See PrefixCache.fetch."""
@@ -236,7 +241,9 @@ class Transfers:
         if num_tokens - known < least_tokens:
             return None
         chain = self.keys.of(namespace, tokens)
-        fetch = Fetch(self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, worth=worth)
+        fetch = Fetch(
+            self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, spare_pages=spare_pages, worth=worth
+        )
         self._fetches[fetch] = None
         found = self._go_on(fetch, iter([True] * (_PIECES_AT_ONCE - 1) + [False]).__next__)
         if found is not None and found is not fetch:
@@ -425,13 +432,15 @@ class Transfers:
 
     def _take(self, fetch: Fetch, places: list[tuple[int, range]]) -> bool:
         """Take an extent for each place of a fetch. False if there is no room."""
-        counts = Counter(len(pages) for _, pages in places)
+        counts, pool = Counter(len(pages) for _, pages in places), self.cache.pool
+        if pool.spare_pages + pool.kept_pages < sum(len(pages) for _, pages in places) + fetch._spare_pages:
+            return False
         try:
             try:
-                extents = self.cache.pool.acquire_mixed(counts, wait=False)
+                extents = pool.acquire_mixed(counts, wait=False)
             except OutOfPages:
                 self.cache.collect()  # what the tree can give may be mapped still for a sequence that has ended
-                extents = self.cache.pool.acquire_mixed(counts, wait=False)
+                extents = pool.acquire_mixed(counts, wait=False)
         except OutOfPages:
             return False
         for index, pages in places:
@@ -533,7 +542,7 @@ class Transfers:
         if fetch._node is not None:
             index.tree.unlock(fetch._node)
         fetch._parts, fetch._node, fetch._worth, fetch._finding = [], None, None, None
-        fetch.num_tokens, fetch.done = max(num_tokens, fetch.known_tokens), True
+        fetch.num_tokens, fetch.done, fetch.ended_s = max(num_tokens, fetch.known_tokens), True, time.perf_counter()
         del self._fetches[fetch]
 
     # storing
