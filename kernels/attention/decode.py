@@ -606,8 +606,8 @@ def decode(
     of a block are loaded by TMA, and rows that are not the sequence's are masked: its last tile then rounds otherwise.
 
     With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
-    they must be mapped and finite. `lse_BH` receives log2(sum(exp(score))) over the scaled and capped scores, -inf where there
-    are no rows. By it the output merges with that of other rows.
+    they must be mapped and finite, payloads of fp8 as well. `lse_BH` receives log2(sum(exp(score))) over the scaled and capped
+    scores, -inf where there are no rows. By it the output merges with that of other rows.
 
     - q_BHD: fp16, bf16 or fp32.
     - k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of q's dtype, or quantised (see quantise.py).

@@ -26,6 +26,8 @@ LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": B
 NAN = float("nan")
 POISON = 0xFF
 """NaN in every float type, scales and fp8 payloads among them, and a payload that is rarely written."""
+FINITE_POISON = 0x77
+"""A finite number in every type, large in all but int4: for rows that may be touched, though they are not read."""
 NO_BLOCK = 2**31 - 1
 """A table entry that must not be read."""
 SPARE_BLOCKS = 3

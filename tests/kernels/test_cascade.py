@@ -10,12 +10,12 @@ import torch
 
 from tests.kernels.cases import (
     DEVICE,
+    FINITE_POISON,
     FORMATS,
     FP16,
     FP32,
     NAN,
     NO_BLOCK,
-    POISON,
     SMALL,
     Case,
     assert_close,
@@ -101,7 +101,7 @@ def share(
     for start, group, leader in zip(starts, groups, leaders, strict=False):
         for slot in slots[start : start + group.count]:
             if slot != leader and "kind" in shape:
-                case.memory.bytes_STE[slot, : group.rows] = POISON
+                case.memory.bytes_STE[slot, : group.rows] = FINITE_POISON
             elif slot != leader:
                 case.memory.k[slot, : group.rows] = poison
                 case.memory.v[slot, : group.rows] = poison
