@@ -1,6 +1,6 @@
 """The engine over quantised K and V, in memory for K and V that is the same for each type.
 
-quantised   the requests of mixed, for which the memory of exact K and V is nearly enough; and four times as many at once
+quantised   the requests of mixed, for which the memory of exact K and V is nearly enough; and twice as many at once
 
 Bounds are those of K and V in bfloat16.
 """
@@ -18,7 +18,7 @@ from vmmkv.units import GIB
 
 _BUDGET_BYTES: Final = 24 * GIB
 """On a GPU: 233 of the requests of mixed at full length, in Llama-3.1-8B's bfloat16."""
-_TIMES: Final = 4
+_TIMES: Final = 2
 """So many more requests at once than mixed has."""
 
 
