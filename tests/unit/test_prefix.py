@@ -116,14 +116,30 @@ def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix
     assert_reads(attached.sequence, 40)
 
 
-@pytest.mark.parametrize(("num_past", "method"), [(256, AttachMethod.ADOPT), (257, AttachMethod.ALIAS)])
-def test_adopting_loses_at_most_sixteen_pages_of_another_prompt(pool, long_prefix, num_past, method):
-    pool.resize(64 * PAGE_BYTES)
-    prompt = list(range(20 + num_past))
+@pytest.mark.parametrize(
+    ("num_shared", "num_past", "method"),
+    [
+        (256, 256, AttachMethod.ADOPT),
+        (257, 257, AttachMethod.ALIAS),  # over 16 pages
+        (20, 20, AttachMethod.ADOPT),
+        (20, 21, AttachMethod.ALIAS),
+    ],
+)
+def test_adopting_loses_at_most_sixteen_pages_of_another_prompt_and_no_more_than_it_gains(
+    pool, long_prefix, num_shared, num_past, method
+):
+    pool.resize(128 * PAGE_BYTES)
+    prompt = list(range(num_shared + num_past))
     park(long_prefix, prompt)
-    attached = long_prefix.attach([*prompt[:20], 0])
-    assert (attached.method, attached.num_tokens) == (method, 20)
-    assert long_prefix.match([*prompt, 0]) == (20 if method is AttachMethod.ADOPT else 20 + num_past)
+    attached = long_prefix.attach([*prompt[:num_shared], 0])
+    assert (attached.method, attached.num_tokens) == (method, num_shared)
+    assert long_prefix.match([*prompt, 0]) == (num_shared if method is AttachMethod.ADOPT else num_shared + num_past)
+
+
+def test_new_conversations_with_one_system_prompt_do_not_overwrite_each_other(prefix):
+    for token in range(3):
+        park(prefix, [*PROMPT[:10], *[token] * 20])
+    assert [prefix.match([*PROMPT[:10], *[token] * 21]) for token in range(3)] == [30] * 3
 
 
 def test_of_many_slots_with_the_prompt_some_are_looked_at_in_turn(prefix, monkeypatch):
