@@ -458,7 +458,14 @@ class GenerationRequest(_SamplingFields):
         return self.stream_options or StreamOptions()
 
 
-_NEUTRAL: Final[Unserved] = {"skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "store": (False,)}
+_NEUTRAL: Final[Unserved] = {
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "store": (False,),
+    # vllm-router writes these into the bodies that it has read, with its defaults.
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+}
 """Of completions and chat completions alike."""
 
 
@@ -515,6 +522,9 @@ class ChatRequest(GenerationRequest):
         **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
         "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
+        # vllm-router writes these too; there is no reasoning parser here.
+        "continue_final_message": (False,),
+        **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
         **_NEUTRAL,
     }
     prompt_param = "messages"
