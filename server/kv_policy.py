@@ -51,9 +51,9 @@ class Eviction:
         for option in options:
             if option not in names:
                 remedy = did_you_mean(str(option), names) or f"it has {', '.join(names)}"
-                raise ValueError(f"is a {name}, which has no option {option}; {remedy}")
+                raise ValueError(f"is of type {name}, which has no option {option}; {remedy}")
         if missing := [each for each, field in own.items() if field.default is MISSING and each not in options]:
-            raise ValueError(f"is a {name}, which needs {' and '.join(missing)}: numbers of rows")
+            raise ValueError(f"is of type {name}, which needs {' and '.join(missing)}: numbers of rows")
         try:
             numbers = {option: whole(option, value) for option, value in options.items()}
             if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
@@ -62,7 +62,7 @@ class Eviction:
                 raise ValueError(f"every={every}: at least 1")
             policy = policy_type(**options)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"is a {name} that cannot be: {error}") from error
+            raise ValueError(f"is of type {name}: {error}") from error
         if every is None and policy_type is not SnapKV:
             every = max(_LEAST_EVERY, policy.budget // _MARGIN)
         return cls(policy=policy, every=every, share_prompt=share_prompt)

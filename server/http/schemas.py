@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vmmkv.errors import did_you_mean
+from vmmkv.server.kv_policy import KVPolicyLike
 from vmmkv.server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_INDEX, Interval, InvalidParam, SamplingParams
 from vmmkv.server.structured_output.schema import (
     MAX_SOURCE_CHARS,
@@ -122,6 +123,12 @@ def _as_prompts(value: Any) -> list[Prompt]:
 
 def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _as_policy(value: Any) -> Any:
+    if not isinstance(value, dict | str):
+        raise refusal("", 'it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}')
+    return value
 
 
 def _as_stops(value: Any) -> Any:
@@ -295,7 +302,7 @@ class StreamOptions(WireRequest):
 _PARAMS: Final = SamplingParams.__dataclass_fields__
 _STATED_OTHERWISE: Final = frozenset(["max_tokens", "logprobs", "prompt_logprobs", "beam_width", "structured_outputs"])
 """Sampling parameters that follow from other fields of a request, see `GenerationRequest.params`."""
-_OF_OTHER_FORM: Final = frozenset(["n", "stop", "stop_token_ids", "logit_bias"])
+_OF_OTHER_FORM: Final = frozenset(["n", "stop", "stop_token_ids", "logit_bias", "kv_policy"])
 """Sampling parameters that have another form in JSON, or closer limits."""
 _NEVER_NULL: Final = frozenset(["ignore_eos", "length_penalty"])
 _OPENAI_MOST: Final = {"temperature": 2.0}
@@ -343,6 +350,8 @@ class GenerationRequest(_SamplingFields):
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_as_biases)] | None = None
     """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
+    kv_policy: Annotated[KVPolicyLike, BeforeValidator(_as_policy)] | None = None
+    """Which rows of its KV cache the request keeps."""
     response_format: ResponseFormat | None = None
     """JSON, of a schema or any object. OpenAI has it for chats alone, vLLM for completions too."""
 

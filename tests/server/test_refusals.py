@@ -169,6 +169,17 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
         assert server.complete(prompt=[1] * 60, max_tokens=4).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (17, 'Invalid kv_policy: it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}.'),
+        ({"type": "snapkv", "budget": 16}, "Invalid kv_policy: it is of type snapkv: window=32: at most the budget, 16."),
+    ],
+)
+def test_a_policy_of_another_form_is_refused(server: Running, policy: Any, reason: str) -> None:
+    assert server.refuses(COMPLETIONS, prompt="a", kv_policy=policy)["message"] == reason
+
+
 def test_a_policy_that_cannot_work_here_is_refused() -> None:
     policy = {"type": "tova", "budget": 20, "every": 5}
     with running_server(ready=ready_with(kv_policy_refusal="is not for this model", pool_tokens=64)) as server:
