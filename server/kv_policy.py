@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from vmmkv.arguments import whole
 from vmmkv.errors import did_you_mean
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
+from vmmkv.eviction import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM
 
 KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 """A policy as an object, as its JSON, or in short."""
@@ -19,8 +19,6 @@ _TYPES: Final = {"streaming_llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "t
 _NONE: Final = "none"
 _MAX_ROWS: Final = 2**31
 _LEAST_EVERY: Final = 128
-_MARGIN: Final = 8
-"""A compaction copies what it keeps: it comes when there are this part of the budget more, if a request does not say when."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ class Eviction:
         except (TypeError, ValueError) as error:
             raise ValueError(f"is of type {name}: {error}") from error
         if every is None and policy_type is not SnapKV:
-            every = max(_LEAST_EVERY, policy.budget // _MARGIN)
+            every = max(_LEAST_EVERY, policy.budget // MARGIN)
         return cls(policy=policy, every=every, share_prompt=share_prompt)
 
     @property

@@ -180,10 +180,7 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
     if any(group.window is not None for group in groups):
         return "is for full attention, and this model has sliding windows, which give memory back by themselves"
     if any(plane.name not in ("k", "v") or not plane.dtype.itemsize > 1 for group in groups for plane in group.planes):
-        return (
-            "is for keys and values that are kept as they are (kv_cache_dtype='auto'), and these are quantised: keys that move "
-            "would be rounded anew by each compaction"
-        )
+        return "is for keys that are not quantised (kv_cache_dtype='auto'), which each compaction would round anew as they move"
     if model.keys is None:
         return (
             "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "

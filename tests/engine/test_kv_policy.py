@@ -216,7 +216,7 @@ def test_a_default_is_for_requests_that_name_none(harness: MakeHarness) -> None:
 def test_models_whose_rows_cannot_be_dropped_refuse_it(harness: MakeHarness) -> None:
     for one, reason in (
         (harness(windowed(), ours=True), "is for full attention, and this model has sliding windows"),
-        (harness(ours=True, kv_kind="fp8"), "is for keys and values that are kept as they are (kv_cache_dtype='auto')"),
+        (harness(ours=True, kv_kind="fp8"), "is for keys that are not quantised (kv_cache_dtype='auto')"),
         (harness(), "needs a model whose rotary positions vmmkv knows"),
     ):
         one.ask("a", prompt_of(5), kv_policy=STREAM)

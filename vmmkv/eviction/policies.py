@@ -6,12 +6,16 @@ Legend: T rows of the sequence, in order; K kv heads, D head dim, R = D / 2 angl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from vmmkv.arguments import whole
 
 if TYPE_CHECKING:
     import torch  # where a policy is only named, as on the command line, it is not needed
+
+
+MARGIN: Final = 8
+"""A compaction copies what it keeps. So rows are dropped again when there are this part of the budget more."""
 
 
 class KVPolicy(Protocol):

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vmmkv.eviction import KVPolicy
-
-_MARGIN: Final = 8
-"""Steps of one token drop rows when there are this part of the budget more. A compaction copies what it keeps."""
+from vmmkv.eviction import MARGIN, KVPolicy
 
 _WAITING_QUERIES: Final = 64
 """Of policies that count all queries, so many are scored together while no rows are to be dropped."""
@@ -87,7 +84,7 @@ class Eviction:
     def is_due(self, num_rows: int, num_new: int) -> bool:
         """Are rows to be dropped after a pass of `num_new` tokens?"""
         budget = self.policy.budget
-        return num_rows > (budget if num_new > 1 else budget + budget // _MARGIN)
+        return num_rows > (budget if num_new > 1 else budget + budget // MARGIN)
 
     def choose(self, keys: Mapping[int, Tensor], parents: Seq[int]) -> list[npt.NDArray[np.int64]]:
         """For each sequence the rows to keep. `keys` are [B, K, T, D] by layer; row i of the batch is of sequence `parents[i]`.
