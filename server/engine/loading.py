@@ -256,8 +256,7 @@ class ModelSource:
                     raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
                 log.info("this model runs by transformers' own code: %s", error)
             else:
-                reduce = None if collectives is None else collectives.sum
-                self._decoder = Decoder(shard.own, weights, reduce=reduce)
+                self._decoder = Decoder(shard.own, weights, ranks=collectives)
                 return
         transformers.utils.logging.disable_progress_bar()
         if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, param_bytes
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, param_bytes
 from vmmkv.server.engine.models.shard import Shard
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
@@ -136,6 +137,32 @@ def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options
         wanted_BE, hidden_BE = theirs(ids_N, counts, last_B), ours(ids_N, counts, last_B)
         torch.testing.assert_close(hidden_BE, wanted_BE, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(by_kernels.logits(hidden_BE), by_torch.logits(wanted_BE), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on GPUs tests/gpu/test_ranks_cuda.py has it")
+@pytest.mark.parametrize("num_tokens", [1, 20])
+@torch.no_grad()
+def test_what_two_ranks_add_by_kernels_is_the_whole_and_the_stream_counts_once(num_tokens: int) -> None:
+    from vmmkv.server.engine.models import kernel_ops
+
+    x_NE, inputs_NI, weight_EI = torch.randn(num_tokens, 32), torch.randn(num_tokens, 48), torch.randn(32, 48)
+    bias_E, norm_E = torch.randn(32), torch.ones(32)
+    whole = Stream(x_NE.clone(), 1e-5)
+    whole.add(inputs_NI, weight_EI, bias_E)
+    parts: list[torch.Tensor] = []
+
+    def sum_all(part: torch.Tensor) -> torch.Tensor:
+        """The last rank's call has all parts."""
+        parts.append(part.clone())
+        return part.copy_(torch.stack(parts).sum(0))
+
+    for rank in (1, 0):
+        ranks: Any = Mock(rank=rank, sum=sum_all)
+        own = slice(24 * rank, 24 * rank + 24)
+        bias = torch.zeros(32) if rank else bias_E  # as Shard has it
+        stream = kernel_ops.stream(x_NE.clone(), 1e-5, ranks)
+        stream.add(inputs_NI[:, own].contiguous(), weight_EI[:, own].contiguous(), bias)
+    torch.testing.assert_close(stream.normed(norm_E), whole.normed(norm_E), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, LINEAR, YARN | {"attention_factor": 1.5}])

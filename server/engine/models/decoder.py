@@ -10,13 +10,16 @@ V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrice
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, RotaryKeys, rms_norm
 from vmmkv.server.engine.kv_backend import EngineCache
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine.collectives import Collectives
 
 SCALED: Final = ("linear", "llama3", "yarn")
 """Kinds of scaling whose frequencies do not depend on the length of a sequence. transformers' own functions compute them."""
@@ -301,21 +304,17 @@ def param_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return sum(place.nbytes for place in empty(config, torch.device("meta"), dtype).named(config).values())
 
 
-Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a contiguous tensor over all ranks, in place, and returns it. It waits for no device."""
-
-
 class Stream:
     """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added.
 
     By torch, with the roundings of transformers and in its order. `kernel_ops` has streams for a GPU.
     """
 
-    def __init__(self, x_NE: torch.Tensor, norm_eps: float, reduce: Reduce | None = None) -> None:
-        """It begins as `x_NE`, which belongs to it from now on and may be written. `reduce`: what is added is a rank's part."""
+    def __init__(self, x_NE: torch.Tensor, norm_eps: float, ranks: "Collectives | None" = None) -> None:
+        """It begins as `x_NE`, which belongs to it from now on and may be written. With `ranks`, what is added is a part."""
         self._x_NE = x_NE
         self._norm_eps = norm_eps
-        self._reduce = reduce
+        self._ranks = ranks
 
     def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
         """The linear map [N, G] of the normed stream."""
@@ -329,11 +328,11 @@ class Stream:
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
         """Add the linear map of `x_NI`, summed over all ranks."""
         added_NE = F.linear(x_NI, weight_EI, bias_E)
-        self._x_NE = self._x_NE + (added_NE if self._reduce is None else self._reduce(added_NE))
+        self._x_NE = self._x_NE + (added_NE if self._ranks is None else self._ranks.sum(added_NE))
 
     def keep(self, rows_B: torch.Tensor) -> "Stream":
         """The stream of these rows alone; this one is not used any more. Not between `add` and the next `project` or `gate`."""
-        return Stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._reduce)
+        return Stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._ranks)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         """The normed stream [N, E]."""
@@ -352,13 +351,13 @@ class Decoder:
         weights: DecoderWeights,
         *,
         by_kernels: bool | None = None,
-        reduce: Reduce | None = None,
+        ranks: "Collectives | None" = None,
     ) -> None:
-        """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch. `reduce`: the weights are a rank's part."""
+        """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch. With `ranks`, the weights are one rank's part."""
         self.config = config
         self.weights = weights
-        self._reduce = reduce
-        self._stream: Callable[[torch.Tensor, float, Reduce | None], Stream] = Stream
+        self._ranks = ranks
+        self._stream: Callable[[torch.Tensor, float, Collectives | None], Stream] = Stream
         self._linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
         if weights.norm_E.is_cuda if by_kernels is None else by_kernels:
             from vmmkv.server.engine.models import kernel_ops  # not above: it imports triton
@@ -375,7 +374,7 @@ class Decoder:
         """
         config, weights = self.config, self.weights
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        stream = self._stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps, self._reduce)
+        stream = self._stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps, self._ranks)
         for index, layer in enumerate(weights.layers):
             qkv_NC = stream.project(layer.attention_norm_E, layer.qkv_CE, layer.qkv_bias_C)
             q_NHD, k_NKD, v_NKD = torch.split(qkv_NC.view(len(qkv_NC), -1, config.head_dim), heads, dim=1)

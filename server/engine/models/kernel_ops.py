@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from vmmkv.kernels import linear as kernels
 from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.norm import rms_norm
-from vmmkv.server.engine.models.decoder import Reduce, Stream
+from vmmkv.server.engine.collectives import Collectives
+from vmmkv.server.engine.models.decoder import Stream
 
 
-def stream(x_NE: torch.Tensor, norm_eps: float, reduce: Reduce | None = None) -> Stream:
+def stream(x_NE: torch.Tensor, norm_eps: float, ranks: Collectives | None = None) -> Stream:
     """A residual stream that begins as `x_NE`, and is written there."""
-    return (_NarrowStream if x_NE.shape[0] <= kernels.MAX_ROWS else _WideStream)(x_NE, norm_eps, reduce)
+    return (_NarrowStream if x_NE.shape[0] <= kernels.MAX_ROWS else _WideStream)(x_NE, norm_eps, ranks)
 
 
 def linear(x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
@@ -35,13 +36,15 @@ class _NarrowStream(Stream):
         return kernels.linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps, gated=True)
 
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
-        if self._reduce is None:
+        if self._ranks is None or not self._ranks.rank:
             kernels.linear(x_NI, weight_EI, bias_N=bias_E, residual_MN=self._x_NE)
         else:
-            self._x_NE += self._reduce(kernels.linear(x_NI, weight_EI, bias_N=bias_E))
+            kernels.linear(x_NI, weight_EI, bias_N=bias_E, out=self._x_NE)
+        if self._ranks is not None:
+            self._ranks.sum(self._x_NE)  # with what it was on rank 0
 
     def keep(self, rows_B: torch.Tensor) -> Stream:
-        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._reduce)
+        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._ranks)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         return rms_norm(self._x_NE, norm_E, self._norm_eps)
@@ -58,11 +61,11 @@ class _WideStream(Stream):
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
         assert self._due_NE is None, "something is due already: norm between two additions"
         due_NE = F.linear(x_NI, weight_EI, bias_E)
-        self._due_NE = due_NE if self._reduce is None else self._reduce(due_NE)
+        self._due_NE = due_NE if self._ranks is None else self._ranks.sum(due_NE)
 
     def keep(self, rows_B: torch.Tensor) -> Stream:
         assert self._due_NE is None, "rows can be kept after a norm only"
-        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._reduce)
+        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps, self._ranks)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         due_NE, self._due_NE = self._due_NE, None
