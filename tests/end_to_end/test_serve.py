@@ -2,17 +2,13 @@
 
 import functools
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema_rs
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,11 +70,11 @@ def test_eight_at_once_are_those_of_transformers(served: ServerProcess) -> None:
         inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
         return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     with ThreadPoolExecutor(len(QUESTIONS)) as clients:
-        answers = list(clients.map(functools.partial(text, served), QUESTIONS))
+        answers = list(clients.map(functools.partial(text, served, max_tokens=12), QUESTIONS))
     assert answers == [expected(question) for question in QUESTIONS]
 
 
@@ -133,7 +129,7 @@ def test_mapped_bytes_follow_the_tokens_and_come_back(served: ServerProcess) -> 
 
 
 def test_the_second_to_ask_waits_for_its_last_token_only(served: ServerProcess) -> None:
-    prompt = "A prompt that both send, word by word. " * 40
+    prompt = "A prompt that both send, word by word. " * 15
 
     def ask(**options: object) -> tuple[int, int, list[str]]:
         reply = complete(served, prompt, 8, **options)
@@ -157,22 +153,12 @@ def test_a_client_that_leaves_gives_its_memory_back(served: ServerProcess) -> No
     until(lambda: served.metric("requests_running") == 0 and served.metric("kv_mapped_bytes") == 0)
 
 
-def test_the_engine_killed_means_503_and_an_exit_code(tmp_path: Path) -> None:
-    with server_process(tmp_path / "log", MODEL) as one, ThreadPoolExecutor(1) as client:
-        asked = client.submit(text, one, "Tell me a long story.", 2000)
-        until(lambda: one.metric("requests_running") == 1)
-        os.kill(one.pids()[1], signal.SIGKILL)
-        with pytest.raises(openai.InternalServerError):
-            asked.result(60)
-        assert one.process.wait(60) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(served: ServerProcess, stream: bool) -> None:
     names = ("three keys", "address", "receipt", "unicode enum", "steps")
 
     def ask(number: int) -> str:
-        name = names[number % len(names)]
+        name = names[number]
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
         options = {"temperature": 1, "seed": number, "stream": stream, "response_format": form}
         reply = answer(served, f"An example of {name}, as JSON.", 300, **options)
@@ -180,9 +166,9 @@ def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(serve
             return str(reply.choices[0].message.content)
         return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
 
-    with ThreadPoolExecutor(9) as clients:
+    with ThreadPoolExecutor(7) as clients:
         free = [clients.submit(text, served, question) for question in QUESTIONS[:2]]
-        answers = list(clients.map(ask, range(2 * len(names))))
+        answers = list(clients.map(ask, range(len(names))))
         assert "Paris" in free[0].result()
     for number, found in enumerate(answers):
-        assert jsonschema_rs.is_valid(SCHEMAS[names[number % len(names)]], json.loads(found)), found
+        assert jsonschema_rs.is_valid(SCHEMAS[names[number]], json.loads(found)), found

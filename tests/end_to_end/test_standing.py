@@ -30,7 +30,8 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     keys = directory / "keys"
     keys.write_text(f"{ONE}\n{TWO}\n")
     options = ["--api-key-file", str(keys), "--admin-key", ADMIN, "--max-num-seqs", str(NUM_RUNNING)]
-    with small_server(directory, *options, "--max-queued-requests", str(NUM_QUEUED)) as server:
+    options += ["--max-queued-requests", str(NUM_QUEUED), "--drain-timeout", "60"]
+    with small_server(directory, *options) as server:
         yield server
 
 
@@ -158,20 +159,17 @@ def test_asleep_it_has_given_all_memory_back_and_awake_it_answers_as_before(stan
     until(lambda: standing.metric("asleep") == 0)
 
 
-def test_a_signal_lets_those_who_run_finish(tmp_path: Path) -> None:
-    directory = tmp_path / NAME
-    directory.mkdir()
-    with small_server(directory, "--drain-timeout", "60") as server:
-        stream = iter(
-            server.openai().completions.create(model=NAME, prompt="a", max_tokens=1000, stream=True, extra_body=ENDLESS)
-        )
-        next(stream)
-        server.process.send_signal(signal.SIGTERM)
-        *_, last = stream
-        assert last.choices[0].finish_reason == "length"
-        assert server.process.wait(120) == 0
+def test_a_signal_lets_those_who_run_finish(standing: ServerProcess) -> None:
+    """The last that is asked of this server."""
+    stream = iter(standing.openai().completions.create(model=NAME, prompt="a", max_tokens=900, stream=True, extra_body=ENDLESS))
+    next(stream)
+    standing.process.send_signal(signal.SIGTERM)
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert standing.process.wait(120) == 0
 
 
+@pytest.mark.nightly
 def test_what_the_engine_cannot_serve_is_one_error_of_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(small_model(tmp_path)), "--load-format", "dummy"]
     command += ["--port", "0", "--device", "cpu", "--max-tokens", "4096"]

@@ -48,11 +48,10 @@ from vmmkv.server.protocol import (
 )
 from vmmkv.server.sampling_params import Limits
 
-FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
-"""A request with one of these fails, gets no answer, or ends the engine."""
+FAIL_SEED, SILENT_SEED = 1001, 1002
+"""A request with one of these fails, or gets no answer."""
 SILENT_SEEDS = range(2000, 3000)
 """Nor do these, of which a request has several."""
-DIE_CODE = 3
 _TIER_NUMBERS = ("stored_bytes", "loaded_bytes", "evicted_records", "missed_records", "refused_records", "errors")
 
 READY = Ready(
@@ -156,8 +155,6 @@ class FakeEngine:
                 seed = params.seed
                 if seed == FAIL_SEED:
                     self._send(Failed(request_id=request_id, message="the fake engine was told to fail"))
-                elif seed == DIE_SEED:
-                    os._exit(DIE_CODE)
                 elif seed != SILENT_SEED and seed not in SILENT_SEEDS:
                     self._running[request_id] = (message, [])
                     self.most_running = max(self.most_running, len(self._running))
