@@ -33,7 +33,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     resolve(MODEL)
-    with server_process(tmp_path_factory.mktemp("serve") / "log", MODEL) as one:
+    with server_process(tmp_path_factory.mktemp("serve") / "log", MODEL, "--max-num-batched-tokens", "256") as one:
         assert one.http().get("/health").status_code == 200
         yield one
     log = one.log.read_text()

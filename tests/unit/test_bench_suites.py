@@ -209,6 +209,7 @@ def test_an_engine_answers_the_same_from_tiers_and_holds_more_conversations(tmp_
     assert beside.keys() == {"beside loads", "beside stores", "beside both"}
 
 
+@pytest.mark.nightly
 def test_vllm_serves_the_working_set_with_its_own_offloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, opened = fake_vllm.modules()
     for name, module in modules.items():

@@ -750,6 +750,8 @@ def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
 
 
 def test_a_cache_that_was_forgotten_says_so_and_one_that_was_never_made_does_not(pool, driver, recwarn):
+    gc.collect()
+    recwarn.clear()  # of what other tests have left
     driver.fail_at = {driver.num_calls}
     with pytest.raises(DriverError):
         KVCache(LAYOUT, pool, slots=1, max_tokens=10)

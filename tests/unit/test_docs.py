@@ -201,6 +201,7 @@ def test_the_guide_for_kernels_has_every_check_and_no_other() -> None:
     assert re.findall(r"`([^`]+)`", table) == list(CHECKS)
 
 
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
     """mkdocs warns of a dead link or anchor."""
     for package in ("mkdocs", "material", "mkdocstrings_handlers"):

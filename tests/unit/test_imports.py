@@ -4,6 +4,7 @@ Proven on the syntax trees of all files, so that an import inside a function cou
 """
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -53,9 +54,9 @@ def layer_name(module: str) -> str | None:
     return None if len(parts) == 1 else parts[1] if parts[1] in LAYER_OF else "memory"
 
 
-def every_import() -> Iterator[tuple[str, str]]:
-    for module, path in MODULES.items():
-        yield from ((module, target) for target in imports(path, module))
+@functools.cache
+def every_import() -> list[tuple[str, str]]:
+    return [(module, target) for module, path in MODULES.items() for target in imports(path, module)]
 
 
 def test_imports_point_downwards() -> None:
