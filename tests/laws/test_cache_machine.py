@@ -170,11 +170,11 @@ class RealMemoryMachine(CacheMachine):
 
 
 class TestOnASimulatedDevice(CacheMachine.TestCase):
-    settings = walks(200, 2000)
+    settings = walks(100, 2000)
 
 
 class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(20, 1000)
+    settings = walks(8, 1000)
 
 
 @pytest.mark.nightly

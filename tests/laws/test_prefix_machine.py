@@ -379,7 +379,7 @@ class TestOnASimulatedDevice(PrefixMachine.TestCase):
 
 
 class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(20, 2000)
+    settings = walks(8, 2000)
 
 
 @pytest.mark.nightly

@@ -295,7 +295,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = walks(120, 2000)
+TestRadixMachine.settings = walks(60, 2000)
 
 
 @pytest.mark.nightly

@@ -310,11 +310,11 @@ def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_
 
 
 class TestOnASimulatedDevice(TierMachine.TestCase):
-    settings = walks(60, 2000)
+    settings = walks(40, 2000)
 
 
 class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(6, 1000)
+    settings = walks(4, 1000)
 
 
 @pytest.mark.nightly
