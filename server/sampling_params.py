@@ -307,6 +307,8 @@ class Limits:
     """Of requests that name none."""
     kv_policy_refusal: str = ""
     """Why no request can have one here; empty if it can."""
+    kv_policy_again_refusal: str = ""
+    """Why none can have one that compacts as it generates; empty if it can."""
 
     @property
     def max_tokens(self) -> int:
@@ -362,11 +364,16 @@ class Limits:
         if follows_grammar and (params.beam_width or params.ignore_eos or params.min_tokens):
             name = next(name for name in ("beam_width", "ignore_eos", "min_tokens") if getattr(params, name))
             raise InvalidParam(name, "is not for an answer that follows a grammar, which ends where the grammar does")
-        if (self.kv_policy or params.kv_policy) and self.eviction(params) is not None:
-            if self.kv_policy_refusal:
-                raise InvalidParam("kv_policy", f"{self.kv_policy_refusal}: leave it out")
+        if (self.kv_policy or params.kv_policy) and (eviction := self.eviction(params)) is not None:
+            self.check_policy(eviction)
             if params.beam_width:
                 raise InvalidParam("kv_policy", 'is not for a beam search, whose beams share rows: send "none"')
+
+    def check_policy(self, eviction: Eviction) -> None:
+        """Can any request have this policy here? Raises: InvalidParam."""
+        again = self.kv_policy_again_refusal if eviction.every is not None else ""
+        if why := self.kv_policy_refusal or again:
+            raise InvalidParam("kv_policy", f"{why}: leave it out")
 
     def _fits_compacted(self, num_prompt: int, wanted: int, eviction: Eviction | None) -> bool:
         num_tokens = num_prompt + wanted

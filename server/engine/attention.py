@@ -179,7 +179,7 @@ class KVRows:
 
 
 class RotaryKeys:
-    """The keys of all layers of a model that rotates them by known angles, and that keeps them as they are.
+    """The keys of all layers of a model that rotates them by known angles.
 
     They can be ranked, by the queries of a step, and turned where a compaction has moved their rows.
     """
@@ -187,6 +187,9 @@ class RotaryKeys:
     def __init__(self, rows: KVRows, inv_freq_R: torch.Tensor, num_heads: int) -> None:
         """inv_freq_R: float32, the angle for one position. num_heads: of queries."""
         self.k_LSTKD: Final = rows.k_LSTKD
+        """What is kept; of quantised keys the payload."""
+        self.are_quantised: Final = bool(rows.scales)
+        self._rows = rows
         self._inv_freq_R = inv_freq_R
         self._num_heads = num_heads
 
@@ -196,9 +199,20 @@ class RotaryKeys:
         return self.k_LSTKD.new_zeros(num_layers, count, self._num_heads, head_dim)
 
     def turn(self, slot: int, first: int, back_T: torch.Tensor) -> None:
-        """Turn the keys of rows [first, first + T) of a slot back by so many positions each. Cost: a few launches."""
-        keys_LTKD = self.k_LSTKD[:, slot, first : first + len(back_T)]
-        if keys_LTKD.is_cuda:
+        """Turn the keys of rows [first, first + T) of a slot back by so many positions each. Quantised ones are rounded anew.
+
+        Cost: a few launches; for quantised keys some 30 for each layer.
+        """
+        moved = slot, slice(first, first + len(back_T))
+        keys_LTKD = self.k_LSTKD[:, *moved]
+        if self.are_quantised:
+            for layer, payload_TKW in zip(self._rows.scales, keys_LTKD, strict=True):
+                kind, scale_TK = kind_of(payload_TKW.dtype), self._rows.scales[layer]["k_scale"][moved]
+                assert kind is not None, "rows with scales are quantised"
+                turned_TKD = eviction.turn(dequantise(payload_TKW, scale_TK), back_T, self._inv_freq_R)
+                for kept, new in zip((payload_TKW, scale_TK), quantise(turned_TKD, kind), strict=True):
+                    kept.copy_(new)
+        elif keys_LTKD.is_cuda:
             from vmmkv.kernels.attention.turn import turn
 
             turn(keys_LTKD, back_T, self._inv_freq_R)
@@ -252,7 +266,7 @@ class CachedAttention:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
             q_NHD = q_NHD if rotary is None else rotary.q_out_NHD
             if step.ranking is not None:
-                step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale)
+                step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, rows.scales.get(layer, {}).get("k_scale"))
             out_NHD = None
             if step.shared is not None and window is None:
                 out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
@@ -265,7 +279,7 @@ class CachedAttention:
                 step.queries_LBHD[layer] = q_NHD
         rows.write(layer, k_NKD, v_NKD, step)
         if step.ranking is not None:
-            step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale)
+            step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, rows.scales.get(layer, {}).get("k_scale"))
         out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
         starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
         sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)

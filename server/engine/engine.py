@@ -114,6 +114,7 @@ class Engine:
             vocabulary_size=runner.model.vocabulary_size,
             kv_policy=kv_policy,
             kv_policy_refusal=runner.kv_policy_refusal,
+            kv_policy_again_refusal=runner.kv_policy_again_refusal,
         )
         self._scheduler = Scheduler(
             cache,
@@ -171,11 +172,6 @@ class Engine:
         """Has the process ended that owns the memory? None if this one owns it."""
         holder = self.cache.pool.holder if isinstance(self.cache, KVCache) else None
         return None if holder is None else holder.is_gone()
-
-    @property
-    def kv_policy_refusal(self) -> str:
-        """Why no request can have a `kv_policy`; empty if it can."""
-        return self._limits.kv_policy_refusal
 
     @property
     def num_running(self) -> int:

@@ -172,8 +172,18 @@ def assemble(
             kv_policy=config.kv_policy,
         )
         engine.measure_prefill(*prefill)
-        if config.kv_policy is not None and engine.kv_policy_refusal:
-            raise ValueError(f"kv_policy {engine.kv_policy_refusal}: leave it out")
+        limits = Limits(
+            model_tokens=max_tokens,
+            pool_tokens=memory.num_tokens,
+            budget_bytes=memory.budget_bytes,
+            max_sequences=config.max_num_seqs,
+            vocabulary_size=model.vocabulary_size,
+            kv_policy=config.kv_policy,
+            kv_policy_refusal=runner.kv_policy_refusal,
+            kv_policy_again_refusal=runner.kv_policy_again_refusal,
+        )
+        if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
+            limits.check_policy(eviction)
         if events is not None:
             assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
@@ -188,15 +198,7 @@ def assemble(
         kv_cache_dtype=str(getattr(source.kv_dtype, "kind", source.kv_dtype)).removeprefix("torch."),
         num_ranks=config.tensor_parallel_size,
         implementation=model.implementation,
-        limits=Limits(
-            model_tokens=max_tokens,
-            pool_tokens=memory.num_tokens,
-            budget_bytes=memory.budget_bytes,
-            max_sequences=config.max_num_seqs,
-            vocabulary_size=model.vocabulary_size,
-            kv_policy=config.kv_policy,
-            kv_policy_refusal=engine.kv_policy_refusal,
-        ),
+        limits=limits,
         end_tokens=sorted(source.end_tokens),
         kv_events=None if events is None else events.source,
     )

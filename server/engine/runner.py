@@ -93,6 +93,8 @@ class Runner:
         """Why no request can have a `kv_policy`; empty if it can."""
         self.keys: Final = None if self.kv_policy_refusal else model.keys
         """Of requests that can have one."""
+        self.kv_policy_again_refusal: Final = compaction.ROUNDED_ANEW if self.keys and self.keys.are_quantised else ""
+        """Why none can have one that compacts as it generates; empty if it can."""
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
@@ -380,7 +382,8 @@ class _DecodeSteps:
         self._slots_B, self._ids_B, self._positions_B, self._ends_B, self._out_B = buffers
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         """By rows, and by whether there are prefix groups among them."""
-        self._queries_LBHD = None if runner.keys is None else runner.keys.new_queries(max_rows)
+        keys, may_rank = runner.keys, not runner.kv_policy_again_refusal
+        self._queries_LBHD = keys.new_queries(max_rows) if keys is not None and may_rank else None
         """Of the last step, if rows may be ranked by them."""
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""

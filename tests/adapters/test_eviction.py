@@ -28,6 +28,7 @@ from vmmkv.adapters.transformers import VmmCache, attention
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.column_sums import column_sums
+from vmmkv.kernels.quantise import Kind, dequantise, quantise
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -90,6 +91,17 @@ class Scored:
                 keys_KTD.copy_(turn(keys_KTD.transpose(0, 1), back_T, inv_freq_R).transpose(0, 1))
             return self.losses(cache, position_ids=torch.arange(len(kept), len(kept) + NEXT)[None])
 
+    def losses_of_quantised(self, policy: KVPolicy, kind: Kind, times: int) -> torch.Tensor:
+        """With K and V rounded, and keys turned in so many parts, each of which rounds them anew."""
+        own, kept = DynamicCache(config=self.model.config), self.one_set(policy)
+        inv_freq_R, back_T = self.model.model.rotary_emb.inv_freq, (kept - torch.arange(len(kept))) / times
+        for layer in range(len(self.keys)):
+            k_TKD, v_TKD = (rounded(states[0][:, kept].transpose(0, 1), kind) for states in self.cache.states(layer))
+            for _ in range(times):
+                k_TKD = rounded(turn(k_TKD, back_T, inv_freq_R), kind)
+            own.update(k_TKD.transpose(0, 1)[None], v_TKD.transpose(0, 1)[None], layer)
+        return self.losses(own, position_ids=torch.arange(len(kept), len(kept) + NEXT)[None])
+
     def losses_of_heads(self, policy: KVPolicy) -> torch.Tensor:
         """With rows that the policy chooses for each kv head as kvpress has them.
 
@@ -119,6 +131,10 @@ def contexts(smollm2: Path) -> Iterator[list[Scored]]:
         for context in contexts:
             context.keys.clear()
             context.cache.close()
+
+
+def rounded(x_TKD: torch.Tensor, kind: Kind) -> torch.Tensor:
+    return dequantise(*quantise(x_TKD.contiguous(), kind))
 
 
 def perplexity(losses: list[torch.Tensor]) -> float:
@@ -158,6 +174,16 @@ SETS = [
 @pytest.mark.parametrize(("policy", "turned", "expected"), SETS, ids=str)
 def test_the_perplexity_of_a_compacted_cache(contexts: list[Scored], policy: KVPolicy, turned: bool, expected: float) -> None:
     assert perplexity([context.losses_of(policy, turned=turned) for context in contexts]) == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times", "expected"),
+    [("int8", 1, 15.66), ("fp8", 1, 15.64), ("int4", 1, 16.67), ("fp8", 8, 15.79), ("fp8", 32, 23.98)],
+)
+def test_quantised_keys_may_be_turned_once(contexts: list[Scored], kind: Kind, times: int, expected: float) -> None:
+    """As a compaction turns them; unquantised ones have 15.66. What rounds them again and again takes them apart."""
+    losses = [context.losses_of_quantised(SnapKV(budget=256), kind, times) for context in contexts]
+    assert perplexity(losses) == pytest.approx(expected, abs=0.05 if times == 1 else 0.5)
 
 
 HEADS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
@@ -88,16 +88,16 @@ def layout_of(config: Any, dtype: torch.dtype, kv_kind: Kind | None) -> KVLayout
     return KVLayout(groups=tuple(groups))
 
 
-def quantising(kind: Kind) -> str:
-    """The name of an attention function of transformers, after which K and V are kept quantised: torch's, over what is left."""
-    name = f"quantising-{kind}"
+def quantising(kind: Kind, attention: Callable[..., Any] = sdpa_attention_forward) -> str:
+    """The name of an attention function of transformers, for which K and V are kept quantised: this one, over what is left."""
+    name = f"quantising-{kind}-{attention.__name__}"
 
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         kept = (dequantise(*quantise(x_BKTD, kind)).to(query.dtype) for x_BKTD in (key, value))
-        return sdpa_attention_forward(module, query, *kept, *args, **options)
+        return attention(module, query, *kept, *args, **options)
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, sdpa_mask if attention is sdpa_attention_forward else eager_mask)
     return name
 
 

@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.attending import attending_by
-from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
+from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
 from vmmkv.eviction import H2O, turn
+from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.server.kv_policy import Eviction
 from vmmkv.server.protocol import Abort, Compacted, PromptLogprobs
 from vmmkv.units import PAGE_BYTES
 
 pytestmark = pytest.mark.parametrize("harness", ["exact"], indirect=True)
-"""Quantised rows cannot be dropped."""
+"""Quantised rows can be dropped once: see `test_quantised_rows_are_dropped_once`."""
 
 STREAM = {"type": "streaming_llm", "sinks": 2, "window": 20, "every": 7}
 HEAVY = {"type": "h2o", "budget": 24, "recent": 10, "every": 9}
@@ -30,16 +32,18 @@ RUN = [(100, 2)]
 class Reference:
     """transformers' own code and cache. Rows are ranked by the weights of its attention, dropped by indexing, and turned."""
 
-    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, given: Mapping[str, Any], kind: Kind | None = None) -> None:
+        """Of a kind K and V are rounded to, as they are attended to and before they are turned."""
         eviction = Eviction.of(given)
         assert eviction is not None
+        self.kind, self.attention = kind, "eager" if kind is None else quantising(kind, eager_attention_forward)
         self.model, self.eviction, self.cache = model, eviction, DynamicCache(config=model.config)
         self.num_rows = self.num_dropped = 0
         self.scores_T = torch.zeros(0, device=model.device)
 
     def forward(self, ids: list[int], num_ranked: int, weight: int = 1) -> int:
         positions = torch.arange(self.num_rows, self.num_rows + len(ids), device=self.model.device)
-        with torch.inference_mode(), attending_by(self.model, "eager"):
+        with torch.inference_mode(), attending_by(self.model, self.attention):
             out = self.model(
                 torch.tensor([ids], device=self.model.device),
                 position_ids=positions[None],
@@ -55,6 +59,8 @@ class Reference:
         rows = self.eviction.policy.keep(self.num_rows, self.scores_T)
         back_T, inv_freq_R = rows - torch.arange(len(rows), device=rows.device), self.model.model.rotary_emb.inv_freq
         for layer in self.cache.layers:
+            if self.kind is not None:
+                layer.keys = dequantise(*quantise(layer.keys, self.kind))
             layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
             layer.keys = turn(layer.keys[0].transpose(0, 1), back_T, inv_freq_R).transpose(0, 1)[None]
         self.num_dropped, self.num_rows = self.num_dropped + self.num_rows - len(rows), len(rows)
@@ -213,10 +219,26 @@ def test_a_default_is_for_requests_that_name_none(harness: MakeHarness) -> None:
     one.run()
 
 
+@pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "int4"))])
+def test_quantised_rows_are_dropped_once(harness: MakeHarness, kind: Kind) -> None:
+    """By the rows as they are kept, by which the moved keys are turned too. Two requests are ranked in one step."""
+    model, prompts = tiny_model(), [prompt_of(100), prompt_of(70, 1)]
+    one = harness(model, ours=True, kv_kind=kind, step_tokens=200)
+    for name, prompt in zip("ab", prompts, strict=True):
+        one.ask(name, prompt, 40, kv_policy=SNAP)
+    one.run()
+    for name, prompt in zip("ab", prompts, strict=True):
+        assert compacted(one, name) == [(24, len(prompt) - 24)]
+        assert one.tokens(name) == Reference(model, SNAP, kind).said(prompt, 40)
+
+
 def test_models_whose_rows_cannot_be_dropped_refuse_it(harness: MakeHarness) -> None:
     for one, reason in (
         (harness(windowed(), ours=True), "is for full attention, and this model has sliding windows"),
-        (harness(ours=True, kv_kind="fp8"), "is for keys that are not quantised (kv_cache_dtype='auto')"),
+        (
+            harness(ours=True, kv_kind="fp8"),
+            "compacts as requests generate, and quantised keys would be rounded anew each time",
+        ),
         (harness(), "needs a model whose rotary positions vmmkv knows"),
     ):
         one.ask("a", prompt_of(5), kv_policy=STREAM)

@@ -11,6 +11,8 @@ import triton
 from tests.engine.conftest import Harness, harness, prompt_of, wide_rows
 from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STREAM, Reference, compacted
 from vmmkv.kernels.attention.column_sums import log_sum_exp
+from vmmkv.kernels.quantise import Kind
+from vmmkv.layout import KV_KINDS
 from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.units import GIB, PAGE_BYTES
@@ -19,7 +21,7 @@ __all__ = ["harness"]
 
 DEVICE = "cuda:0"
 EXACT = pytest.mark.parametrize("harness", ["exact"], indirect=True)
-"""Quantised rows cannot be dropped."""
+"""Rows are quantised only where a test says so."""
 
 
 @EXACT
@@ -58,6 +60,20 @@ def test_in_bfloat16_a_stream_goes_on_and_its_memory_stays(harness: Callable[...
     assert one.pool.used_bytes <= 2 * SIZE_CLASSES[-1] * PAGE_BYTES
     one.run()
     assert len(one.tokens("stream")) == 1500 and one.failures() == {}
+
+
+@EXACT
+@pytest.mark.parametrize("kind", KV_KINDS)
+def test_quantised_rows_are_dropped_once(harness: Callable[..., Harness], kind: Kind) -> None:
+    one = harness(device=DEVICE, ours=True, capture=True, kv_kind=kind)
+    prompts = {str(length): prompt_of(length, length) for length in (400, 70)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 40, kv_policy=SNAP)
+    one.run()
+    assert one.failures() == {}
+    for name, prompt in prompts.items():
+        assert compacted(one, name) == [(24, len(prompt) - 24)]
+        assert one.tokens(name) == Reference(one.model, SNAP, kind).said(prompt, 40)
 
 
 def test_the_first_requests_with_a_policy_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,9 @@ class TestCompletions:
         ],
     )
     def test_parameters_that_change_nothing_are_taken(self, server: Running, path: str, extra: dict[str, Any]) -> None:
-        if ("suffix" in extra and path == CHAT) or (extra.keys() & {"tools", "messages", "include_reasoning"} and path == COMPLETIONS):
+        if ("suffix" in extra and path == CHAT) or (
+            extra.keys() & {"tools", "messages", "include_reasoning"} and path == COMPLETIONS
+        ):
             return
         answer = server.post(path, asked(path, **extra))
         assert answer.status_code == 200, answer.text
