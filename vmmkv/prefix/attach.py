@@ -4,8 +4,8 @@
     alias      the extents that hold only matched rows are mapped under a free slot, and the rest is copied
     compute    nothing is attached
 
-The rule is fixed: adopt if that loses no more rows past the match than it has, and no more than `MOST_LOST_PAGES`; else alias, else
-compute. Where many slots have the match, `MOST_LOOKED_AT` of them are looked at, in turn.
+The rule is fixed: adopt if that loses no more rows past the match than it has, and no more than `MOST_LOST_PAGES`; else alias,
+else compute. Where many slots have the match, `MOST_LOOKED_AT` of them are looked at, in turn.
 
     rows      0 .............................. m | m + 1 ...       m tokens are matched
     extents   |  a  |  a  |  a  |     t     |                      a: all its rows are matched; it is aliased
@@ -39,8 +39,8 @@ from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES
 
 MOST_LOST_PAGES: Final = LARGE_PAGES
-"""Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, and one with more of them than are
-matched, so that a new conversation with the same system prompt does not overwrite another."""
+"""Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, and one with more of them than
+are matched, so that a new conversation with the same system prompt does not overwrite another."""
 
 MOST_LOOKED_AT: Final = 64
 """Residents of a node among which a slot to adopt is chosen. A system prompt can have thousands."""
@@ -193,7 +193,9 @@ class Attacher:
 
         It is the shortest of all residents if `is_forced`, else of `MOST_LOOKED_AT` of them, which are others at each call.
         """
-        most_lost = self._cache.max_tokens if is_forced else min(MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes, hit.num_tokens)
+        most_lost = (
+            self._cache.max_tokens if is_forced else min(MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes, hit.num_tokens)
+        )
         parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
         node = hit.path[-1]
         if node.end > hit.num_tokens and len(node.residents) > 1:
