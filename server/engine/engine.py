@@ -360,6 +360,8 @@ class Engine:
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
         self.poll_tiers(self._step_us / 4)
+        if self._is_idle():
+            self._step_us /= 2  # the device has waited for this: it takes less time than its steps have come to take
 
     def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
         """Go on with stores to tiers and loads from them for `budget_us`; False if none are left, or the device failed."""

@@ -14,7 +14,7 @@ from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import MIB, BudgetError, DriverError, KVLayout, Pool
 from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
-from vmmkv.server.engine.engine import EngineDied
+from vmmkv.server.engine.engine import Engine, EngineDied
 from vmmkv.server.engine.request import RequestTable
 from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Snapshot
@@ -244,6 +244,19 @@ def test_idle_time_is_no_steps_time(harness: MakeHarness, monkeypatch: pytest.Mo
     one.ask("b", prompt_of(13, 1), 3)
     one.run()
     assert one.engine._step_us < 60e6, "of the hour some has come in"
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_work_in_slack_for_which_the_device_waited_gets_less_time(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, is_idle: bool
+) -> None:
+    """Else steps last as long as that work, which then may last longer still."""
+    monkeypatch.setattr(Engine, "_is_idle", lambda engine: is_idle)
+    one = harness(ours=True)
+    one.ask("a", prompt_of(12), 3)
+    one.engine._step_us = 1e9
+    one.step()
+    assert (one.engine._step_us < 0.6e9) == is_idle
 
 
 def test_a_short_common_prefix_is_not_waited_for(harness: MakeHarness) -> None:
