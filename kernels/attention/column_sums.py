@@ -6,9 +6,12 @@ walks the queries that see it, head by head: nothing is added up between program
 
 All layers may go in one launch. Each has sums of its own then, for the same reason.
 
-Legend: L layers, B sequences, N queries, S slots, T rows of a slot, C columns of the sums, H query heads, K kv heads, D head
-dim, G = H / K. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
+Legend: P parts of the rows, L layers, B sequences, N queries, S slots, T rows of a slot, C columns of the sums, H query heads,
+K kv heads, D head dim, G = H / K. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the
+scale.
 """
+
+import math
 
 import torch
 import triton
@@ -17,6 +20,12 @@ import triton.language as tl
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import LayerKV, kv_memory
 from vmmkv.units import ceil_div
+
+_PART_ROWS = 2048
+"""Rows that a program of the log-sum-exp walks at most where queries are few, as in split-KV decode."""
+
+_FEW_PROGRAMS = 512
+"""Fewer leave a GPU idle: an H200 has 132 multiprocessors."""
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_columns"])
@@ -67,14 +76,16 @@ def _column_sums(
     tl.store(p_sums, tl.load(p_sums, mask=m_t, other=0.0) + sums, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_rows", "part_rows", "num_blocks"])
 def _log_sum_exp(
     p_q, p_k, p_lse, p_starts, p_lengths, p_slots,
-    scale_log2, num_queries, num_slots, num_rows,
+    scale_log2, num_queries, num_slots, num_rows, part_rows, num_blocks,
     stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES rows of a product, as of `_column_sums`, of a sequence under one kv head of a layer."""
+    """QUERIES rows of a product, as of `_column_sums`, of a sequence under a kv head of a layer, over a part of its rows."""
+    part = tl.program_id(0) // num_blocks
+    first_query = tl.program_id(0) % num_blocks * QUERIES
     b = tl.program_id(1)
     i_kv = tl.program_id(2) % K
     layer = (tl.program_id(2) // K).to(tl.int64)
@@ -82,9 +93,10 @@ def _log_sum_exp(
     count = tl.minimum(tl.load(p_starts + b + 1), num_queries) - start
     slot = tl.load(p_slots + b).to(tl.int64)
     length = tl.minimum(tl.maximum(tl.load(p_lengths + b), 0), 2147483647).to(tl.int32)
-    end = tl.minimum(length, num_rows)
-    i_query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    if (tl.program_id(0) * QUERIES >= count * G) | (slot < 0) | (slot >= num_slots) | (start < 0):
+    begin = part * part_rows
+    end = tl.minimum(tl.minimum(length, num_rows), begin + part_rows)
+    i_query = first_query + tl.arange(0, QUERIES)
+    if (first_query >= count * G) | (begin >= end) | (slot < 0) | (slot >= num_slots) | (start < 0):
         return
     i_n, i_h, m_n = i_query // G, i_kv * G + i_query % G, i_query < count * G
     i_d = tl.arange(0, D_PAD)
@@ -94,7 +106,7 @@ def _log_sum_exp(
     highest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     p_rows = p_k + layer * stride_kl + slot * stride_ks + tl.cast(i_kv, tl.int64) * stride_kk
-    for first in range(0, end, TILE):
+    for first in range(begin, end, TILE):
         i_t = first + tl.arange(0, TILE)
         m_t = i_t < end
         p_tile = p_rows + tl.cast(first, tl.int64) * stride_kt + (tl.arange(0, TILE) * stride_kt)[:, None] + i_d[None, :]
@@ -104,8 +116,9 @@ def _log_sum_exp(
         higher = tl.maximum(highest, tl.max(scores, 1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
         highest = higher
-    p_own = p_lse + (layer * num_queries + start + i_n) * (K * G) + i_h
-    tl.store(p_own, highest + tl.log2(total), mask=m_n)
+    num_layers = tl.num_programs(2) // K
+    p_own = p_lse + ((part * num_layers + layer) * num_queries + start + i_n) * (K * G) + i_h
+    tl.store(p_own, highest + tl.log2(tl.maximum(total, 1e-30)), mask=m_n)  # a query may see no row of the part
 
 
 def log_sum_exp(
@@ -121,24 +134,31 @@ def log_sum_exp(
 
     Arguments are as for `column_sums`. NaN for queries of no sequence.
 
-    Cost: one launch, and a product of all queries with all rows; no synchronisation; safe while a graph is captured.
+    Cost: one launch, and where queries are few, of which each goes over rows in parts, a few of torch; a product of all queries
+    with all rows; no synchronisation; safe while a graph is captured.
     Raises: ValueError naming the argument.
     """
     memory, layer_stride, options, group = _checked(q_LNHD, k_LSTKD, query_starts, lengths_B, slots_B, None, scale)
     num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
-    lse_LNH = torch.full((num_layers, num_queries, num_heads), torch.nan, dtype=torch.float32, device=q_LNHD.device)
     tile = _tile(q_LNHD)
+    num_blocks = ceil_div(num_queries * group, tile)
+    is_parted = num_blocks * len(lengths_B) * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
+    part_rows = _PART_ROWS if is_parted else max(1, memory.num_rows)
+    num_parts = max(1, ceil_div(memory.num_rows, part_rows))
+    shape = (num_parts, num_layers, num_queries, num_heads)
+    lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=q_LNHD.device)
+    lse_PLNH[0] = torch.nan
     memory.check_tile_offsets(tile)
     if num_queries and len(lengths_B):
         with checks.on_device(q_LNHD.device):
-            _log_sum_exp[(ceil_div(num_queries * group, tile), len(lengths_B), num_layers * memory.num_kv_heads)](
-                q_LNHD, memory.k, lse_LNH, query_starts, lengths_B, slots_B,
-                options.scale_log2, num_queries, memory.num_slots, memory.num_rows,
+            _log_sum_exp[(num_blocks * num_parts, len(lengths_B), num_layers * memory.num_kv_heads)](
+                q_LNHD, memory.k, lse_PLNH, query_starts, lengths_B, slots_B,
+                options.scale_log2, num_queries, memory.num_slots, memory.num_rows, part_rows, num_blocks,
                 *q_LNHD.stride()[:3], layer_stride, *memory.strides[:3],
                 K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
-    return lse_LNH
+    return lse_PLNH[0] if num_parts == 1 else torch.logsumexp(lse_PLNH * math.log(2.0), 0) / math.log(2.0)
 
 
 def column_sums(

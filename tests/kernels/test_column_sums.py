@@ -77,10 +77,12 @@ def test_they_are_added_and_nothing_else_is_touched() -> None:
     ("heads", "kv_heads", "head_dim", "dtype"),
     some([(6, 2, 64, FP16), (3, 1, 80, FP32)], [(8, 8, 128, FP16), (4, 1, 256, FP16), (14, 2, 64, FP32)]),
 )
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("scale", "part_rows"), [(None, 2048), (0.3, 32)])
 def test_the_log_sum_exp_is_that_of_the_reference(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float, part_rows: int
 ) -> None:
+    """In one part as in three."""
+    monkeypatch.setattr(kernels, "_PART_ROWS", part_rows)
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
     where = case.starts, case.lengths_B, case.slots_B
