@@ -242,7 +242,7 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         pool.close()
 
 
-def test_a_load_waits_for_no_store_that_waits_for_running_work():
+def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written():
     """Not on a stream, and not for a window."""
     driver = SimulatedDriver(seed=1, haste=0)
     pool = Pool("cpu", 200 * PAGE_BYTES, driver=driver)
@@ -267,13 +267,19 @@ def test_a_load_waits_for_no_store_that_waits_for_running_work():
     compute(list(range(100, 298)))
     for _ in range(3):
         prefix.poll()
-    assert prefix._index.transfers._copies, "stores wait for the kernel"
+    transfers = prefix._index.transfers
+    assert not transfers._copies and not kernel.done
+    driver.finish_all()
+    for _ in range(3):
+        prefix.poll()
+    stores = driver._ready()
+    assert transfers._copies and stores
     fetch = prefix.fetch(prompt)
     assert prefix.poll()
-    while ready := [work for work in driver._ready() if work is not kernel]:
+    while ready := [work for work in driver._ready() if work not in stores]:
         driver._run(ready[0])
     prefix.poll()
-    assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and not kernel.done
+    assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and transfers._copies
     driver.finish_all()
     cache.close()
     pool.close()

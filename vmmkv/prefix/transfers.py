@@ -38,7 +38,7 @@ _SPARE_WINDOWS: Final = 16
 """Windows that stay free for attaching, which copies through them too and must not wait."""
 
 _LOAD_WINDOWS: Final = 16
-"""Windows that stores leave for loads: stores may have to wait for running work."""
+"""Windows that stores leave for loads: requests wait for these."""
 
 _MOST_AHEAD: Final = 64
 """Extents whose records are requested at once, before any can be copied."""
@@ -180,7 +180,7 @@ class Transfers:
         self._driver = cache.pool.driver
         self._load_stream = self._driver.new_stream()
         self._store_stream = self._driver.new_stream()
-        """Another stream than that of loads: stores wait for running work, and loads must not wait behind them."""
+        """Another stream than that of loads: the link carries both directions at once."""
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
         """For each tier the paths to store there, the oldest first: see `_storing`."""
         self._newest: dict[int, KeyChain] = {}
@@ -198,8 +198,10 @@ class Transfers:
         """The end of this poll's time, of time.perf_counter_ns."""
         self._has_worked = False
         """Has this poll done a piece of work? It does one at least."""
-        self._behind: Fence | None = None
-        """See `_behind_work`."""
+        self._num_queued = self._num_written = 0
+        """Paths that were ever queued; so many of them, the oldest, have been written by the device."""
+        self._writing: tuple[int, Fence] | None = None
+        """Behind the fence one more path, and all before it, are written."""
 
     # what the prefix cache asks
 
@@ -214,8 +216,9 @@ class Transfers:
             before, chain = None, self.keys.of(namespace, tokens)
         if slot is not None:
             self._newest[slot] = chain
+        self._num_queued += 1
         for tier, stores in zip(self.tiers, self._stores, strict=True):
-            stores[chain] = self._storing(tier, chain)
+            stores[chain] = self._storing(tier, chain, self._num_queued)
             first = next(iter(stores))
             if before is not None and before is not first:
                 stores.pop(before, None)  # it is not begun, and a part of this one
@@ -253,7 +256,7 @@ class Transfers:
     def poll(self, budget_us: float) -> None:
         """Go on with stores and loads for about `budget_us`, in turns; do one piece of work at least, if there is any."""
         self._end_ns = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3
-        self._has_worked, self._behind = False, None
+        self._has_worked = False
         self.finish()
         if self._windows.num_free <= _SPARE_WINDOWS + _LOAD_WINDOWS:
             self.cache.collect(budget_us)
@@ -290,8 +293,10 @@ class Transfers:
         return not (any(self._stores) or self._copies or self._fetches)
 
     def oldest_fence(self) -> Fence | None:
-        """The fence of the oldest copies; None if there are none."""
-        return self._copies[0].fence if self._copies else None
+        """What is waited for: the oldest copies, or else the work that writes what is to be stored; None if that is nothing."""
+        if self._copies:
+            return self._copies[0].fence
+        return None if self._writing is None else self._writing[1]
 
     def held(self) -> Counter[Extent]:
         """The extents that are being loaded: each is held and used once."""
@@ -548,7 +553,11 @@ class Transfers:
     # storing
 
     def _store(self) -> None:
-        """Store the paths that are queued, each tier at its own pace."""
+        """Store the paths that are queued and written, each tier at its own pace."""
+        if self._writing is None and any(self._stores) and self._num_written < self._num_queued:
+            self._writing = self._num_queued, self.cache.memory.fence()
+        if self._writing is not None and self._writing[1].done():
+            self._num_written, self._writing = self._writing[0], None
         for stores in self._stores:
             while stores and self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS):
                 chain, storing = next(iter(stores.items()))
@@ -559,12 +568,16 @@ class Transfers:
                 elif not may_go_on:
                     break
 
-    def _storing(self, tier: Tier, chain: KeyChain) -> Iterator[bool]:
+    def _storing(self, tier: Tier, chain: KeyChain, number: int) -> Iterator[bool]:
         """Store what the tree has of a path and the tier lacks, the end first: so it is evicted first.
 
+        The host waits until the path is written. Copies that wait on the device would hold windows meanwhile, and may hold up
+        copies of other streams.
         Yields after each piece of work, of a cost that does not grow with the path: may another one follow in this poll? An
         error ends it.
         """
+        while number > self._num_written:
+            yield False
         while len(chain.hash_some(_MOST_KEYS)) == _MOST_KEYS:
             yield True
         has: set[bytes] = set()
@@ -586,29 +599,23 @@ class Transfers:
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
                 if key not in has and has_room:
-                    behind = self._behind_work()  # which can fail, and so comes before a tier lends memory
                     transfer = self._ask(None, tier.store, key)
                     if transfer is not None:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
             if moves:
-                self._launch(placed.extent, moves, behind=behind)
+                self._launch(placed.extent, moves)
                 has.update(move.transfer.key for move in moves)
             if has_room:
                 done = piece_place(piece)
             if moves or not has_room or self._is_over:
                 yield has_room
 
-    def _behind_work(self) -> Fence:
-        """One for all stores of a poll: behind the work that has written the rows."""
-        self._behind = self._behind or self.cache.memory.fence()
-        return self._behind
-
     # both
 
-    def _launch(self, extent: Extent, moves: list[_Move], *, part: _Part | None = None, behind: Fence | None = None) -> None:
-        """Copy records between an extent and tiers, behind a fence; into the extent for a `part`."""
+    def _launch(self, extent: Extent, moves: list[_Move], *, part: _Part | None = None) -> None:
+        """Copy records between an extent and tiers; into the extent for a `part`."""
         driver = self._driver
 
         def copy_all(address: int) -> None:
@@ -624,8 +631,6 @@ class Transfers:
             if part is not None:
                 part.num_copies += 1
             try:
-                if behind is not None:
-                    behind.order()
                 copy.fence = self._windows.run(extent, copy_all)
                 copy.failed = False
             except BaseException:
