@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         "memory that is being loaded into is kept from running requests",
         "server/engine/scheduler.py",
-        " or self._give_up_fetches():",
+        " or self._give_up_fetch():",
         ":",
         (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
     ),
