@@ -294,6 +294,7 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
         f"page: http://{host}:{port}/\n"
         f"KV budget {format_bytes(limits.budget_bytes)} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}; "
         f"{counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')}"
+        + (f"\nrequests without a kv_policy have {limits.kv_policy}" if limits.kv_policy else "")
     )
 
 
