@@ -13,8 +13,8 @@ What is summed up with what, and in which order, follows from a sequence's own l
 bit for bit in any batch and on any number of programs.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D,
-or D / 2 bytes), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms
-are to base 2: log2(e) is folded into the scale.
+or D / 2: bytes of int4, and pairs of fp8), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer,
+i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
 """
 
 import functools
@@ -30,14 +30,13 @@ from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import (
     LayerKV,
     blocks_of,
-    dequantise,
-    dequantise_nibbles,
     descriptor,
+    element_of,
+    in_pairs,
     kv_memory,
     load_tile,
+    parts_of,
     row_pointers,
-    unpack,
-    unpack_nibbles,
 )
 from vmmkv.kernels.attention.split_kv import (
     EMPTY_PEAK,
@@ -164,7 +163,7 @@ def launches_of(
 ) -> Launches:  # fmt: skip
     """What both kernels are launched with, besides tensors and strides, for checked shapes.
 
-    width: elements of a payload as they are stored. is_exact: the queries are float32. overlaps: the device has programmatic
+    width: elements of a payload as they are loaded. is_exact: the queries are float32. overlaps: the device has programmatic
     dependent launch, so a kernel is made ready while the one before it still runs, and waits inside. settled: see `decode`.
 
     Cached: a step outside a graph is bound by the host, which would work this out again for each layer of a model.
@@ -204,62 +203,71 @@ def launches_of(
 
 
 @triton.jit
-def _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W: tl.constexpr, HALVES: tl.constexpr):
-    """[G_PAD, W_PAD] twice: the queries of one kv head; in int4 the two halves of the head, else the same."""
-    p_query = p_q + tl.cast(i_q, tl.int64) * stride_qb + (i_h * stride_qh)[:, None] + i_w[None, :]
-    q = tl.load(p_query, mask=m_gw, other=0.0)
-    if HALVES == 2:
-        return q, tl.load(p_query + W, mask=m_gw, other=0.0)
+def _load_query(
+    p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """The queries of one kv head as [G_PAD, W_PAD] for each part of K, in DOT, and the factor by which they are too small."""
+    p_query = p_q + tl.cast(i_q, tl.int64) * stride_qb + (i_h * stride_qh)[:, None]
+    parts = ()
+    for i in tl.static_range(PARTS):
+        part = tl.load(p_query + element_of(i_w, i, W, KIND)[None, :], mask=m_gw, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred tuples)
+    factor = 1.0
+    if p_q.dtype.element_ty != DOT:
+        # By a power of two into the range of float16: the largest becomes 1 to 2.
+        amax = tl.cast(0.0, tl.float32)
+        for i in tl.static_range(PARTS):
+            amax = tl.maximum(amax, tl.max(tl.abs(parts[i].to(tl.float32))))
+        exponent = amax.to(tl.int32, bitcast=True) & 0x7F800000
+        factor = exponent.to(tl.float32, bitcast=True)
+        inverse = tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
+        scaled = ()
+        for i in tl.static_range(PARTS):
+            scaled = scaled + ((parts[i].to(tl.float32) * inverse).to(DOT),)  # type: ignore[assignment]  # noqa: RUF005
+        return scaled, factor
     else:
-        return q, q
+        return parts, factor
 
 
 @triton.jit
-def _no_rows(G_PAD: tl.constexpr, W_PAD: tl.constexpr):
-    """The sum over no rows: each query's output, its second half in int4, peak and total."""
-    acc = tl.zeros([G_PAD, W_PAD], tl.float32)
-    return acc, acc, tl.full([G_PAD], EMPTY_PEAK, tl.float32), tl.zeros([G_PAD], tl.float32)
+def _no_rows(G_PAD: tl.constexpr, W_PAD: tl.constexpr, PARTS: tl.constexpr):
+    """The sum over no rows: each query's output in parts, peak and total."""
+    acc = ()
+    for _ in tl.static_range(PARTS):
+        acc = acc + (tl.zeros([G_PAD, W_PAD], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return acc, tl.full([G_PAD], EMPTY_PEAK, tl.float32), tl.zeros([G_PAD], tl.float32)
 
 
 @triton.jit
-def _merge_sums(peak, acc, acc_high, total, peak_next, acc_next, high_next, total_next, HALVES: tl.constexpr):
-    """Two sums over different rows as one."""
+def _merge_sums(peak, acc, total, peak_next, acc_next, total_next):
+    """Two sums over different rows as one; outputs are in parts."""
     peak, weight, weight_next = weights_of(peak, peak_next)
-    acc = merge(acc, weight[:, None], acc_next, weight_next[:, None])
-    if HALVES == 2:
-        acc_high = merge(acc_high, weight[:, None], high_next, weight_next[:, None])
-    return peak, acc, acc_high, merge(total, weight, total_next, weight_next)
+    merged = ()
+    for i in tl.static_range(len(acc)):
+        part = merge(acc[i], weight[:, None], acc_next[i], weight_next[:, None])
+        merged = merged + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return peak, merged, merge(total, weight, total_next, weight_next)
 
 
 @triton.jit
-def _scores(q, q_high, k, scale_log2, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """[G_PAD, TILE]: the queries against a tile of K, whose payload is dequantised to their type."""
-    if KIND == "int4":
-        if PACKED:
-            k_low, k_high = unpack_nibbles(k, q.dtype, False)
-        else:
-            k_low, k_high = dequantise_nibbles(k, q.dtype)
-        scores = tl.dot(q, tl.trans(k_low), input_precision="ieee")
-        return tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee") * scale_log2
-    else:
-        k = unpack(k, q.dtype, KIND, False) if PACKED else dequantise(k, q.dtype, KIND)
-        return tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+def _scores(q, k, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """[G_PAD, TILE]: the parts of the queries against a tile of K, before any scale."""
+    parts = parts_of(k, DOT, KIND, PACKED, False)
+    scores = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
+    for i in tl.static_range(1, len(parts)):
+        scores = tl.dot(q[i], tl.trans(parts[i]), scores, input_precision="ieee")
+    return scores
 
 
 @triton.jit
-def _outputs(weights, v, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """[G_PAD, W_PAD] twice: the weighted rows of a tile of V; in int4 the two halves of the head, else the same."""
-    if KIND == "int4":
-        if PACKED:
-            v_low, v_high = unpack_nibbles(v, DTYPE, True)
-        else:
-            v_low, v_high = dequantise_nibbles(v, DTYPE)
-        weights = weights.to(DTYPE)
-        return tl.dot(weights, v_low, input_precision="ieee"), tl.dot(weights, v_high, input_precision="ieee")
-    else:
-        v = unpack(v, DTYPE, KIND, True) if PACKED else dequantise(v, DTYPE, KIND)
-        acc = tl.dot(weights.to(DTYPE), v, input_precision="ieee")
-        return acc, acc
+def _outputs(weights, v, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """[G_PAD, W_PAD] for each part: the weighted rows of a tile of V."""
+    parts = parts_of(v, DOT, KIND, PACKED, True)
+    weights = weights.to(DOT)
+    outputs = ()
+    for i in tl.static_range(len(parts)):
+        outputs = outputs + (tl.dot(weights, parts[i], input_precision="ieee"),)  # type: ignore[assignment]  # noqa: RUF005
+    return outputs
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows", "max_chunks", "max_apart", "window"])
@@ -284,9 +292,10 @@ def attend_tiles(
     """
     if PDL and not SETTLED:
         gdc_wait()
-    HALVES: tl.constexpr = 2 if KIND == "int4" else 1
+    PARTS: tl.constexpr = 2 if KIND == "int4" or KIND == "fp8" else 1
     H: tl.constexpr = K * G
     DTYPE: tl.constexpr = p_out.dtype.element_ty
+    DOT: tl.constexpr = tl.float16 if PACKED and KIND == "fp8" else DTYPE
     i_kv = tl.program_id(0) % K
     split = tl.program_id(0) // K
     num_splits = tl.num_programs(0) // K
@@ -308,7 +317,7 @@ def attend_tiles(
     m_gw = (i_g < G)[:, None] & (i_w < W)[None, :]
     num_chunks = tl.cast(num_sequences, tl.int64) * max_chunks
     num_partials = num_chunks + num_splits * max_apart
-    p_peaks = p_workspace + num_partials * (H * W * HALVES)
+    p_peaks = p_workspace + num_partials * (H * W * PARTS)
     p_totals = p_peaks + num_partials * H
     # Of the sequence that the loop is at.
     b, sequence_start, sequence_end, slot, start, end = sequence_of(
@@ -334,9 +343,9 @@ def attend_tiles(
     if not QUERY_WITH_TILES:
         # A split without tiles has no sequence either.
         m_query = (i_g < tl.where(split_start < split_end, G, 0))[:, None] & (i_w < W)[None, :]
-        q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES)
-    acc, acc_high, peak, total = _no_rows(G_PAD, W_PAD)
-    leaf, leaf_high, leaf_peak, leaf_total = acc, acc_high, peak, total
+        q, q_factor = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_query, W, PARTS, KIND, DOT)
+    acc, peak, total = _no_rows(G_PAD, W_PAD, PARTS)
+    leaf, leaf_peak, leaf_total = acc, peak, total
     for i_tile in range(split_start, split_end):
         if i_tile >= sequence_end:
             b += 1
@@ -367,11 +376,10 @@ def attend_tiles(
 
         if QUERY_WITH_TILES:
             # Under way with the tile. The rows from G on are of the next kv head, or zeros, and of no consequence.
-            q = p_q.load([tl.cast(i_q, tl.int32), i_kv * G, 0]).reshape(G_PAD, W_PAD)
-            q_high = q
+            q, q_factor = (p_q.load([tl.cast(i_q, tl.int32), i_kv * G, 0]).reshape(G_PAD, W_PAD),), 1.0
         elif i_tile == sequence_start:
             # Apart from the look-up above: that one is needed for the loads to come, and so is done long before.
-            q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W, HALVES)
+            q, q_factor = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W, PARTS, KIND, DOT)
         i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK, TMA)
         row_in = row if BLOCK == 0 else row % BLOCK
         if TMA:
@@ -379,7 +387,7 @@ def attend_tiles(
         else:
             p_rows = row_pointers(p_k + tl.cast(i_kv, tl.int64) * stride_kk, i_s, row, stride_ks, stride_kt, TILE, BLOCK)
             k = load_tile(p_rows, m_t, W, W_PAD)
-        scores = _scores(q, q_high, k, scale_log2, KIND, PACKED)
+        scores = _scores(q, k, DOT, KIND, PACKED)
         if SCALE == "token":
             p_scales = row_pointers(p_k_scale, i_s, row, stride_kss, stride_kst, TILE, BLOCK)
             if PAIRED:
@@ -391,7 +399,9 @@ def attend_tiles(
                 k_scales = tl.load(p_scales, mask=m_t, other=0.0).to(tl.float32)
                 p_scales = row_pointers(p_v_scale, i_s, row, stride_vss, stride_vst, TILE, BLOCK)
                 v_scales = tl.load(p_scales, mask=m_t, other=0.0).to(tl.float32)
-            scores *= k_scales[None, :]
+            scores *= (k_scales * (scale_log2 * q_factor))[None, :]
+        else:
+            scores *= scale_log2 * q_factor
         if HAS_SOFTCAP:
             # The launcher folded 2 / softcap into scale_log2 and log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -401,7 +411,9 @@ def attend_tiles(
         tile_total = tl.sum(weights, 1)
         if SCALE == "token":
             # A scale is a row's largest value over QMAX; by the value itself the weights stay in the range of float16.
-            weights *= v_scales[None, :] * QMAX
+            if DOT != DTYPE:
+                v_scales = tl.minimum(v_scales, 65504.0 / QMAX)  # larger values, which only a wider type has, saturate
+            weights *= (v_scales * QMAX)[None, :]
         if TMA:
             v = p_v.load([i_s.to(tl.int32), row_in, i_kv, 0]).reshape(TILE, W_PAD)
             if BLOCK > 0:
@@ -409,16 +421,14 @@ def attend_tiles(
         else:
             p_rows = row_pointers(p_v + tl.cast(i_kv, tl.int64) * stride_vk, i_s, row, stride_vs, stride_vt, TILE, BLOCK)
             v = load_tile(p_rows, m_t, W, W_PAD)
-        tile_acc, tile_high = _outputs(weights, v, DTYPE, KIND, PACKED)
+        tile_acc = _outputs(weights, v, DOT, KIND, PACKED)
 
-        leaf_peak, leaf, leaf_high, leaf_total = _merge_sums(
-            leaf_peak, leaf, leaf_high, leaf_total, tile_peak, tile_acc, tile_high, tile_total, HALVES
-        )
+        leaf_peak, leaf, leaf_total = _merge_sums(leaf_peak, leaf, leaf_total, tile_peak, tile_acc, tile_total)
 
         tile = i_tile - sequence_start
         if (i_tile + 1 == sequence_end) | (((tile + 1) >> bits) << bits == tile + 1):
-            peak, acc, acc_high, total = _merge_sums(peak, acc, acc_high, total, leaf_peak, leaf, leaf_high, leaf_total, HALVES)
-            leaf, leaf_high, leaf_peak, leaf_total = _no_rows(G_PAD, W_PAD)
+            peak, acc, total = _merge_sums(peak, acc, total, leaf_peak, leaf, leaf_total)
+            leaf, leaf_peak, leaf_total = _no_rows(G_PAD, W_PAD, PARTS)
 
             chunk = tile // chunk_size
             is_apart = sequence_start + chunk * chunk_size < split_start
@@ -427,11 +437,10 @@ def attend_tiles(
                 if (not is_apart) & (i_tile + 1 == sequence_end) & (chunk == 0):
                     # The split has the whole sequence: there is nothing to merge.
                     p_row = output_row(p_out, b, p_query_starts, stride_ob)
-                    p_row += (i_h * stride_oh)[:, None] + i_w[None, :]
+                    p_row += (i_h * stride_oh)[:, None]
                     divisor = divisor_of(total, i_kv, p_v_scale, QMAX, SCALE)[:, None]
-                    tl.store(p_row, (acc / divisor).to(DTYPE), mask=m_gw)
-                    if HALVES == 2:
-                        tl.store(p_row + W, (acc_high / divisor).to(DTYPE), mask=m_gw)
+                    for i in tl.static_range(PARTS):
+                        tl.store(p_row + element_of(i_w, i, W, KIND)[None, :], (acc[i] / divisor).to(DTYPE), mask=m_gw)
                     if p_lse is not None:
                         tl.store(p_lse + tl.cast(b, tl.int64) * H + i_h, peak + tl.log2(total), mask=i_g < G)
                 else:
@@ -439,13 +448,12 @@ def attend_tiles(
                     if is_apart:
                         i_partial = num_chunks + split * max_apart + ((i_tile - split_start) >> bits)
                     i_partial = i_partial * H + i_h
-                    p_acc = p_workspace + (i_partial * (W * HALVES))[:, None] + i_w[None, :]
-                    tl.store(p_acc, acc, mask=m_gw)
-                    if HALVES == 2:
-                        tl.store(p_acc + W, acc_high, mask=m_gw)
+                    p_acc = p_workspace + (i_partial * (W * PARTS))[:, None]
+                    for i in tl.static_range(PARTS):
+                        tl.store(p_acc + element_of(i_w, i, W, KIND)[None, :], acc[i], mask=m_gw)
                     tl.store(p_peaks + i_partial, peak, mask=i_g < G)
                     tl.store(p_totals + i_partial, total, mask=i_g < G)
-                acc, acc_high, peak, total = _no_rows(G_PAD, W_PAD)
+                acc, peak, total = _no_rows(G_PAD, W_PAD, PARTS)
 
 
 @triton.jit
@@ -484,7 +492,8 @@ def _load_chunk(
             parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred tuples)
         for i_unrolled in tl.static_range(UNROLL):
             acc_next, peak_next, total_next = parts[i_unrolled]  # type: ignore[var-annotated]
-            peak, acc, _, total = _merge_sums(peak, acc, acc, total, peak_next, acc_next, acc_next, total_next, 1)
+            peak, merged, total = _merge_sums(peak, (acc,), total, peak_next, (acc_next,), total_next)
+            acc = merged[0]
     return acc, peak, total
 
 
@@ -671,12 +680,17 @@ def attend_singles(
     begins_at_0 = firsts_B is None and options.rows_seen == checks.NO_WINDOW
     may_tma = begins_at_0 if block else options.rows_seen >= cut.tile_rows
     by_tma = may_tma and memory.fits_tma(cut.tile_rows)
+    k, v, strides = memory.k, memory.v, memory.strides
+    if memory.kind == "fp8":
+        # Two elements each: a GPU transposes 16 bits on their way to tensor cores, but not 8.
+        k, v = in_pairs(k), in_pairs(v)
+        strides = (*k.stride()[:3], *v.stride()[:3], *strides[6:])
     launches = launches_of(
-        cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
+        cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, k.shape[3], num_rows, block, memory.kind,
         memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
         options.softcap_log2 > 0.0, settled,
     )  # fmt: skip
-    k, v, q, space = memory.k, memory.v, q_NHD, launches.space
+    q, space = q_NHD, launches.space
     workspace = checks.workspace(workspace, space.elements, device)
     with checks.on_device(device):
         attend_tiles[launches.tiles_grid](
@@ -687,7 +701,7 @@ def attend_singles(
             lengths_B, slots_B, limit_S, query_starts, firsts_B, out_NHD, lse_BH, workspace,
             options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q.shape[0],
             memory.num_slots, num_rows, space.max_chunks, space.max_apart,
-            q.stride(0), q.stride(1), out_NHD.stride(0), out_NHD.stride(1), memory.stride_table, *memory.strides,
+            q.stride(0), q.stride(1), out_NHD.stride(0), out_NHD.stride(1), memory.stride_table, *strides,
             **launches.tiles,
         )  # fmt: skip
         merge_partials[launches.merge_grid](

@@ -178,6 +178,8 @@ def kv_memory(
         checks.refuse("k_STKW", f"of {k.dtype}", f"{dtype}, as the query or the new rows are; or those of its dtype")
     if 0 in k.shape:
         checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", "at least one of each")
+    if kind == "fp8" and k.shape[3] % 2:
+        checks.refuse("k_STKW", f"fp8 of head dim {k.shape[3]}", "an even one: two elements are loaded as one int16")
     if k.shape[0] >= checks.INT32_END or k.shape[1] >= checks.INT32_END:
         checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", f"fewer than 2**31 {rows} and rows")
     checks.vectors("k_STKW", k, tuple(k.shape), k.dtype, device)
@@ -247,6 +249,14 @@ def descriptor(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int],
     return TensorDescriptor(base, list(shape), strides, box)
 
 
+def in_pairs(payload: torch.Tensor) -> torch.Tensor:
+    """A payload of an even width in int16, two of its bytes each."""
+    if any(stride % 2 for stride in payload.stride()[:-1]):  # of a dimension of size 1, which torch does not take either
+        strides = [stride if size > 1 else 0 for size, stride in zip(payload.shape[:-1], payload.stride(), strict=False)]
+        payload = payload.as_strided(payload.shape, (*strides, 1))
+    return payload.view(torch.int16)
+
+
 @triton.jit
 def blocks_of(p_table, row, m_t, TILE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """[TILE] blocks of the rows from `row` on, read from a slot's table; with WHOLE the one block that has them all."""
@@ -273,7 +283,7 @@ def load_tile(p_rows, m_t, W: tl.constexpr, W_PAD: tl.constexpr):
     return tl.load(p_rows[:, None] + i_w, mask=m_t[:, None] & (i_w < W), other=0)
 
 
-# Four bytes of a payload as four elements in two registers: `dequantise` at two elements an instruction.
+# Bytes of a payload as elements, two in a register: `dequantise` at two elements an instruction.
 _INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 t, a, b;
 prmt.b32 t, $2, 0, 0x4140;
@@ -295,26 +305,15 @@ prmt.b32 t, $2, 0, 0x4342;
 xor.b32 t, t, c;
 sub.f16x2 $1, t, c;
 }""")
-_FP8_TO_BF16 = tl.constexpr("""{
-.reg .b32 t, m, c;
-mov.b32 c, 0x7B807B80;
-prmt.b32 t, $2, 0, 0x1404;
-and.b32 m, t, 0x7f007f00;
-shr.b32 m, m, 4;
-lop3.b32 t, t, 0x80008000, m, 0xEA;
-mul.bf16x2 $0, t, c;
-prmt.b32 t, $2, 0, 0x3424;
-and.b32 m, t, 0x7f007f00;
-shr.b32 m, m, 4;
-lop3.b32 t, t, 0x80008000, m, 0xEA;
-mul.bf16x2 $1, t, c;
-}""")
 _FP8_TO_FP16 = tl.constexpr("""{
-.reg .b16 l, h;
-mov.b32 {l, h}, $2;
-cvt.rn.f16x2.e4m3x2 $0, l;
-cvt.rn.f16x2.e4m3x2 $1, h;
+.reg .b32 t;
+.reg .b16 even, odd;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {even, odd}, t;
+cvt.rn.f16x2.e4m3x2 $0, even;
+cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
+"""Of two int16: their low bytes, which are even columns, and their high ones."""
 _INT4_TO_2X16 = """{
 .reg .b32 t, u, c;
 mov.b32 c, ZERO;
@@ -338,25 +337,28 @@ _INT4_TO_FP16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x64086408").replace
 
 
 @triton.jit
-def unpack(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr):
-    """`dequantise` in a GPU's own packed instructions.
+def _unpack(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr):
+    """`parts_of` in a GPU's own packed instructions.
 
     IN_PLACE: in the layout in which the bytes are loaded, not in that of the dot. Where the dot needs them transposed, moving
-    single bytes would cost more than moving pairs of dequantised elements.
+    single bytes would cost more than moving pairs of dequantised elements. The int16 of fp8 are moved as they are.
     """
     # Triton does not move an impure operation behind a change of layout.
-    if tl.bfloat16 == DTYPE:
-        ASM: tl.constexpr = _INT8_TO_BF16 if KIND == "int8" else _FP8_TO_BF16
-        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [payload], dtype=tl.bfloat16, is_pure=not IN_PLACE, pack=4)
-    else:
-        ASM_FP16: tl.constexpr = _INT8_TO_FP16 if KIND == "int8" else _FP8_TO_FP16
-        return tl.inline_asm_elementwise(ASM_FP16, "=r,=r,r", [payload], dtype=tl.float16, is_pure=not IN_PLACE, pack=4)
-
-
-@triton.jit
-def unpack_nibbles(payload, DTYPE: tl.constexpr, IN_PLACE: tl.constexpr):
-    """`dequantise_nibbles` in a GPU's own packed instructions; see `unpack`."""
-    if tl.bfloat16 == DTYPE:
+    if KIND == "fp8":
+        return tl.inline_asm_elementwise(
+            _FP8_TO_FP16, "=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif KIND == "int8":
+        if tl.bfloat16 == DTYPE:
+            values = tl.inline_asm_elementwise(
+                _INT8_TO_BF16, "=r,=r,r", [payload], dtype=tl.bfloat16, is_pure=not IN_PLACE, pack=4
+            )
+        else:
+            values = tl.inline_asm_elementwise(
+                _INT8_TO_FP16, "=r,=r,r", [payload], dtype=tl.float16, is_pure=not IN_PLACE, pack=4
+            )
+        return (values,)
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             _INT4_TO_BF16, "=r,=r,=r,=r,r", [payload], dtype=(tl.bfloat16, tl.bfloat16), is_pure=not IN_PLACE, pack=4
         )
@@ -364,6 +366,35 @@ def unpack_nibbles(payload, DTYPE: tl.constexpr, IN_PLACE: tl.constexpr):
         return tl.inline_asm_elementwise(
             _INT4_TO_FP16, "=r,=r,=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=not IN_PLACE, pack=4
         )
+
+
+@triton.jit
+def parts_of(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, IN_PLACE: tl.constexpr):
+    """A tile of a payload as PARTS tiles of its values, without their scales, in DTYPE; see `element_of`.
+
+    A payload of fp8 is int16. PACKED: by a GPU's own instructions, which give fp8 in float16 alone; see `_unpack`.
+    """
+    if KIND == "":
+        return (payload,)
+    elif PACKED:
+        return _unpack(payload, DTYPE, KIND, IN_PLACE)
+    elif KIND == "int4":
+        return dequantise_nibbles(payload, DTYPE)
+    elif KIND == "int8":
+        return (dequantise(payload, DTYPE, KIND),)
+    else:
+        bits = payload.to(tl.uint16, bitcast=True)
+        even, odd = (bits & 0xFF).to(tl.uint8), (bits >> 8).to(tl.uint8)
+        return (dequantise(even, DTYPE, KIND), dequantise(odd, DTYPE, KIND))
+
+
+@triton.jit
+def element_of(i_w, i_part: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr):
+    """The elements of a head that part `i_part` has of the columns `i_w` of a payload: of int4 a half, of fp8 every second."""
+    if KIND == "fp8":
+        return 2 * i_w + i_part
+    else:
+        return i_part * W + i_w
 
 
 @triton.jit

@@ -356,6 +356,12 @@ def test_an_int4_view_of_full_width_is_told_apart() -> None:
         decode(**attention(decode) | {"k_STKW": full_STKW, "v_STKW": full_STKW, "k_scale": scales, "v_scale": scales})
 
 
+def test_fp8_of_an_odd_head_dim_is_refused() -> None:
+    odd_STKW = zeros(4, 14, 2, 64, dtype=torch.float8_e4m3fn)[..., :63]
+    with pytest.raises(ValueError, match="k_STKW is fp8 of head dim 63; wanted an even one"):
+        decode(**attention(decode, "fp8") | {"k_STKW": odd_STKW, "v_STKW": odd_STKW})
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter alone computes it wrongly")
 def test_the_interpreter_refuses_bfloat16() -> None:
     case = make_case([5], heads=2, kv_heads=1, head_dim=16, dtype=BF16)

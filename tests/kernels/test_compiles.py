@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vmmkv.kernels import checks
 from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill, turn
+from vmmkv.kernels.attention.kv_memory import LayerKV
 from vmmkv.kernels.linear import linear
 from vmmkv.kernels.norm import rms_norm
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
@@ -44,7 +45,9 @@ HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
 """Else prefill for Hopper is left out."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 META = torch.device("meta")
-TYPES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    FP16: "fp16", BF16: "bf16", FP32: "fp32", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 SLOTS, ROWS, BLOCKS = 64, 32_768, 4096
 
 
@@ -99,6 +102,8 @@ def pretend_to_have_a_gpu(to_binary: bool) -> None:
     checks.launches_dependents = lambda device: True  # type: ignore[assignment]
     checks.has_tma = lambda device: True  # type: ignore[assignment]
     append._casts_to_fp8 = lambda device: True  # type: ignore[assignment]
+    # By addresses, which tensors without memory have not.
+    LayerKV.has_paired_scales = property(lambda memory: memory.scale == "token" and memory.k_scale.stride(2) == 2)  # type: ignore
     for module in (decode, cascade):
         module.resident_splits = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
     if HAS_GLUON:
@@ -127,7 +132,10 @@ class Model:
         self.kv = empty(*shape, 32, 2, kv_heads, width, dtype=stored)[:, :, 7].unbind(2)
         self.scales = {}
         if kind and scale == "token":
-            k_scale, v_scale = empty(*shape, 32, 2, kv_heads, dtype=torch.float16)[:, :, 7].unbind(2)
+            if kv_heads % 2 == 0:  # in pairs, as a cache has them
+                k_scale, v_scale = empty(*shape, 32, kv_heads, 2, dtype=torch.float16)[:, :, 7].unbind(3)
+            else:
+                k_scale, v_scale = empty(*shape, 32, 2, kv_heads, dtype=torch.float16)[:, :, 7].unbind(2)
             self.scales = {"k_scale": k_scale, "v_scale": v_scale}
         elif kind:
             self.scales = dict.fromkeys(("k_scale", "v_scale"), empty(kv_heads, dtype=torch.float32))

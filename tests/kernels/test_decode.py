@@ -185,6 +185,9 @@ def test_an_arena_may_be_of_one_slot_one_row_and_one_head() -> None:
     q_BHD = torch.ones(1, 1, 64, dtype=FP16, device=DEVICE)
     row_STKD = torch.ones(1, 1, 1, 64, dtype=FP16, device=DEVICE).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
     assert torch.equal(decode(q_BHD, row_STKD, 2 * row_STKD, index(1), index(0)), 2 * q_BHD)
+    fp8_STKD, scales = row_STKD.to(torch.float8_e4m3fn).as_strided((1, 1, 1, 64), (3, 5, 7, 1)), row_STKD[..., 0]
+    out_BHD = decode(q_BHD, fp8_STKD, fp8_STKD, index(1), index(0), k_scale=scales, v_scale=2 * scales)
+    assert torch.equal(out_BHD, 2 * q_BHD)
 
 
 def test_launch_constants_are_worked_out_once_for_all_layers(cut_decode: Cut) -> None:
