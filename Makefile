@@ -12,6 +12,14 @@ NEWEST := $(VENV)/transformers-$(NEWEST_TRANSFORMERS)
 # A load generator, in an environment of its own.
 GUIDELLM_VERSION := 0.8.1
 GUIDELLM := $(VENV)/guidellm-$(GUIDELLM_VERSION)
+# Routers, for nightly tests: the first two in environments of their own. ai-dynamo has stricter wishes than it needs: `--no-deps`.
+VLLM_ROUTER_VERSION := 0.1.17
+VLLM_ROUTER := $(VENV)/vllm-router-$(VLLM_ROUTER_VERSION)
+RAY_VERSION := 2.60.0
+RAY := $(VENV)/ray-$(RAY_VERSION)
+DYNAMO_VERSION := 1.4.2
+DYNAMO := $(VENV)/dynamo-$(DYNAMO_VERSION)
+ROUTERS := $(VLLM_ROUTER)/.installed $(RAY)/.installed $(DYNAMO)/.installed
 # Debian's, for tests.
 PACKAGES := chromium.package redis-server.package libibverbs1.package
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
@@ -49,7 +57,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed
+nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS)
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
@@ -77,6 +85,20 @@ $(VENV)/.mooncake-installed: $(VENV)/.dev-installed
 
 $(NEWEST)/.installed: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --no-deps --target $(NEWEST) transformers==$(NEWEST_TRANSFORMERS)
+	@touch $@
+
+$(VLLM_ROUTER)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv $(VLLM_ROUTER)
+	$(VLLM_ROUTER)/bin/python -m pip install vllm-router==$(VLLM_ROUTER_VERSION)
+	@touch $@
+
+$(RAY)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv $(RAY)
+	$(RAY)/bin/python -m pip install 'ray[serve]==$(RAY_VERSION)' httpx
+	@touch $@
+
+$(DYNAMO)/.installed: $(VENV)/.dev-installed
+	$(BIN)/python -m pip install --no-deps --target $(DYNAMO) ai-dynamo==$(DYNAMO_VERSION) ai-dynamo-runtime==$(DYNAMO_VERSION) uvloop zstandard
 	@touch $@
 
 $(GUIDELLM)/.installed: $(VENV)/.created

@@ -1,0 +1,257 @@
+"""Routers that exist, before two replicas: what they find cached, and what becomes of requests when a replica is killed."""
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.end_to_end.small import server_process, small_model, small_server, until
+from tests.stores import free_port
+from vmmkv.server.models import resolve
+
+ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m"
+NUM_CONVERSATIONS, NUM_TURNS, AT_ONCE = 64, 5, 4
+BUDGET = "76MiB"
+"""38 pages, of which a conversation and a request that runs take one each: room for more than half of the conversations."""
+WORDS = (ROOT / "tests" / "texts" / "opticks.txt").read_text().split()
+
+pytestmark = pytest.mark.nightly
+
+
+# Conversations.
+
+
+def texts(seed: int, num_words: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    while True:
+        start = rng.randrange(len(WORDS) - num_words)
+        yield " ".join(WORDS[start : start + num_words])
+
+
+def complete(url: str, prompt: str, max_tokens: int = 4) -> httpx.Response:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def cached_share(answer: httpx.Response) -> float:
+    usage = answer.json()["usage"]
+    return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+
+
+def hit_rate(urls: Sequence[str], seed: int) -> float:
+    """The share of prompt tokens that were cached, over all turns of all conversations. URLs are asked by turns.
+
+    In each turn the conversations come in another order, so that turns do not bring them back to where they were.
+    """
+    conversations = list(itertools.islice(texts(seed, 48), NUM_CONVERSATIONS))
+    more, rng, turns, counts = texts(seed + 1, 8), random.Random(seed), itertools.cycle(urls), [0, 0]
+    for _ in range(NUM_TURNS):
+        order = rng.sample(range(NUM_CONVERSATIONS), NUM_CONVERSATIONS)
+        with ThreadPoolExecutor(AT_ONCE) as clients:
+            asked = [clients.submit(complete, next(turns), conversations[index]) for index in order]
+        for index, each in zip(order, asked, strict=True):
+            answer = each.result().json()
+            conversations[index] += f"{answer['choices'][0]['text']} {next(more)}"
+            counts[0] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            counts[1] += answer["usage"]["prompt_tokens"]
+    return counts[0] / counts[1]
+
+
+# Deployments, each as its page says.
+
+
+def path_of(program: str, folder: str) -> str:
+    """A router's program, of its environment."""
+    for path in (*sorted(ROOT.glob(f".venv/{folder}-*/bin")), *os.environ["PATH"].split(":")):
+        if found := shutil.which(program, path=str(path)):
+            return found
+    pytest.skip(f"{program} is not installed; make nightly installs it")
+
+
+@contextlib.contextmanager
+def started(log: Path, command: Sequence[str | Path], url: str, in_log: str = "", **environment: str) -> Iterator[None]:
+    """A process that serves a model at the URL, until the end of the block; then all that it started has ended."""
+
+    def serves() -> bool:
+        assert process.poll() is None, log.read_text()
+        with contextlib.suppress(httpx.TransportError):
+            models = httpx.get(f"{url}/v1/models")
+            return models.status_code == 200 and bool(models.json()["data"]) and in_log in log.read_text()
+        return False
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, cwd=ROOT, start_new_session=True
+        )
+    try:
+        until(serves, within_s=300)
+        yield
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def behind_vllm_router(folder: Path, model: str | Path, options: str, policy: str) -> Iterator[str]:
+    port = free_port()
+    path = f"{Path(path_of('vllm-router', 'vllm-router')).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [ROOT / "deploy" / "vllm-router.sh", model, "cpu cpu", *options.split()]
+    url = f"http://127.0.0.1:{port}"
+    with started(folder / "log", command, url, PATH=path, PORT=str(port), POLICY=policy):
+        yield url
+
+
+@contextlib.contextmanager
+def behind_ray_serve(folder: Path, model: str | Path, options: str) -> Iterator[str]:
+    program, port = Path(path_of("serve", "ray")), free_port()
+    config = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"] |= {"model": str(model), "gpus": 0, "options": f"--device cpu {options}"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as short,  # it holds sockets
+        started(folder / "log", [program, "run", folder / "config.yaml"], url, "successfully", **environment, RAY_TMPDIR=short),
+    ):
+        yield url
+
+
+@contextlib.contextmanager
+def behind_dynamo(folder: Path, model: str | Path, options: str) -> Iterator[str]:
+    installed = sorted(ROOT.glob(".venv/dynamo-*"))
+    if not installed:
+        pytest.skip("Dynamo is not installed; make nightly installs it")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [ROOT / "deploy" / "dynamo.sh", model, "cpu cpu", *options.split()]
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{installed[-1]}"}
+    environment["DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT"] = "2"
+
+    def num_workers() -> int:
+        return sum(each["endpoint"] == "generate" for each in httpx.get(f"{url}/health").json()["instances"])
+
+    with started(folder / "log", command, url, PORT=str(port), **environment):
+        until(lambda: num_workers() == 2)
+        yield url
+
+
+DEPLOYMENTS = {
+    "vllm-router cache_aware": lambda *args: behind_vllm_router(*args, policy="cache_aware"),
+    "vllm-router kv_aware": lambda *args: behind_vllm_router(*args, policy="kv_aware"),
+    "ray serve": behind_ray_serve,
+    "dynamo": behind_dynamo,
+}
+each_router = pytest.mark.parametrize("router", DEPLOYMENTS)
+
+
+def servers_of(model: Path) -> list[int]:
+    """The processes that were started with a model: of replicas, without their engines."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = each.read_bytes().decode().split("\0")
+            if str(model) in line and ("serve" in line or "deploy.dynamo_worker" in line):
+                found.append(int(each.parent.name))
+    return sorted(found)
+
+
+# Laws.
+
+
+@pytest.fixture(scope="module")
+def by_turns(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The hit rate of two replicas that take turns."""
+    with contextlib.ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp("replica") / MODEL for _ in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        servers = [stack.enter_context(small_server(folder, "--kv-budget", BUDGET)) for folder in folders]
+        return hit_rate([each.url for each in servers], seed=1)
+
+
+@each_router
+def test_a_router_by_prefixes_finds_twice_as_much_cached_as_turns_do(router: str, by_turns: float, tmp_path: Path) -> None:
+    model = small_model(tmp_path / MODEL)
+    with DEPLOYMENTS[router](tmp_path, model, f"--load-format dummy --kv-budget {BUDGET}") as url:
+        found = hit_rate([url], seed=1)
+    print(f"hit rate: {by_turns:.3f} by turns, {found:.3f} by {router}")
+    assert found >= 2 * by_turns
+
+
+@each_router
+def test_smollm2_answers_behind_a_router_and_knows_the_prompt_again(router: str, tmp_path: Path) -> None:
+    resolve(MODEL)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0}
+    with DEPLOYMENTS[router](tmp_path, MODEL, "--kv-budget 256MiB") as url:
+        answers = []
+        for _ in range(4):
+            answers.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120))
+            time.sleep(1)  # for events
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, timeout=120) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+    assert all("Paris" in each.json()["choices"][0]["message"]["content"] for each in answers), [each.text for each in answers]
+    assert [cached_share(each) > 0.9 for each in answers] == [False, True, True, True]
+    assert len(lines) > 3 and lines[-1] == "data: [DONE]"
+
+
+@each_router
+def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp_path: Path) -> None:
+    model = small_model(tmp_path / MODEL)
+    with DEPLOYMENTS[router](tmp_path, model, "--load-format dummy --kv-budget 64MiB") as url:
+        first, second = servers_of(model)
+        with ThreadPoolExecutor(8) as clients:
+            asked = [clients.submit(complete, url, f"{number} is a number", 900) for number in range(8)]
+            time.sleep(1)
+            assert not all(each.done() for each in asked)
+            os.kill(first, signal.SIGKILL)
+            answers = [each.result() for each in asked]
+        assert {each.status_code for each in answers} <= {200, 500, 502, 503}, [each.text for each in answers]
+        codes = [each.status_code for each in answers]
+        print(f"{codes.count(200)} of {len(codes)} in flight were answered behind {router}")
+        assert 200 in codes and second in servers_of(model)
+        until(lambda: all(complete(url, f"{number} afterwards").status_code == 200 for number in range(8)), within_s=30)
+    until(lambda: not servers_of(model), within_s=30)
+
+
+def test_vllm_router_learns_by_replay_what_was_cached_before_it_came(tmp_path: Path) -> None:
+    events = ("--kv-events", "tcp://*:0", "--kv-events-replay", "tcp://*:0", "--load-format", "dummy", "--kv-budget", "64MiB")
+    model, port = small_model(tmp_path / MODEL), free_port()
+    command, url = [path_of("vllm-router", "vllm-router"), "--policy", "kv_aware"], f"http://127.0.0.1:{port}"
+    command += ["--port", str(port), "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
+    before, after = (list(itertools.islice(texts(seed, 40), 8)) for seed in (1, 2))
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(server_process(tmp_path / str(index), model, *events)) for index in range(2)]
+        for each, prompt in zip(itertools.cycle(replicas), before, strict=False):
+            assert complete(each.url, prompt).status_code == 200
+        for each in replicas:
+            source = httpx.get(f"{each.url}/kv_event_sources").json()["0"]
+            endpoint, replay = (source[name].replace("0.0.0.0", "127.0.0.1") for name in ("endpoint", "replay_endpoint"))
+            command += ["--kv-event-source", f"{each.url}={endpoint}", "--kv-event-replay-source", f"{each.url}={replay}"]
+        command += ["--kv-event-model", MODEL, "--worker-urls", *(each.url for each in replicas)]
+        stack.enter_context(started(tmp_path / "log", command, url))
+        time.sleep(1)  # until it has subscribed
+        for each, prompt in zip(replicas, after, strict=False):
+            complete(each.url, prompt)  # the number of its events tells the router that it has missed some
+        time.sleep(1)
+        assert min(cached_share(complete(url, prompt)) for prompt in before) > 0.8
