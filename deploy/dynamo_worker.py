@@ -176,3 +176,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     asyncio.run(main())
+    os._exit(0)  # an interpreter that ends while Dynamo's threads run may be aborted
