@@ -193,6 +193,19 @@ class DiskMachine(TierMachine):
         return PrefixCache(self.cache, self.tiers, fingerprint="model")
 
 
+def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pages():
+    """The page belongs to the node that begins with that row, behind all rows that can be attached."""
+    machine = DiskMachine()
+    try:
+        machine.make(layout="mixed_dtypes", guard=0, pages=11, large=2, seed=0)
+        machine.come_back(own=[5] * 8, pick=0, waits=True)
+        machine.time_passes()
+        machine.time_passes()
+        machine.come_back(own=[6, 5, 5, 5], pick=2, waits=True)
+    finally:
+        machine.teardown()
+
+
 class RealMemoryMachine(TierMachine):
     """Over the host driver: the bytes of every plane, through the views."""
 

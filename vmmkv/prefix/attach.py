@@ -93,12 +93,15 @@ class Hit:
 
     def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
         self.path: Final = path
+        """Of the nodes that have the pages of these rows."""
         self.num_tokens: Final = num_tokens
+        self.node: Final = next(node for node in path if node.end >= num_tokens)
+        """The one that has the last of these tokens."""
         self.starts: Final = starts
         """For each group: the first row that the next token sees."""
         self._memory = memory
         self._windows = windows
-        self.resident: Final = next(filter(self.is_in, path[-1].residents), None)
+        self.resident: Final = next(filter(self.is_in, self.node.residents), None)
         """A slot, live or parked, that has all these rows; None if there is none."""
 
     def is_in(self, slot: int) -> bool:
@@ -176,16 +179,18 @@ class Attacher:
 
     def hit(self, match: Match[Placed]) -> Hit | None:
         """What can be attached of a match."""
-        num_tokens = match.num_tokens
+        num_tokens = reach = match.num_tokens
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
-            path = match.path[: 1 + bisect_left(match.path, num_tokens, key=_end)]
+            path = match.path[: 1 + bisect_left(match.path, reach, key=_end)]
             hit = Hit(self._memory, self.windows, path, num_tokens, starts)
             if hit.resident is not None or hit.extents.num_tokens == num_tokens:
                 return hit
             fewer = hit.extents.num_tokens
             ends = (node.end for node in match.path if fewer < node.end < num_tokens and node.residents)
-            num_tokens = max(ends, default=fewer)
+            num_tokens = reach = max(ends, default=0)
+            if not reach:  # the node with their last page may begin behind them: the page has a part of the next row
+                num_tokens, reach = fewer, hit.path[-1].end
         return None
 
     def _adoptable(self, hit: Hit, *, is_forced: bool) -> ParkedSlot | None:
@@ -197,7 +202,7 @@ class Attacher:
             self._cache.max_tokens if is_forced else min(MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes, hit.num_tokens)
         )
         parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
-        node = hit.path[-1]
+        node = hit.node
         if node.end > hit.num_tokens and len(node.residents) > 1:
             return None  # rows past the match are in use
         residents = node.some_residents(len(node.residents) if is_forced else MOST_LOOKED_AT)
@@ -298,7 +303,7 @@ class Attacher:
             sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
             parked.length = hit.num_tokens
         if parked.length:
-            end = hit.path[-1]
+            end = hit.node
             if end.end > hit.num_tokens:
                 end = index.tree.split(end, hit.num_tokens)
             for each in end.path():
