@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import environ
 from typing import Any, Final
@@ -36,7 +36,8 @@ _SYMMETRIC_RANKS: Final = (2, 4, 8)
 _RELEASE_S: Final = 20.0
 """The longest time for which kernels are released that wait for a rank."""
 _UNLIMITED: Final = timedelta(days=1)
-"""Limit of NCCL's own watchdog, which ends the process: `Ranks` has limits that end the engine."""
+_NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
 
 
 class Collectives:
@@ -60,11 +61,11 @@ class Collectives:
             options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             self._group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
             return
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store.set_timeout(timedelta(seconds=timeout_s / 3))  # of two meetings
         with torch.cuda.device(device):
             options = _distributed.ProcessGroupNCCL.Options()
             options._timeout = _UNLIMITED
-            with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else its watchdog ends the process, not the engine
+            with _environment(_NO_WATCHDOG):
                 self._group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
             self.sum(torch.zeros(1, device=device))  # NCCL meets in its first call, which no graph can have
             torch.cuda.synchronize(device)
@@ -140,17 +141,16 @@ def _wait(work: Any) -> None:
 
 
 @contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment, for code that reads it now."""
-    before = environ.get(name)
-    environ[name] = value
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment, for code that reads them now."""
+    before = {name: environ[name] for name in variables if name in environ}
+    environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
+        for name in variables.keys() - before.keys():
             del environ[name]
-        else:
-            environ[name] = before
+        environ.update(before)
 
 
 class SymmetricMemory:
@@ -168,7 +168,7 @@ class SymmetricMemory:
         self._name: Final[str] = self._named.group_name
         self._num_ranks: Final = num_ranks
         self._device: Final = device
-        with _variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+        with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
             self._buffer = symmetric_memory.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
             self._handle = symmetric_memory.rendezvous(self._buffer, self._name)
         self._operations = torch.ops.symm_mem
@@ -211,7 +211,7 @@ class SymmetricMemory:
             until_s = time.monotonic() + _RELEASE_S
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                flags = [self._handle.get_signal_pad(rank) for rank in range(self._num_ranks)]
+                flags = [self._handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self._num_ranks)]
                 for value in itertools.cycle((0, 1)):
                     if done.query() or time.monotonic() > until_s:  # type: ignore[no-untyped-call]
                         return
