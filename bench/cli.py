@@ -28,7 +28,7 @@ SUITES: Final = {
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
     "prefix": "requests that share a prefix, over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
-    "collectives": "sums and broadcasts over GPUs, by size and by way; needs two GPUs, and is not part of all",
+    "collectives": "sums, gathers and broadcasts over GPUs, by size and by way; needs two GPUs, and is not part of all",
     "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",

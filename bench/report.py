@@ -398,7 +398,7 @@ class Lines(NamedTuple):
 _LINES: Final = (
     *(
         Lines("collectives", what, f"{what}s over ranks", "KiB", rf"(?P<panel>\d+ ranks): {what} of (?P<x>[\d.]+) KiB", (what,))
-        for what in ("sum", "broadcast")
+        for what in ("sum", "gather", "broadcast")
     ),
     Lines(
         *("prefix", "attach", "Attaching a prefix", "tokens", r"attach (?P<x>\d+) tokens$"),

@@ -1,6 +1,7 @@
-"""Sums and broadcasts over ranks, each a process with a GPU of its own, by size and by way.
+"""Sums, gathers and broadcasts over ranks, each a process with a GPU of its own, by size and by way.
 
     sum          by NCCL, and where the GPUs map each other's memory by torch's kernels: of one shot, and of two
+    gather       of parts of logits, by NCCL
     broadcast    of a step's inputs, by NCCL
 
 On a GPU they are timed within graphs, as in a step: `_REPEATS` in each. On CPUs there is gloo, and the time is the host's.
@@ -21,12 +22,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, synchronize
 from vmmkv.server.console import end
 from vmmkv.server.engine.collectives import SYMMETRIC_BYTES, Collectives
-from vmmkv.units import KIB, format_bytes
+from vmmkv.units import KIB, MIB, format_bytes
 
 _SUMS_BYTES: Final = tuple(4 * KIB << shift for shift in range(12))
 """4 KiB to 8 MiB: a step of Llama-3.1-8B has 8 KiB for each token."""
 _BROADCAST_BYTES: Final = (256, 16 * KIB, 256 * KIB)
 """About those of a decode step of one row, of one of 256, and of a prefill of 8,192 tokens."""
+_GATHERS_BYTES: Final = (128 * KIB, 8 * MIB, 32 * MIB)
+"""Of each of two ranks, for 1, 64 and 256 rows of Llama-3.1-8B's logits."""
 _REPEATS: Final = 20
 _MEET_S: Final = 60.0
 
@@ -37,7 +40,8 @@ class Way(NamedTuple):
     operation: str
     system: str
     size_bytes: int
-    launch: Callable[[torch.Tensor], object]
+    launch: Callable[[torch.Tensor], torch.Tensor]
+    """Gives the result; of sums and broadcasts in place."""
 
 
 def check(settings: Settings) -> None:
@@ -99,6 +103,8 @@ def _ways(collectives: Collectives, device: torch.device) -> Iterator[Way]:
         if symmetric is not None and size_bytes <= SYMMETRIC_BYTES:
             yield Way("sum", "symmetric memory, one shot", size_bytes, symmetric.one_shot)
             yield Way("sum", "symmetric memory, two shots", size_bytes, symmetric.two_shot)
+    for size_bytes in _GATHERS_BYTES if device.type == "cuda" else _GATHERS_BYTES[:1]:
+        yield Way("gather", library, size_bytes, collectives.gather)
     for size_bytes in _BROADCAST_BYTES:
         yield Way("broadcast", library, size_bytes, collectives.broadcast)
 
@@ -125,14 +131,11 @@ def _measured(collectives: Collectives, device: torch.device, num_samples: int) 
 
 def _check(collectives: Collectives, device: torch.device, way: Way) -> None:
     """Small whole numbers: all ways have the same sum of them."""
-    count = way.size_bytes // 2
-    own = (torch.arange(count, device=device) % 61 + 3 * collectives.rank).to(torch.bfloat16)
-    ranks = range(collectives.num_ranks) if way.operation == "sum" else [0]
-    wanted = sum((torch.arange(count, device=device) % 61 + 3 * rank).to(torch.bfloat16) for rank in ranks)
+    places = torch.arange(way.size_bytes // 2, device=device) % 17  # whole numbers below 256 are exact
+    of_ranks = torch.stack([(places + 3 * rank).to(torch.bfloat16) for rank in range(collectives.num_ranks)])
+    wanted = {"sum": of_ranks.sum(0), "broadcast": of_ranks[0], "gather": of_ranks}[way.operation]
     for _ in range(3):  # kernels over one buffer, one behind the other
-        found = own.clone()
-        way.launch(found)
-        if not torch.equal(found, torch.as_tensor(wanted)):
+        if not torch.equal(way.launch(of_ranks[collectives.rank].clone()), wanted):
             raise WrongNumbers(f"{way.operation} by {way.system} of {format_bytes(way.size_bytes)} is not that of the ranks")
 
 

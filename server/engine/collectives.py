@@ -1,4 +1,4 @@
-"""Sums and broadcasts over the ranks of one engine, on their devices.
+"""Sums, gathers and broadcasts over the ranks of one engine, on their devices.
 
     on GPUs   NCCL; sums of few bytes by torch's symmetric memory, which takes a third of the time
     on CPUs   gloo
@@ -108,6 +108,14 @@ class Collectives:
         options.asyncOp = False
         _wait(self._group.broadcast([tensor], options))
         return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of all ranks, [R, *shape], on each."""
+        gathered = tensor.new_empty(self.num_ranks * len(tensor), *tensor.shape[1:])
+        options = _distributed.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._group._allgather_base(gathered, tensor, options))
+        return gathered.view(self.num_ranks, *tensor.shape)
 
     def abort(self) -> None:
         """End what this rank's device waits in, now or soon; nothing can be summed any more. Does not block. Idempotent.

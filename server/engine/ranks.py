@@ -7,7 +7,7 @@
 Two seams carry all that the others need. A driver's call that succeeded on rank 0 is repeated on every rank, at the same place
 of the same reservation, or of a host tier's memory. Rows have one size on all ranks, so page maps agree, whatever decided them.
 A forward pass is repeated with the inputs that rank 0's device has. Nothing is decided twice: clocks, fences, requests,
-grammars and random numbers are rank 0's alone, and so are the logits.
+grammars and random numbers are rank 0's alone.
 
 Messages are int64 numbers, in one sequenced socket for each rank. A rank says that it is ready, answers `MEMORY`, and says why
 it ends. A rank that fails ends the engine. All waits are bounded:
@@ -100,8 +100,12 @@ class Op(enum.IntEnum):
     MEMORY = enum.auto()
     FORWARD = enum.auto()
     """Elements of each input that is broadcast: see `pass_inputs`."""
+    STATES = enum.auto()
+    """The same, of a pass whose logits come later."""
+    LOGITS = enum.auto()
+    """First row, and end, of the last states."""
     CAPTURE = enum.auto()
-    """The same, for a graph."""
+    """As FORWARD, for a graph."""
     REPLAY = enum.auto()
     """The number of a graph."""
 
@@ -337,8 +341,10 @@ class Ranks:
     # ------------------------------------------------------------------ forward passes
 
     @contextlib.contextmanager
-    def repeating(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> Iterator[None]:
-        """The other ranks make the forward pass that is made within, or captured.
+    def repeating(
+        self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None, *, has_logits: bool
+    ) -> Iterator[None]:
+        """The other ranks make the forward pass that is made within, or captured, with logits or without.
 
         Cost: a message, a launch that packs the inputs, and a broadcast.
         """
@@ -346,12 +352,23 @@ class Ranks:
         self.check()
         parts = pass_inputs(ids_N, step, last_B)
         is_captured = ids_N.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.send(Op.CAPTURE if is_captured else Op.FORWARD, *map(len, parts))
+        assert has_logits or not is_captured, "graphs give logits"
+        self.send(Op.CAPTURE if is_captured else Op.FORWARD if has_logits else Op.STATES, *map(len, parts))
         try:
             gaps = [self._padding[: round_up(len(part), ALIGNED_ELEMENTS) - len(part)] for part in parts]
             self.collectives.broadcast(torch.cat([each for pair in zip(parts, gaps, strict=True) for each in pair]))
             yield
         except Exception as error:  # the others wait within the pass
+            self.fail(error)
+
+    @contextlib.contextmanager
+    def repeating_logits(self, first: int, end: int) -> Iterator[None]:
+        """The other ranks compute their part of the logits of some rows of the last states."""
+        self.check()
+        self.send(Op.LOGITS, first, end)
+        try:
+            yield
+        except Exception as error:
             self.fail(error)
 
     def replaying(self, replay: Callable[[], None]) -> Callable[[], None]:
@@ -392,22 +409,34 @@ def _reap(process: "subprocess.Popen[bytes]") -> None:
 
 
 class ParallelModel(DecoderModel):
-    """Rank 0's part of a decoder. Each of its forward passes is made by all ranks; the logits are rank 0's alone."""
+    """Rank 0's part of a decoder. Each of its forward passes is made by all ranks."""
 
     def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows, ranks: Ranks) -> None:
         super().__init__(decoder, cache, rows)
         self._ranks = ranks
+        self._states_WE: torch.Tensor | None = None
         ranks.send(Op.ROWS, cache.num_slots, cache.max_tokens)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel."""
-        with self._ranks.repeating(ids_N, step, last_B):
+        with self._ranks.repeating(ids_N, step, last_B, has_logits=True):
             return super().forward(ids_N, step, last_B)
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel."""
-        with self._ranks.repeating(ids_N, step, rows_W):
-            return super().states(ids_N, step, rows_W)
+        with self._ranks.repeating(ids_N, step, rows_W, has_logits=False):
+            self._states_WE = super().states(ids_N, step, rows_W)
+        return self._states_WE
+
+    def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
+        """See EngineModel."""
+        assert (
+            self._states_WE is not None
+            and states_WE.untyped_storage().data_ptr() == self._states_WE.untyped_storage().data_ptr()
+        )
+        first = states_WE.storage_offset() // self._states_WE.stride(0)
+        with self._ranks.repeating_logits(first, first + len(states_WE)):
+            return super().logits(states_WE)
 
 
 class _RanksFence:

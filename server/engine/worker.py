@@ -102,6 +102,7 @@ class Worker:
         self._layout = layout
         self._timeout_s = timeout_s
         self._model: DecoderModel | None = None
+        self._states_WE: torch.Tensor | None = None
         self.limit: torch.Tensor | None = None
         self._reserved: dict[int, tuple[int, int]] = {}
         """Own address and size of each reservation, by rank 0's address."""
@@ -232,23 +233,30 @@ class Worker:
 
     def _forward(self, *sizes: int) -> None:
         self.driver.order()
-        self._pass(sizes)
+        self._pass(sizes, DecoderModel.forward)
+
+    def _states(self, *sizes: int) -> None:
+        self.driver.order()
+        self._states_WE = self._pass(sizes, DecoderModel.states)
+
+    def _logits(self, first: int, end: int) -> None:
+        assert self._model is not None and self._states_WE is not None, "states come before their logits"
+        self._model.logits(self._states_WE[first:end])
 
     def _capture(self, *sizes: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            self._pass(sizes)
+            self._pass(sizes, DecoderModel.forward)
         self._graphs.append(graph)
 
     def _replay(self, number: int) -> None:
         self.driver.order()
         self._graphs[number].replay()
 
-    def _pass(self, sizes: tuple[int, ...]) -> None:
+    def _pass(self, sizes: tuple[int, ...], make: Callable[..., torch.Tensor]) -> torch.Tensor:
         assert self._model is not None, "rows come before passes"
         packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=self.driver.device)
-        ids_N, step, last_B = inputs_of(aligned_parts(self._collectives.broadcast(packed), sizes))
-        self._model.states(ids_N, step, last_B)
+        return make(self._model, *inputs_of(aligned_parts(self._collectives.broadcast(packed), sizes)))
 
 
 def load(config: ServeConfig, rank: int, channel: socket.socket, store: Any, timeout_s: float) -> Worker:

@@ -18,7 +18,7 @@ from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, param_bytes
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, head_part, joined, param_bytes
 from vmmkv.server.engine.models.shard import Shard
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
@@ -165,6 +165,14 @@ def test_what_two_ranks_add_by_kernels_is_the_whole_and_the_stream_counts_once(n
     torch.testing.assert_close(stream.normed(norm_E), whole.normed(norm_E), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
+def test_logits_of_all_ranks_are_joined_to_those_of_all_tokens(num_ranks: int) -> None:
+    for size in (1, 7, 258, 1000, 49_152):
+        whole_BV = torch.arange(3 * size).view(3, size)
+        parts = [whole_BV.narrow(1, *head_part(rank, num_ranks, size)) for rank in range(num_ranks)]
+        assert torch.equal(joined(torch.stack(parts), size), whole_BV)
+
+
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, LINEAR, YARN | {"attention_factor": 1.5}])
 def test_angles_are_those_of_transformers_bit_for_bit(scaling: dict[str, Any] | None) -> None:
     config = small(LlamaConfig, head_dim=48, rope_parameters=None if scaling is None else dict(scaling))
@@ -271,7 +279,7 @@ def test_tied_weights_that_were_saved_twice_or_under_the_other_name_are_one_tens
     change(tmp_path, lm_head__weight=embedding_VE.clone())
     for _ in range(2):
         weights = load(tmp_path, Shard(config), CPU, torch.float32)
-        assert weights.head_VE is weights.embedding_VE
+        assert weights.head_WE.data_ptr() == weights.embedding_VE.data_ptr()
         assert torch.equal(weights.embedding_VE, embedding_VE)
         change(tmp_path, model__embed_tokens__weight=None)
 
@@ -280,7 +288,7 @@ def test_of_weights_that_are_tied_by_name_only_the_tensors_are_believed(tmp_path
     config = saved(tmp_path, "qwen2, tied")
     head_VE = torch.randn(config.vocab_size, config.hidden_size)
     change(tmp_path, lm_head__weight=head_VE)
-    assert torch.equal(load(tmp_path, Shard(config), CPU, torch.float32).head_VE, head_VE)
+    assert torch.equal(load(tmp_path, Shard(config), CPU, torch.float32).head_WE, head_VE)
 
 
 def test_angles_of_older_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ runs by transformers' own code. `DecoderWeights` are the tensors; q, k and v are
 the forward pass, by vmmkv's kernels on a GPU and by plain torch elsewhere. `DecoderModel` runs it over a cache.
 
 Legend: N tokens of a step, B rows asked for, E hidden, H query heads, K kv heads, D head dim, R = D / 2 angles, T positions,
-V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrices, I inputs.
+V vocabulary, W its part on a rank, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrices, I inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, RotaryKeys, rms_norm
 from vmmkv.server.engine.kv_backend import EngineCache
+from vmmkv.units import ceil_div
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.collectives import Collectives
@@ -130,6 +131,10 @@ class DecoderConfig:
     """RMSNorm of each query's and key's head, before the rotation."""
     tied: bool
     """Is the output matrix the embedding?"""
+    head_first: int = 0
+    """The first token whose logit the output matrix gives: other ranks give those of others."""
+    head_size: int
+    """Tokens whose logits it gives."""
     windows: tuple[int | None, ...]
     """By layer: rows that a token attends to at most, its own included; None for all."""
     rope: Frequencies
@@ -166,6 +171,7 @@ class DecoderConfig:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=family == "qwen3",
             tied=config.tie_word_embeddings,
+            head_size=config.vocab_size,
             windows=_windows(config),
             rope=Frequencies.of(config, head_dim),
             max_positions=config.max_position_embeddings,
@@ -229,14 +235,14 @@ class DecoderWeights:
     embedding_VE: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm_E: torch.Tensor
-    head_VE: torch.Tensor
-    """The embedding itself if they are tied."""
+    head_WE: torch.Tensor
+    """Of W tokens: all, or a rank's part. Rows of the embedding if they are tied."""
 
     def named(self, config: DecoderConfig) -> dict[str, torch.Tensor]:
         """Views of the tensors, and of the parts of fused ones, by the names that transformers saves them under."""
         places = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.norm_E}
-        if self.head_VE is not self.embedding_VE:
-            places["lm_head.weight"] = self.head_VE
+        if not config.tied:
+            places["lm_head.weight"] = self.head_WE
         for index, layer in enumerate(self.layers):
             places |= {f"model.layers.{index}.{name}": place for name, place in _named_in(layer, config) if place is not None}
         return places
@@ -295,7 +301,9 @@ def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> De
         embedding_VE=embedding_VE,
         layers=tuple(layer() for _ in range(config.num_layers)),
         norm_E=tensor(hidden),
-        head_VE=embedding_VE if config.tied else tensor(config.vocab_size, hidden),
+        head_WE=embedding_VE.narrow(0, config.head_first, config.head_size)
+        if config.tied
+        else tensor(config.head_size, hidden),
     )
 
 
@@ -390,8 +398,22 @@ class Decoder:
         return stream.normed(weights.norm_E)
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """[B, V], in the weights' dtype."""
-        return self._linear(hidden_BE, self.weights.head_VE)
+        """[B, V], in the weights' dtype; of ranks, all have to call it."""
+        logits_BW = self._linear(hidden_BE, self.weights.head_WE)
+        return logits_BW if self._ranks is None else joined(self._ranks.gather(logits_BW), self.config.vocab_size)
+
+
+def head_part(rank: int, num_ranks: int, vocab_size: int) -> tuple[int, int]:
+    """The first token of a rank's part of the logits, and how many: the same on all, so the last parts may overlap."""
+    size = min(vocab_size, ceil_div(vocab_size, MULTIPLE * num_ranks) * MULTIPLE)
+    return min(rank * size, vocab_size - size), size
+
+
+def joined(logits_RBW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The logits [B, V] of all tokens, of the parts that R ranks have. One launch."""
+    num_ranks, _, size = logits_RBW.shape
+    known = [min(size, rank * size - head_part(rank, num_ranks, vocab_size)[0]) for rank in range(num_ranks)]
+    return torch.cat([part[:, first:] for part, first in zip(logits_RBW, known, strict=True)], dim=1)
 
 
 class DecoderModel:

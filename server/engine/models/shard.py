@@ -3,15 +3,17 @@
     q, k, v, gate, up   rows of the rank's heads and columns       the rank's part of the activations
     out, down           columns that take these                    a part of the sum that all ranks add up
 
-Each rank has the embedding and the norms; rank 0 alone has the output matrix and the biases behind a sum. Heads and columns
-that fill up the last ranks are zeroes, which change no sum.
+    head                rows of the rank's tokens                  the logits of these, which rank 0 joins
+
+Each rank has the embedding and the norms; rank 0 alone has the biases behind a sum. Heads and columns that fill up the last
+ranks are zeroes, which change no sum.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from vmmkv.server.engine.models.decoder import MULTIPLE, DecoderConfig
+from vmmkv.server.engine.models.decoder import MULTIPLE, DecoderConfig, head_part
 from vmmkv.units import ceil_div
 
 
@@ -27,12 +29,14 @@ class Shard:
     def own(self) -> DecoderConfig:
         """The decoder of this rank: its sizes are the same on all ranks."""
         kv_heads = ceil_div(self.whole.num_kv_heads * self._copies, self.num_ranks)
+        head_first, head_size = head_part(self.rank, self.num_ranks, self.whole.vocab_size)
         return replace(
             self.whole,
             num_heads=kv_heads * self._queries_each,
             num_kv_heads=kv_heads,
             mlp_size=ceil_div(self.whole.mlp_size, MULTIPLE * self.num_ranks) * MULTIPLE,
-            tied=self.whole.tied or self.rank > 0,
+            head_first=head_first,
+            head_size=head_size,
         )
 
     def copy(self, name: str, place: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -44,6 +48,7 @@ class Shard:
             "k_proj": first_kv // self._copies * whole.head_dim,
             "v_proj": first_kv // self._copies * whole.head_dim,
             "o_proj": first_kv * self._queries_each * whole.head_dim,
+            "lm_head": own.head_first,
             "gate_proj": self.rank * own.mlp_size,
             "up_proj": self.rank * own.mlp_size,
             "down_proj": self.rank * own.mlp_size,
