@@ -24,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Triton reads this when it is first imported, its own library functions included. Some packages import it on their way.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests import interpreter
+
+    interpreter.hasten()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests import interpreter
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.cascade import cascade
@@ -385,6 +386,7 @@ def signal_of(stray: Stray) -> int:
 def main(what: str) -> None:
     """`within` and `within-wide` must end well; of `strays` it prints how each ends."""
     torch.set_num_threads(1)
+    interpreter.hasten()
     if what.startswith("within"):
         stay_within(what == "within-wide")
         print("done")

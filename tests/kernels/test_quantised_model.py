@@ -21,7 +21,7 @@ from vmmkv.layout import KVType
 from vmmkv.server.models import KNOWN_MODELS, model_dir
 from vmmkv.units import MIB
 
-NUM_TOKENS = 384
+NUM_TOKENS = 192
 FP8, FP8_HEAD, INT8, INT4 = KV_TYPES
 
 
