@@ -10,6 +10,7 @@ The bandwidth of each tier and the rate of prefill are measured while the engine
 estimate of the bandwidth rises a little, so that now and then a fetch measures it again.
 """
 
+import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -155,9 +156,14 @@ class Fetches:
         return over
 
     def _is_late(self, wait: _Wait, now_s: float) -> bool:
-        """Has a wait for the oldest fetch taken longer than computing?"""
+        """Has a wait for the oldest fetch taken longer than computing, or any wait as long as computing all of them?
+
+        The oldest one may stay, since more and more requests wait for it.
+        """
         oldest, began_s = next(iter(self._began_s.items()), (None, 0.0))
-        return wait.fetch is oldest and now_s > max(began_s, wait.began_s) + self._computing_s(wait.fetch, wait.num_tokens)
+        began_s = max(began_s, wait.began_s) if wait.fetch is oldest else math.inf
+        computing_s = self._computing_s(wait.fetch, wait.num_tokens)
+        return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s)
 
     def leave(self, request: Request, how: str = "given_up") -> None:
         """A request waits no longer. If its fetch was given up, it may fetch again."""

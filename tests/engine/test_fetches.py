@@ -524,6 +524,19 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     assert not one.waiting and not one._began_s
 
 
+def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, other = FakeFetch(Counter(host=1000)), FakeFetch(Counter(host=1000))
+    one, (_, behind), now_s = started(monkeypatch, stuck, other)
+    while behind in one.waiting:
+        now_s[0] += 0.4
+        assert now_s[0] < 5.0
+        stuck.waiting += 1
+        one._prefix = cast(Any, FakePrefix(stuck))
+        assert one.start(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()), spare_pages=0)
+        one.ended()
+    assert now_s[0] > 4.0 and stuck in one._began_s
+
+
 def test_requests_behind_many_fetches_wait_but_for_more_urgent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)))
     assert one.are_enough(0) and not one.are_enough(-1)
