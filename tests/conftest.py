@@ -44,6 +44,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Or Triton's bindings report all of it as leaked at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """The event loop of async tests."""
