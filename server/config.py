@@ -216,14 +216,11 @@ class ServeConfig:
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: at least 1 device has to have the model")
-        if self.tensor_parallel_size > 1:
-            if self.model_impl == "transformers":
-                raise ValueError("tensor_parallel_size is for vmmkv's own decoder: leave model_impl='transformers' out, or it")
-            if self.kv_holder or self.kv_disk or self.kv_store:
-                raise ValueError(
-                    "kv_holder, kv_disk and kv_store keep the rows of one device: leave them out, or tensor_parallel_size; "
-                    "kv_host_budget_bytes works with it"
-                )
+        if self.tensor_parallel_size > 1 and (self.kv_holder or self.kv_disk or self.kv_store):
+            raise ValueError(
+                "kv_holder, kv_disk and kv_store keep the rows of one device: leave them out, or tensor_parallel_size; "
+                "kv_host_budget_bytes works with it"
+            )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")
         if self.max_tokens is not None and self.max_tokens < 2:

@@ -34,7 +34,7 @@ from vmmkv.server.engine.kv_backend import (
 )
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
-from vmmkv.server.engine.models.shard import Shard
+from vmmkv.server.engine.models.shard import Shard, Share, split
 from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
@@ -148,9 +148,10 @@ def assemble(
     try:
         send(Loading(stage=_STAGES[2], done=2, total=len(_STAGES)))
         cache = memory.cache
-        model = source.over(cache, memory.rows, ranks)
+        model = source.over(cache, memory.rows)
         max_rows = min(config.max_num_seqs, cache.num_slots)
-        runner = Runner(model, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
+        parallel = model if ranks is None else ranks.model(model, cache)
+        runner = Runner(parallel, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
         with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
             prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
@@ -209,7 +210,7 @@ class ModelSource:
     """The weights of a model on a device, before there is a cache.
 
     The model is run by the config-driven decoder if that supports it, else by transformers' own code; `model_impl` forces one.
-    With `collectives` it is one rank's part, of the config-driven decoder.
+    With `collectives` it is one rank's part.
     Raises: ValueError, of the kind UnsupportedModel for an architecture that cannot be served, or OSError.
     """
 
@@ -225,7 +226,8 @@ class ModelSource:
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
-        self.layout: Final = choose_layout(self.text_config, self.kv_dtype).of_rank(config.tensor_parallel_size)
+        layout = choose_layout(self.text_config, self.kv_dtype)
+        self.layout: Final = layout.of_rank(config.tensor_parallel_size)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
             check_lengths(
@@ -249,11 +251,6 @@ class ModelSource:
                     else load_weights(directory, shard, device, dtype)
                 )
             except Unsupported as error:
-                if collectives is not None:
-                    raise ValueError(
-                        f"tensor_parallel_size={config.tensor_parallel_size} is for models that vmmkv's own decoder runs, and "
-                        f"it cannot run {config.model}: {error}; use 1"
-                    ) from error
                 if config.model_impl == "vmmkv":
                     raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
                 log.info("this model runs by transformers' own code: %s", error)
@@ -272,6 +269,11 @@ class ModelSource:
         else:
             model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
         refuse_own_attention(model)
+        if collectives is not None:
+            model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
+            num_kv = layout.groups[0].plane("k").heads
+            share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
+            split(model, share, collectives)
         self._transformers = model.eval().to(device)
 
     @property
@@ -284,16 +286,8 @@ class ModelSource:
         configuration = hashlib.blake2b(self._configuration, digest_size=16).hexdigest()
         return f"{configuration} {weights_identity(weights)} {self.dtype} {code}"
 
-    @property
-    def decoder(self) -> Decoder:
-        """The config-driven decoder of a rank."""
-        assert self._decoder is not None, "ranks have parts of no other model"
-        return self._decoder
-
-    def over(self, cache: EngineCache, rows: KVRows, ranks: "Ranks | None" = None) -> EngineModel:
+    def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
         """The model over a cache and its rows."""
-        if ranks is not None:
-            return ranks.model(self.decoder, cache, rows)
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
         return TransformersModel(self._transformers, cache, rows)

@@ -44,11 +44,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
 from vmmkv.errors import DriverError
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine.attention import AttentionMetadata, KVRows, SharedPrefixes
+from vmmkv.server.engine.attention import AttentionMetadata, SharedPrefixes
 from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.kv_backend import EngineCache
-from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS
 from vmmkv.units import round_up
 
@@ -334,9 +334,9 @@ class Ranks:
         """This rank's driver, whose calls all ranks repeat."""
         return _MirroredDriver(driver, self)
 
-    def model(self, decoder: Decoder, cache: EngineCache, rows: KVRows) -> "ParallelModel":
-        """This rank's decoder over a cache, whose passes all ranks repeat."""
-        return ParallelModel(decoder, cache, rows, self)
+    def model(self, model: EngineModel, cache: EngineCache) -> "ParallelModel":
+        """This rank's part of a model over a cache, whose passes all ranks repeat."""
+        return ParallelModel(model, cache, self)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -408,24 +408,34 @@ def _reap(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-class ParallelModel(DecoderModel):
-    """Rank 0's part of a decoder. Each of its forward passes is made by all ranks."""
+class ParallelModel:
+    """Rank 0's part of a model. Each of its forward passes is made by all ranks. See EngineModel."""
 
-    def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows, ranks: Ranks) -> None:
-        super().__init__(decoder, cache, rows)
+    def __init__(self, model: EngineModel, cache: EngineCache, ranks: Ranks) -> None:
+        self._model = model
         self._ranks = ranks
+        self.implementation: Final = model.implementation
+        self.capturable: Final = model.capturable
+        self.vocabulary_size: Final = model.vocabulary_size
+        self.keys: Final = model.keys
+        self.check: Final = model.check
         self._states_WE: torch.Tensor | None = None
         ranks.send(Op.ROWS, cache.num_slots, cache.max_tokens)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel."""
         with self._ranks.repeating(ids_N, step, last_B, has_logits=True):
-            return super().forward(ids_N, step, last_B)
+            return self._model.forward(ids_N, step, last_B)
 
-    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def has_states(self) -> bool:
+        """See EngineModel."""
+        return self._model.has_states
+
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
         """See EngineModel."""
         with self._ranks.repeating(ids_N, step, rows_W, has_logits=False):
-            self._states_WE = super().states(ids_N, step, rows_W)
+            self._states_WE = self._model.states(ids_N, step, rows_W)
         return self._states_WE
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
@@ -436,7 +446,7 @@ class ParallelModel(DecoderModel):
         )
         first = states_WE.storage_offset() // self._states_WE.stride(0)
         with self._ranks.repeating_logits(first, first + len(states_WE)):
-            return super().logits(states_WE)
+            return self._model.logits(states_WE)
 
 
 class _RanksFence:

@@ -29,7 +29,7 @@ from vmmkv.server.console import end
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.loading import ModelSource, choose_device, choose_dtype
-from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.ranks import MESSAGE_BYTES, Op, inputs_of
 from vmmkv.server.engine.uploads import aligned_parts, packed_size
 from vmmkv.server.logs import configure_logging
@@ -80,15 +80,14 @@ class Rows:
 
 
 class Worker:
-    """One rank's decoder, driver and rows, and what rank 0 calls its addresses, handles and graphs."""
+    """One rank's model, driver and rows, and what rank 0 calls its addresses, handles and graphs."""
 
     def __init__(
         self,
         channel: socket.socket,
         store: Any,
         collectives: Collectives,
-        decoder: Decoder,
-        layout: KVLayout,
+        source: ModelSource,
         driver: Driver,
         *,
         timeout_s: float,
@@ -98,10 +97,9 @@ class Worker:
         self._channel = channel
         self._store = store
         self._collectives = collectives
-        self._decoder = decoder
-        self._layout = layout
+        self._source = source
         self._timeout_s = timeout_s
-        self._model: DecoderModel | None = None
+        self._model: EngineModel | None = None
         self._states_WE: torch.Tensor | None = None
         self.limit: torch.Tensor | None = None
         self._reserved: dict[int, tuple[int, int]] = {}
@@ -145,8 +143,8 @@ class Worker:
 
     def _rows(self, slots: int, max_tokens: int) -> None:
         address, _ = next(iter(self._reserved.values()))
-        cache: Any = Rows(self._layout, self.driver, address, slots=slots, max_tokens=max_tokens)
-        self.limit, self._model = cache.limit, DecoderModel(self._decoder, cache, KVRows(cache))
+        cache: Any = Rows(self._source.layout, self.driver, address, slots=slots, max_tokens=max_tokens)
+        self.limit, self._model = cache.limit, self._source.over(cache, KVRows(cache))
 
     # memory
 
@@ -233,11 +231,11 @@ class Worker:
 
     def _forward(self, *sizes: int) -> None:
         self.driver.order()
-        self._pass(sizes, DecoderModel.forward)
+        self._pass("forward", sizes)
 
     def _states(self, *sizes: int) -> None:
         self.driver.order()
-        self._states_WE = self._pass(sizes, DecoderModel.states)
+        self._states_WE = self._pass("states", sizes)
 
     def _logits(self, first: int, end: int) -> None:
         assert self._model is not None and self._states_WE is not None, "states come before their logits"
@@ -246,17 +244,19 @@ class Worker:
     def _capture(self, *sizes: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            self._pass(sizes, DecoderModel.forward)
+            self._pass("forward", sizes)
         self._graphs.append(graph)
 
     def _replay(self, number: int) -> None:
         self.driver.order()
         self._graphs[number].replay()
 
-    def _pass(self, sizes: tuple[int, ...], make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def _pass(self, method: str, sizes: tuple[int, ...]) -> torch.Tensor:
         assert self._model is not None, "rows come before passes"
         packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=self.driver.device)
-        return make(self._model, *inputs_of(aligned_parts(self._collectives.broadcast(packed), sizes)))
+        inputs = inputs_of(aligned_parts(self._collectives.broadcast(packed), sizes))
+        states_or_logits: torch.Tensor = getattr(self._model, method)(*inputs)
+        return states_or_logits
 
 
 def load(config: ServeConfig, rank: int, channel: socket.socket, store: Any, timeout_s: float) -> Worker:
@@ -267,7 +267,7 @@ def load(config: ServeConfig, rank: int, channel: socket.socket, store: Any, tim
             torch.cuda.set_device(device)  # first: what pins host memory takes memory of the current GPU
         collectives = Collectives(rank, config.tensor_parallel_size)
         source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
-        return Worker(channel, store, collectives, source.decoder, source.layout, open_driver(device), timeout_s=timeout_s)
+        return Worker(channel, store, collectives, source, open_driver(device), timeout_s=timeout_s)
     except Exception as error:
         channel.send(json.dumps(words(error)).encode())
         raise

@@ -13,9 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers as hf
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.engine.conftest import tiny_model, wide_rows
+from tests.engine.decoder_models import model_of, small
 from tests.server.tiny import byte_tokenizer
 from tests.structured_output.grammars import SIZE, compiled
 from vmmkv import MIB, BudgetError, DriverError
@@ -24,6 +26,7 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, ranks, worker
 from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
 from vmmkv.server.engine.worker import Worker
+from vmmkv.server.models import UnsupportedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_budget_bytes": 64 * MIB}
@@ -155,11 +158,64 @@ def test_tokens_are_those_of_one_rank_and_all_ranks_have_one_page_map(
         assert everything(checked(several, threads)) == expected
 
 
-def test_preempted_requests_have_the_tokens_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+def planned(kind: Any, num_ranks: int, *, nightly: bool = True, **changes: Any) -> Any:
+    """A model that transformers has a plan for. By default it has two KV heads, each of two queries."""
+    return pytest.param(
+        num_ranks, kind, changes, id=f"{kind.model_type} over {num_ranks}", marks=[pytest.mark.nightly] * nightly
+    )
+
+
+THREE_OF_SIX = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
+EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "changes"),
+    [
+        planned(hf.Gemma3TextConfig, 2, nightly=False, head_dim=16, sliding_window=16, attention_bias=True, **THREE_OF_SIX),
+        planned(hf.Phi3Config, 2, nightly=False, num_key_value_heads=1),  # q, k and v in one: joined; both have the KV head
+        planned(hf.MixtralConfig, 3, nightly=False, num_local_experts=4, num_hidden_layers=2),  # the third has no head
+        planned(hf.Phi3Config, 4),
+        planned(hf.LlamaConfig, 4, attention_bias=True, mlp_bias=True),
+        planned(hf.MistralConfig, 2, head_dim=16, sliding_window=16),
+        planned(hf.Qwen2Config, 2, tie_word_embeddings=True),
+        planned(hf.Qwen3Config, 2, head_dim=16, **THREE_OF_SIX),
+        planned(hf.GemmaConfig, 2, head_dim=16),
+        planned(hf.Gemma2Config, 4, head_dim=16, sliding_window=16, attn_logit_softcapping=None),
+        planned(hf.PhiConfig, 2),  # all with biases
+        planned(hf.GPTNeoXConfig, 3, num_key_value_heads=4),  # heads of q, k and v in one
+        planned(hf.Olmo2Config, 2, **THREE_OF_SIX),  # norms over all heads: joined
+        planned(hf.Glm4Config, 2, head_dim=16),
+        planned(hf.CohereConfig, 2),
+        planned(hf.Starcoder2Config, 2),
+        planned(hf.GraniteConfig, 2),
+        planned(hf.Qwen3MoeConfig, 2, head_dim=16, num_experts=4, **EXPERTS),
+        planned(hf.Qwen2MoeConfig, 2, num_experts=4, shared_expert_intermediate_size=40, **EXPERTS),
+        planned(hf.Glm4MoeConfig, 4, head_dim=16, n_routed_experts=4, first_k_dense_replace=1, **EXPERTS),
+    ],
+)
+def test_models_of_transformers_have_the_tokens_of_one_rank(
+    num_ranks: int, kind: Any, changes: dict[str, Any], tmp_path: Path, threads: Threads
+) -> None:
+    model_of(small(kind, vocab_size=258, **changes)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with LLM(tmp_path, model_impl="transformers", **OPTIONS) as one:
+        expected = everything(one)
+    with LLM(tmp_path, model_impl="transformers", tensor_parallel_size=num_ranks, **OPTIONS) as several:
+        assert several.ready.implementation == "transformers"
+        assert everything(checked(several, threads)) == expected
+
+
+@pytest.mark.parametrize("model_impl", ["vmmkv", "transformers"])
+def test_preempted_requests_have_the_tokens_of_one_rank(model_impl: str, tmp_path: Path, threads: Threads) -> None:
     path = saved(wide_rows(vocab_size=258, eos_token_id=257, max_position_embeddings=512), tmp_path)
     found = []
     for num_ranks, num_pages in ((1, 6), (2, 3)):  # a page has 64 rows of one rank, and 128 of one of two
-        options = OPTIONS | {"kv_budget_bytes": num_pages * 2 * MIB, "tensor_parallel_size": num_ranks}
+        options = OPTIONS | {
+            "kv_budget_bytes": num_pages * 2 * MIB,
+            "tensor_parallel_size": num_ranks,
+            "model_impl": model_impl,
+        }
         with LLM(path, **options) as llm:
             long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
             outputs = checked(llm, threads).generate([[seed] * 60 for seed in range(1, 4)], long)
@@ -348,8 +404,8 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_the_engine(tmp_path: Pa
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, smollm2: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "model_impl"), [(2, "vmmkv"), (4, "vmmkv"), (2, "transformers")])
+def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_impl: str, smollm2: Path) -> None:
     """Nine query heads over three KV heads: they do not divide, and are filled up."""
     shared = "Once upon a time there was a fox who lived in a wood by the sea. " * 8
     schema = {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}
@@ -363,7 +419,7 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, smollm2
     found = []
     for count in (1, num_ranks):
         options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_tokens": 1024, "kv_budget_bytes": 64 * MIB}
-        with LLM(smollm2, tensor_parallel_size=count, **options) as llm:  # type: ignore[arg-type]
+        with LLM(smollm2, tensor_parallel_size=count, model_impl=model_impl, **options) as llm:  # type: ignore[arg-type]
             llm.generate([shared], GREEDY)
             outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
             assert outputs[0].cached_tokens > 50
@@ -375,7 +431,6 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, smollm2
     ("options", "said"),
     [
         ({"tensor_parallel_size": 0}, "at least 1 device"),
-        ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "vmmkv's own decoder"),
         ({"tensor_parallel_size": 2, "kv_holder": "/tmp/holder"}, "keep the rows of one device.* kv_host_budget_bytes works"),
     ],
 )
@@ -384,7 +439,36 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
         LLM(tmp_path, device="cpu", **options)
 
 
-def test_a_model_that_the_decoder_does_not_run_is_refused(tmp_path: Path, threads: Threads) -> None:
-    path = saved(tiny_model(vocab_size=258, hidden_act="gelu"), tmp_path)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 is for models that vmmkv's own decoder runs.* use 1"):
+def test_a_model_without_a_plan_is_refused(tmp_path: Path, threads: Threads) -> None:
+    path = saved(model_of(small(hf.GPT2Config, vocab_size=258, num_key_value_heads=4)), tmp_path)
+    with pytest.raises(
+        UnsupportedModel, match=r"tensor_parallel_size=2 does not go with GPT2LMHeadModel; use 1: .* its attention"
+    ):
+        LLM(path, tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("part", "style", "said"),
+    [
+        (
+            "layers.*.mlp.down_proj",
+            "mla_kv_a_proj",
+            r"layers\.0\.mlp\.down_proj, a Linear, by 'mla_kv_a_proj'; known are colwise",
+        ),
+        ("layers.*.input_layernorm", "colwise", r"layers\.0\.input_layernorm, a LlamaRMSNorm, by 'colwise'; known are colwise"),
+    ],
+)
+def test_a_plan_with_a_style_that_is_not_known_is_refused(
+    part: str, style: str, said: str, tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan: Any = hf.LlamaConfig.base_model_tp_plan
+    monkeypatch.setattr(hf.LlamaConfig, "base_model_tp_plan", plan | {part: style})
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"LlamaForCausalLM; use 1: .*{said}"):
+        LLM(path, tensor_parallel_size=2, model_impl="transformers", **OPTIONS)
+
+
+def test_what_a_model_asks_for_and_is_not_done_is_said_by_ranks_too(tmp_path: Path, threads: Threads) -> None:
+    path = saved(model_of(small(hf.Gemma2Config, vocab_size=258, head_dim=16, attn_logit_softcapping=50.0)), tmp_path)
+    with pytest.raises(RankFailed, match="rank 1: UnsupportedModel: Gemma2Attention asks for softcap"):
         LLM(path, tensor_parallel_size=2, **OPTIONS)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from tests.engine.conftest import tiny_model, wide_rows
+from tests.engine.decoder_models import model_of, small
 from tests.engine.test_ranks import GREEDY, ends, everything, saved
+from tests.server.tiny import byte_tokenizer
 from vmmkv import MIB
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.engine.ranks import RankFailed
@@ -35,6 +38,17 @@ def test_two_gpus_give_the_tokens_of_one(make: Any, tmp_path: Path) -> None:
             assert several is None or several.collectives.symmetric is not None, "NVLink is between them"
             together = llm.generate([[seed, *range(100)] for seed in range(12)], GREEDY)
             found.append([everything(llm), [output.outputs[0].token_ids for output in together]])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [hf.Gemma3TextConfig, hf.Phi3Config, hf.MixtralConfig])
+def test_two_gpus_give_the_tokens_of_one_by_transformers_code(kind: Any, tmp_path: Path) -> None:
+    model_of(small(kind, vocab_size=258, hidden_size=128, head_dim=32)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        with LLM(tmp_path, model_impl="transformers", tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+            found.append(everything(llm))
     assert found[0] == found[1]
 
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 from vmmkv.errors import VmmkvError
 from vmmkv.kernels.quantise import kind_of
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
+from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
@@ -115,14 +116,14 @@ class TransformersModel:
     def refusing(self) -> Iterator[None]:
         """Around the first steps of a model: its errors become UnsupportedModel, naming the model and the cause.
 
-        Errors of the driver, and of memory, are raised as they are.
+        Errors of the driver, of memory, and of other ranks are raised as they are.
         """
         name = type(self._model).__name__
         try:
             yield
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{name} cannot be served: {error}") from error
-        except (VmmkvError, torch.OutOfMemoryError, MemoryError):
+        except (VmmkvError, EngineDied, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
@@ -165,6 +166,8 @@ class TransformersModel:
         layer = module.layer_idx
         assert isinstance(layer, int)
         self._check_window(module, layer, sliding_window)
+        if (share := getattr(module, "own_heads", None)) is not None:  # of all, which the ranks have joined
+            query, key, value = share.of_queries(query, 1), share.of_kv(key, 1), share.of_kv(value, 1)
         key, value = self._in_rows(module, layer, key, value)
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
