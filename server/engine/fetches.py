@@ -13,7 +13,7 @@ estimate of the bandwidth rises a little, so that now and then a fetch measures 
 import math
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -75,8 +75,6 @@ class _Wait:
     began_s: float
     num_tokens: int
     """Of the request."""
-    unless_loaded: str = "unknown"
-    """How it is counted if nothing is loaded."""
 
 
 class Fetches:
@@ -86,7 +84,7 @@ class Fetches:
         self.waiting: dict[Request, _Wait] = {}
         self.counts: Counter[str] = Counter()
         """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
-        to tiers or without room on the device, or `given_up` for other requests or by the client."""
+        to tiers, with `no_room` on the device, or `given_up` for other requests or by the client."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
@@ -104,19 +102,20 @@ class Fetches:
         fetches = {wait.fetch for request, wait in self.waiting.items() if request.ask.priority <= priority}
         return len(fetches) >= _MOST_AT_ONCE
 
-    def start(self, request: Request, spare_pages: int) -> bool:
+    def start(self, request: Request, room_pages: int) -> bool | None:
         """Start to load what tiers have of a request, if that is worth it; if so the request waits from now on.
 
-        `spare_pages` stay free or evictable. A request for which it is not worth it is not asked about again before it has run.
+        None if it is worth it, and there is no room: see PrefixCache.fetch. A request for which it is not worth it is not asked
+        about again before it has run.
         Cost: see PrefixCache.fetch. Raises: DriverError.
         """
         if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
             return False
         tokens, namespace = request.attachable, request.namespace
-        worth = partial(self._is_worth, request)
-        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, spare_pages=spare_pages, worth=worth)
+        request.unfetched, worth = "unknown", partial(self._is_worth, request)
+        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
-            return False
+            return None if request.unfetched == "no_room" else False
         request.num_fetches += 1
         now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
@@ -127,29 +126,33 @@ class Fetches:
         """Will a fetch take less time than its tokens would take to compute?"""
         loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items())
         if loading_s < self._computing_s(fetch, len(request.attachable)):
+            request.unfetched = "no_room"  # if nothing comes of it
             return True
         for tier in fetch.bytes_by_tier:
             self._loads[tier].hope()
-        if (wait := self.waiting.get(request)) is not None:
-            self.waiting[request] = replace(wait, unless_loaded="declined")
-        else:
+        if request not in self.waiting:
             self.counts["declined"] += 1
-        request.num_fetches = _MOST_FETCHES
+        request.unfetched, request.num_fetches = "declined", _MOST_FETCHES
         return False
 
     def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
         """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
         return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self._prefill.per_s
 
-    def ended(self) -> list[Request]:
-        """The requests that wait no longer: their fetch is done, or computing would be."""
+    def ended(self, *, may_wait: bool) -> list[Request]:
+        """The requests that wait no longer: their fetch is done, or computing would be.
+
+        `may_wait`: those without room may fetch again, for others run, and will end.
+        """
         now_s = time.perf_counter()
         over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
         for request in over:
             wait = self.waiting[request]
             if wait.fetch.done:
                 request.fetched.append(wait.fetch)
-                self.leave(request, "done" if wait.fetch.size_bytes else wait.unless_loaded)
+                how = "done" if wait.fetch.size_bytes else request.unfetched
+                request.num_fetches -= may_wait and how == "no_room"
+                self.leave(request, how)
             else:
                 request.num_fetches = _MOST_FETCHES
                 self.leave(request, "late")

@@ -155,7 +155,7 @@ class Prefixes(Protocol):
         """A new sequence with the rows that are cached, but for the last token's."""
 
     def fetch(
-        self, tokens: TokenIds, *, namespace: Hashable, least_tokens: int, spare_pages: int, worth: Callable[[Fetch], bool]
+        self, tokens: TokenIds, *, namespace: Hashable, least_tokens: int, room_pages: int, worth: Callable[[Fetch], bool]
     ) -> Fetch | None:
         """Start to load what tiers have of a prompt past what the device has; None if that is little, or there is no room."""
 

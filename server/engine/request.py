@@ -79,6 +79,8 @@ class Request:
     """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
     num_fetches: int = 0
     """How often it has waited for tiers since it arrived or was preempted."""
+    unfetched: str = "unknown"
+    """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
     fetched: list[Fetch] = field(default_factory=list)
     """Those of these fetches that were done."""
     arrived_s: float = field(default_factory=time.perf_counter)

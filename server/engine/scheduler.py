@@ -30,7 +30,7 @@ _MAX_ADMITTED: Final = 16
 """Requests admitted for one step while the device waits for it, and at most. To open one by aliases of a long prefix takes the
 driver some 0.7 ms. A step costs the host as much again, and all requests of a step get their first tokens at its end."""
 
-_SPARE_TOKENS: Final = 64
+_SPARE_TOKENS: Final = 16
 """More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
 
 _MAX_COMPARED: Final = 32
@@ -75,6 +75,7 @@ class Scheduler:
     never preempt each other for a slot, so preemption cannot cycle.
 
     A request whose prompt goes on in a tier waits in `fetches`, with its slots reserved, while those behind it are admitted.
+    Where loading is faster than computing and there is no room yet, it waits for that, and those behind it wait too.
     Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
     is more urgent.
 
@@ -322,7 +323,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
-        self._resume(self.fetches.ended())
+        self._resume(self.fetches.ended(may_wait=bool(self.running)))
         if not self.waiting or ((self.running or self.fetches.waiting) and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
@@ -342,14 +343,18 @@ class Scheduler:
                 return
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
-            if request.num_slots <= num_slots and self._fetch(request):
+            opened: tuple[KVSequence, int] | None = None
+            is_fetched: bool | None = False
+            if request.num_slots <= num_slots and (is_fetched := self._fetch(request)) is False:
+                opened = self._open(request)
+            if is_fetched:
                 num_slots -= request.num_slots
                 num_left -= 1
                 continue
-            opened = self._open(request) if request.num_slots <= num_slots else None
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
-                    self._num_refused = len(self.waiting)
+                    if is_fetched is False:  # else what ended requests have left may be had behind any step
+                        self._num_refused = len(self.waiting)
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
                 queue = self._queue()
@@ -360,15 +365,21 @@ class Scheduler:
             num_slots -= request.num_slots
             num_left -= 1
 
-    def _fetch(self, request: Request) -> bool:
-        """Move a waiting request to those that wait for tiers, if tiers have enough of its prompt. Raises: CannotRun."""
-        spare_bytes = len(self.running) * _SPARE_TOKENS * self._cache.layout.row_bytes
+    def _fetch(self, request: Request) -> bool | None:
+        """Move a waiting request to those that wait for tiers, if tiers have enough of its prompt.
+
+        None if that is worth it, and others must end before there is room. Raises: CannotRun.
+        """
+        layout = self._cache.layout
+        spare_pages = ceil_div(len(self.running) * _SPARE_TOKENS * layout.row_bytes, PAGE_BYTES)
         try:
-            is_fetched = self.fetches.start(request, spare_pages=ceil_div(spare_bytes, PAGE_BYTES))
+            is_fetched = self.fetches.start(request, layout.pages_for(request.num_first_rows) + spare_pages)
         except Exception as error:
             raise CannotRun(request, error, "this request could not begin") from error
         if is_fetched:
             self._dequeue(request)
+        elif is_fetched is None and not (self.running or self.fetches.waiting):
+            return False
         return is_fetched
 
     def _resume(self, requests: list[Request]) -> bool:

@@ -311,20 +311,36 @@ def test_a_request_that_comes_waits_for_no_store(harness: MakeHarness, monkeypat
 
 
 def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: MakeHarness, slow: FaultyTier) -> None:
-    one = serving(harness, slow, budget_pages=13)
+    one = serving(harness, slow, budget_pages=14)
     tokens = stored(one, PROMPT)
-    one.ask("running", prompt_of(300, 9), 120)
+    one.ask("running", prompt_of(300, 9), 200)
     one.step(2)
     one.ask("known", PROMPT)
     one.step(2)
     assert ended(one) == {} and slow.lent
-    one.step(100)  # it needs a seventh page
+    one.step(160)  # it needs an eighth page
     assert ended(one)["given_up"] and one.engine._scheduler.num_preempted == 0
     slow.hurry()
     slow.faults.clear()
     one.run()
-    assert one.tokens("running") == one.expected(prompt_of(300, 9), 120)
+    assert one.tokens("running") == one.expected(prompt_of(300, 9), 200)
     assert one.tokens("known") == tokens
+
+
+def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarness) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier, budget_pages=14)
+    tokens = stored(one, PROMPT)
+    for name in "ab":  # three pages each
+        one.ask(name, prompt_of(140, ord(name)), 40)
+        one.step(2)
+    one.ask("known", PROMPT)
+    one.step(10)
+    assert one.engine.num_running == 2, "there is room for its eight pages, and none besides for those that run"
+    one.run()
+    assert one.tokens("known") == tokens and ended(one) == {"done": 1}
+    assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
+    tier.close()
 
 
 def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> None:
@@ -494,7 +510,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     one._prefill.add(100, 0.0, 1.0)
     params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
     requests = [Request(each, frozenset()) for each in params]
-    assert all(one.start(request, spare_pages=0) for request in requests)
+    assert all(one.start(request, room_pages=0) for request in requests)
     return one, requests, now_s
 
 
@@ -503,7 +519,7 @@ def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch:
     one, requests, now_s = started(monkeypatch, fetch)
     fetch.end(0.1)
     now_s[0] = 3.0
-    assert one.ended() == requests and one.counts == {"done": 1}
+    assert one.ended(may_wait=False) == requests and one.counts == {"done": 1}
     assert one._loads["host"].per_s == pytest.approx(10_000)
 
 
@@ -512,15 +528,15 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     one, requests, now_s = started(monkeypatch, *fetches)
     now_s[0] = 0.4
     fetches[0].end(0.4)
-    assert one.ended() == requests[:1]
+    assert one.ended(may_wait=False) == requests[:1]
     now_s[0] = 0.8
-    assert not one.ended(), "the second one is the oldest since 0.4 s"
+    assert not one.ended(may_wait=False), "the second one is the oldest since 0.4 s"
     now_s[0] = 1.0
-    assert one.ended() == requests[1:2] and one.counts == {"done": 1, "late": 1}
+    assert one.ended(may_wait=False) == requests[1:2] and one.counts == {"done": 1, "late": 1}
     now_s[0] = 1.4
-    assert not one.ended()
+    assert not one.ended(may_wait=False)
     fetches[2].end(1.45)
-    assert one.ended() == requests[2:]
+    assert one.ended(may_wait=False) == requests[2:]
     assert not one.waiting and not one._began_s
 
 
@@ -532,8 +548,8 @@ def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypa
         assert now_s[0] < 5.0
         stuck.waiting += 1
         one._prefix = cast(Any, FakePrefix(stuck))
-        assert one.start(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()), spare_pages=0)
-        one.ended()
+        assert one.start(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()), room_pages=0)
+        one.ended(may_wait=False)
     assert now_s[0] > 4.0 and stuck in one._began_s
 
 

@@ -315,8 +315,8 @@ def test_a_fetch_leaves_memory_for_sequences_that_run(cache, host, pool):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
     pool.resize(8 * PAGE_BYTES)
-    assert prefix.fetch(PROMPT, spare_pages=3) is None
-    assert prefix.fetch(PROMPT, spare_pages=2).num_tokens == 96
+    assert prefix.fetch(PROMPT, room_pages=9) is None
+    assert prefix.fetch(PROMPT, room_pages=8).num_tokens == 96
 
 
 def test_one_load_serves_all_that_wait_for_it(cache, host):

@@ -260,13 +260,13 @@ class PrefixCache:
         *,
         namespace: Hashable = None,
         least_tokens: int = 1,
-        spare_pages: int = 0,
+        room_pages: int = 0,
         worth: Callable[[Fetch], bool] | None = None,
     ) -> Fetch | None:
         """Start to load what tiers have of a prompt past what the device has, if that is `least_tokens` at least.
 
-        None if there is less, if `worth` says no, or if there is no room on the device: attach then. There is room if
-        `spare_pages` stay free or evictable, for sequences that run. Else go on with other
+        None if there is less, if `worth` says no, or if there is no room on the device: attach then. There is room if what it
+        loads can be had at once, and `room_pages`, those it loads included, are free or evictable. Else go on with other
         work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records
         get the same fetch. After one that loaded a part of what is known, another may go on. Where a tier must be asked over
         a network, or more than 250 pages are to be looked up, the fetch finds in `poll` what there is, and is done if that is
@@ -286,7 +286,7 @@ class PrefixCache:
                 return None
             hit = self._attacher.find(namespace, tokens)
             known = 0 if hit is None else hit.num_tokens
-            return transfers.fetch(namespace, tokens, known, least_tokens, spare_pages, worth)
+            return transfers.fetch(namespace, tokens, known, least_tokens, room_pages, worth)
 
     def poll(self, budget_us: float = float("inf")) -> bool:
         """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.

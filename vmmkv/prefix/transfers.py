@@ -100,7 +100,7 @@ class Fetch:
         known: int,
         num_tokens: int,
         least_tokens: int,
-        spare_pages: int,
+        room_pages: int,
         worth: "Callable[[Fetch], bool] | None",
     ) -> None:
         self.num_tokens = num_tokens
@@ -117,7 +117,7 @@ class Fetch:
         self._transfers = transfers
         self._chain = chain
         self._least_tokens = least_tokens
-        self._spare_pages = spare_pages
+        self._room_pages = room_pages
         self._worth = worth
         self._finding: Generator[bool, None, Fetch | None] | None = transfers.find(self)
         """Finds what tiers have; None when that is done."""
@@ -235,7 +235,7 @@ class Transfers:
         tokens: npt.NDArray[np.int32],
         known: int,
         least_tokens: int,
-        spare_pages: int,
+        room_pages: int,
         worth: Callable[[Fetch], bool] | None,
     ) -> Fetch | None:
         """Load what is needed to attach `least_tokens` more than are `known`. See PrefixCache.fetch."""
@@ -245,7 +245,7 @@ class Transfers:
             return None
         chain = self.keys.of(namespace, tokens)
         fetch = Fetch(
-            self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, spare_pages=spare_pages, worth=worth
+            self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, room_pages=room_pages, worth=worth
         )
         self._fetches[fetch] = None
         found = self._go_on(fetch, iter([True] * (_PIECES_AT_ONCE - 1) + [False]).__next__)
@@ -438,7 +438,7 @@ class Transfers:
     def _take(self, fetch: Fetch, places: list[tuple[int, range]]) -> bool:
         """Take an extent for each place of a fetch. False if there is no room."""
         counts, pool = Counter(len(pages) for _, pages in places), self.cache.pool
-        if pool.spare_pages + pool.kept_pages < sum(len(pages) for _, pages in places) + fetch._spare_pages:
+        if pool.spare_pages + pool.kept_pages < fetch._room_pages:
             return False
         try:
             try:
