@@ -12,8 +12,8 @@ serves all.
 What is summed up with what, and in which order, follows from a sequence's own length (split_kv.py). So its result is the same
 bit for bit in any batch and on any number of programs.
 
-Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D,
-or D / 2: bytes of int4, and pairs of fp8), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer,
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D;
+quantised, pairs of bytes: D / 2, of int4 D / 4), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer,
 i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
 """
 
@@ -92,26 +92,36 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
 
     - tile_rows: 32 KiB of K in the query's dtype. Two tiles of K and of V fill an SM's shared memory with one program. float32
       has dots without tensor cores: 16 rows and 8 warps, since more spills registers.
-    - programs_per_sm: quantised K and V are bound by the cost of dequantising, and gain from more programs.
+    - Quantised K and V are bound by instructions and by what warps wait for each other. So programs are small and many: as few
+      warps as have the output in their registers, 12 of them on an SM.
     - chunk_tiles: 8192 rows. short_tiles: enough leaves for one sequence to occupy the SMs, and no more to merge.
     - query_with_tiles: where the query is small beside a tile. Launches bound by registers or instructions gain nothing.
     """
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     exact = itemsize == 4
     tile_rows = 16 if exact else min(256, max(16, 32768 // (padded_dim * itemsize)))
-    is_quantised = payload_bytes < head_dim * itemsize and not exact
-    group_elements = (num_heads // num_kv_heads) * padded_dim
-    is_wide = group_elements > 8192 or (is_quantised and group_elements == 8192)
+    short_tiles = 16 if num_kv_heads >= 8 else 32
+    group = num_heads // num_kv_heads
+    if payload_bytes < head_dim * itemsize and not exact:
+        num_warps = min(8, max(1, _padded_group(group, is_quantised=True) * padded_dim // 512))
+        return Tiling(
+            tile_rows=128, chunk_tiles=64, short_tiles=short_tiles, num_warps=num_warps, num_stages=2,
+            max_registers=168 if num_warps < 8 else None, programs_per_sm=12 // num_warps,
+        )  # fmt: skip
+    is_wide = group * padded_dim > 8192
     return Tiling(
         tile_rows=tile_rows,
         chunk_tiles=8192 // tile_rows,
-        short_tiles=16 if num_kv_heads >= 8 else 32,
+        short_tiles=short_tiles,
         num_warps=8 if exact or is_wide else 4,
-        num_stages=2 if is_quantised or (is_wide and not exact) else 3,
-        max_registers=168 if is_quantised and not is_wide else None,
-        programs_per_sm=3 if is_quantised and not is_wide else 1,
-        query_with_tiles=group_elements <= 2048 and not exact,
+        num_stages=2 if is_wide and not exact else 3,
+        query_with_tiles=group * padded_dim <= 2048 and not exact,
     )
+
+
+def _padded_group(group: int, *, is_quantised: bool) -> int:
+    """G_PAD: the rows of the queries in a tensor core's tile, its columns if transposed; see `_dot`."""
+    return max(8, triton.next_power_of_2(group)) if is_quantised else checks.padded(group)
 
 
 _MAX_KEPT_LAUNCHES = 1024
@@ -188,8 +198,9 @@ def launches_of(
         query_box=[1, checks.padded(group), checks.padded(head_dim)] if query_with_tiles else None,
         tiles_grid=(num_splits * num_kv_heads,),
         tiles={
-            "K": num_kv_heads, "G_PAD": checks.padded(group), "W": width, "W_PAD": checks.padded(width), "BLOCK": block,
-            "TMA": by_tma, "PACKED": kind is not None and not checks.INTERPRETED and not is_exact,
+            "K": num_kv_heads, "G_PAD": _padded_group(group, is_quantised=kind is not None), "W": width,
+            "W_PAD": checks.padded(width), "BLOCK": block, "TMA": by_tma,
+            "PACKED": kind is not None and not checks.INTERPRETED and not is_exact,
             "PAIRED": has_paired_scales, "KIND": kind or "", "HAS_SOFTCAP": has_softcap,
             "QUERY_WITH_TILES": query_with_tiles, "SETTLED": settled, **resources, **common,
         },
@@ -250,23 +261,33 @@ def _merge_sums(peak, acc, total, peak_next, acc_next, total_next):
 
 
 @triton.jit
-def _scores(q, k, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+def _dot(a, b, acc, TRANSPOSED: tl.constexpr):
+    """acc + a @ b. TRANSPOSED: as b.T @ a.T, in which `a` has 8 rows of a tensor core's tile instead of 16."""
+    if TRANSPOSED:
+        return tl.trans(tl.dot(tl.trans(b), tl.trans(a), tl.trans(acc), input_precision="ieee"))
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _scores(q, k, TILE: tl.constexpr, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
     """[G_PAD, TILE]: the parts of the queries against a tile of K, before any scale."""
-    parts = parts_of(k, DOT, KIND, PACKED, False)
-    scores = tl.dot(q[0], tl.trans(parts[0]), input_precision="ieee")
-    for i in tl.static_range(1, len(parts)):
-        scores = tl.dot(q[i], tl.trans(parts[i]), scores, input_precision="ieee")
+    parts = parts_of(k, DOT, KIND, PACKED)
+    scores = tl.zeros([q[0].shape[0], TILE], tl.float32)
+    for i in tl.static_range(len(parts)):
+        scores = _dot(q[i], tl.trans(parts[i]), scores, KIND != "")
     return scores
 
 
 @triton.jit
-def _outputs(weights, v, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """[G_PAD, W_PAD] for each part: the weighted rows of a tile of V."""
-    parts = parts_of(v, DOT, KIND, PACKED, True)
+def _add_outputs(acc, weight, weights, v, DOT: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """[G_PAD, W_PAD] for each part: `acc` times `weight`, and the weighted rows of a tile of V."""
+    parts = parts_of(v, DOT, KIND, PACKED)
     weights = weights.to(DOT)
     outputs = ()
     for i in tl.static_range(len(parts)):
-        outputs = outputs + (tl.dot(weights, parts[i], input_precision="ieee"),)  # type: ignore[assignment]  # noqa: RUF005
+        part = _dot(weights, parts[i], acc[i] * weight[:, None], KIND != "")
+        outputs = outputs + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return outputs
 
 
@@ -292,10 +313,10 @@ def attend_tiles(
     """
     if PDL and not SETTLED:
         gdc_wait()
-    PARTS: tl.constexpr = 2 if KIND == "int4" or KIND == "fp8" else 1
+    PARTS: tl.constexpr = 1 if KIND == "" else (4 if KIND == "int4" else 2)
     H: tl.constexpr = K * G
     DTYPE: tl.constexpr = p_out.dtype.element_ty
-    DOT: tl.constexpr = tl.float16 if PACKED and KIND == "fp8" else DTYPE
+    DOT: tl.constexpr = tl.float16 if PACKED else DTYPE
     i_kv = tl.program_id(0) % K
     split = tl.program_id(0) // K
     num_splits = tl.num_programs(0) // K
@@ -387,7 +408,7 @@ def attend_tiles(
         else:
             p_rows = row_pointers(p_k + tl.cast(i_kv, tl.int64) * stride_kk, i_s, row, stride_ks, stride_kt, TILE, BLOCK)
             k = load_tile(p_rows, m_t, W, W_PAD)
-        scores = _scores(q, k, DOT, KIND, PACKED)
+        scores = _scores(q, k, TILE, DOT, KIND, PACKED)
         if SCALE == "token":
             p_scales = row_pointers(p_k_scale, i_s, row, stride_kss, stride_kst, TILE, BLOCK)
             if PAIRED:
@@ -406,9 +427,11 @@ def attend_tiles(
             # The launcher folded 2 / softcap into scale_log2 and log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         scores = tl.where(m_t[None, :], scores, float("-inf"))
-        tile_peak = tl.maximum(tl.max(scores, 1), EMPTY_PEAK)
-        weights = tl.exp2(scores - tile_peak[:, None])
-        tile_total = tl.sum(weights, 1)
+        new_peak = tl.maximum(leaf_peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        leaf_weight = tl.exp2(leaf_peak - new_peak)
+        leaf_total = tl.fma(leaf_total, leaf_weight, tl.sum(weights, 1))
+        leaf_peak = new_peak
         if SCALE == "token":
             # A scale is a row's largest value over QMAX; by the value itself the weights stay in the range of float16.
             if DOT != DTYPE:
@@ -416,14 +439,12 @@ def attend_tiles(
             weights *= (v_scales * QMAX)[None, :]
         if TMA:
             v = p_v.load([i_s.to(tl.int32), row_in, i_kv, 0]).reshape(TILE, W_PAD)
-            if BLOCK > 0:
+            if BLOCK > 0 and (KIND == "" or KIND == "fp8"):
                 v = tl.where(m_t[:, None], v, 0)  # what is behind the sequence may be NaN, and 0 * NaN is
         else:
             p_rows = row_pointers(p_v + tl.cast(i_kv, tl.int64) * stride_vk, i_s, row, stride_vs, stride_vt, TILE, BLOCK)
             v = load_tile(p_rows, m_t, W, W_PAD)
-        tile_acc = _outputs(weights, v, DOT, KIND, PACKED)
-
-        leaf_peak, leaf, leaf_total = _merge_sums(leaf_peak, leaf, leaf_total, tile_peak, tile_acc, tile_total)
+        leaf = _add_outputs(leaf, leaf_weight, weights, v, DOT, KIND, PACKED)
 
         tile = i_tile - sequence_start
         if (i_tile + 1 == sequence_end) | (((tile + 1) >> bits) << bits == tile + 1):
@@ -681,8 +702,8 @@ def attend_singles(
     may_tma = begins_at_0 if block else options.rows_seen >= cut.tile_rows
     by_tma = may_tma and memory.fits_tma(cut.tile_rows)
     k, v, strides = memory.k, memory.v, memory.strides
-    if memory.kind == "fp8":
-        # Two elements each: a GPU transposes 16 bits on their way to tensor cores, but not 8.
+    if memory.kind is not None:
+        # Two bytes each: a GPU transposes 16 bits on their way to tensor cores, but not 8.
         k, v = in_pairs(k), in_pairs(v)
         strides = (*k.stride()[:3], *v.stride()[:3], *strides[6:])
     launches = launches_of(

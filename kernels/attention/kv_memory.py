@@ -178,8 +178,8 @@ def kv_memory(
         checks.refuse("k_STKW", f"of {k.dtype}", f"{dtype}, as the query or the new rows are; or those of its dtype")
     if 0 in k.shape:
         checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", "at least one of each")
-    if kind == "fp8" and k.shape[3] % 2:
-        checks.refuse("k_STKW", f"fp8 of head dim {k.shape[3]}", "an even one: two elements are loaded as one int16")
+    if kind is not None and k.shape[3] % 2:
+        checks.refuse("k_STKW", f"{kind} of {k.shape[3]} bytes a head", "an even number: two are loaded as one int16")
     if k.shape[0] >= checks.INT32_END or k.shape[1] >= checks.INT32_END:
         checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", f"fewer than 2**31 {rows} and rows")
     checks.vectors("k_STKW", k, tuple(k.shape), k.dtype, device)
@@ -283,28 +283,7 @@ def load_tile(p_rows, m_t, W: tl.constexpr, W_PAD: tl.constexpr):
     return tl.load(p_rows[:, None] + i_w, mask=m_t[:, None] & (i_w < W), other=0)
 
 
-# Bytes of a payload as elements, two in a register: `dequantise` at two elements an instruction.
-_INT8_TO_BF16 = tl.constexpr("""{
-.reg .b32 t, a, b;
-prmt.b32 t, $2, 0, 0x4140;
-lop3.b32 a, t, 0x007f007f, 0x43004300, 0xEA;
-lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA;
-sub.bf16x2 $0, a, b;
-prmt.b32 t, $2, 0, 0x4342;
-lop3.b32 a, t, 0x007f007f, 0x43004300, 0xEA;
-lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA;
-sub.bf16x2 $1, a, b;
-}""")
-_INT8_TO_FP16 = tl.constexpr("""{
-.reg .b32 t, c;
-mov.b32 c, 0x64806480;
-prmt.b32 t, $2, 0, 0x4140;
-xor.b32 t, t, c;
-sub.f16x2 $0, t, c;
-prmt.b32 t, $2, 0, 0x4342;
-xor.b32 t, t, c;
-sub.f16x2 $1, t, c;
-}""")
+# Of two int16 of a payload: the values of `parts_of`, two in a register.
 _FP8_TO_FP16 = tl.constexpr("""{
 .reg .b32 t;
 .reg .b16 even, odd;
@@ -313,88 +292,75 @@ mov.b32 {even, odd}, t;
 cvt.rn.f16x2.e4m3x2 $0, even;
 cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-"""Of two int16: their low bytes, which are even columns, and their high ones."""
-_INT4_TO_2X16 = """{
-.reg .b32 t, u, c;
-mov.b32 c, ZERO;
-prmt.b32 t, $4, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
-sub.TYPE $0, t, c;
-prmt.b32 t, $4, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
-sub.TYPE $1, t, c;
-shr.b32 u, $4, 4;
-prmt.b32 t, u, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
-sub.TYPE $2, t, c;
-prmt.b32 t, u, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
-sub.TYPE $3, t, c;
-}"""
-"""The nibbles become the low bits of ONE's mantissa (128 or 1024, twice), and ZERO (eight more) is taken away."""
-_INT4_TO_BF16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x43084308").replace("ONE", "0x43004300").replace("TYPE", "bf16x2"))
-_INT4_TO_FP16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x64086408").replace("ONE", "0x64006400").replace("TYPE", "f16x2"))
+_INT8_TO_FP16 = tl.constexpr("""{
+.reg .b32 t, c;
+mov.b32 c, 0x64806480;
+lop3.b32 t, $2, 0x00ff00ff, c, 0x6A;
+sub.f16x2 $0, t, c;
+shr.b32 t, $2, 8;
+lop3.b32 t, t, 0x00ff00ff, c, 0x6A;
+sub.f16x2 $1, t, c;
+}""")
+"""1024 + (x + 128), less 1152; see `dequantise`."""
+_INT4_TO_FP16 = tl.constexpr("""{
+.reg .b32 t, u, one, zero, sixteenth, zeros;
+mov.b32 one, 0x64006400;
+mov.b32 zero, 0x64086408;
+mov.b32 sixteenth, 0x2c002c00;
+mov.b32 zeros, 0xd480d480;
+lop3.b32 t, $4, 0x000f000f, one, 0xEA;
+sub.f16x2 $0, t, zero;
+lop3.b32 t, $4, 0x00f000f0, one, 0xEA;
+fma.rn.f16x2 $1, t, sixteenth, zeros;
+shr.b32 u, $4, 8;
+lop3.b32 t, u, 0x000f000f, one, 0xEA;
+sub.f16x2 $2, t, zero;
+lop3.b32 t, u, 0x00f000f0, one, 0xEA;
+fma.rn.f16x2 $3, t, sixteenth, zeros;
+}""")
+"""1024 + n, less 1032; and where a nibble is four bits up, (1024 + 16 n) / 16 - 72."""
 
 
 @triton.jit
-def _unpack(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr):
-    """`parts_of` in a GPU's own packed instructions.
-
-    IN_PLACE: in the layout in which the bytes are loaded, not in that of the dot. Where the dot needs them transposed, moving
-    single bytes would cost more than moving pairs of dequantised elements. The int16 of fp8 are moved as they are.
-    """
-    # Triton does not move an impure operation behind a change of layout.
-    if KIND == "fp8":
-        return tl.inline_asm_elementwise(
-            _FP8_TO_FP16, "=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    elif KIND == "int8":
-        if tl.bfloat16 == DTYPE:
-            values = tl.inline_asm_elementwise(
-                _INT8_TO_BF16, "=r,=r,r", [payload], dtype=tl.bfloat16, is_pure=not IN_PLACE, pack=4
-            )
-        else:
-            values = tl.inline_asm_elementwise(
-                _INT8_TO_FP16, "=r,=r,r", [payload], dtype=tl.float16, is_pure=not IN_PLACE, pack=4
-            )
-        return (values,)
-    elif tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            _INT4_TO_BF16, "=r,=r,=r,=r,r", [payload], dtype=(tl.bfloat16, tl.bfloat16), is_pure=not IN_PLACE, pack=4
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _INT4_TO_FP16, "=r,=r,=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=not IN_PLACE, pack=4
-        )
-
-
-@triton.jit
-def parts_of(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, IN_PLACE: tl.constexpr):
+def parts_of(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
     """A tile of a payload as PARTS tiles of its values, without their scales, in DTYPE; see `element_of`.
 
-    A payload of fp8 is int16. PACKED: by a GPU's own instructions, which give fp8 in float16 alone; see `_unpack`.
+    A quantised payload is int16. PACKED: by a GPU's own packed instructions, which give float16 alone.
     """
     if KIND == "":
         return (payload,)
+    elif PACKED and KIND == "fp8":
+        return tl.inline_asm_elementwise(
+            _FP8_TO_FP16, "=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif PACKED and KIND == "int8":
+        return tl.inline_asm_elementwise(
+            _INT8_TO_FP16, "=r,=r,r", [payload], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     elif PACKED:
-        return _unpack(payload, DTYPE, KIND, IN_PLACE)
-    elif KIND == "int4":
-        return dequantise_nibbles(payload, DTYPE)
-    elif KIND == "int8":
-        return (dequantise(payload, DTYPE, KIND),)
+        return tl.inline_asm_elementwise(
+            _INT4_TO_FP16, "=r,=r,=r,=r,r", [payload], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+        )
     else:
         bits = payload.to(tl.uint16, bitcast=True)
         even, odd = (bits & 0xFF).to(tl.uint8), (bits >> 8).to(tl.uint8)
-        return (dequantise(even, DTYPE, KIND), dequantise(odd, DTYPE, KIND))
+        if KIND == "int4":
+            even_low, even_high = dequantise_nibbles(even, DTYPE)
+            odd_low, odd_high = dequantise_nibbles(odd, DTYPE)
+            return even_low, even_high, odd_low, odd_high
+        else:
+            return dequantise(even, DTYPE, KIND), dequantise(odd, DTYPE, KIND)
 
 
 @triton.jit
 def element_of(i_w, i_part: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr):
-    """The elements of a head that part `i_part` has of the columns `i_w` of a payload: of int4 a half, of fp8 every second."""
-    if KIND == "fp8":
-        return 2 * i_w + i_part
+    """The elements of a head that part `i_part` has of the columns `i_w` of a payload: every second, of int4 in one half."""
+    if KIND == "":
+        return i_w
+    elif KIND == "int4":
+        return 2 * i_w + i_part // 2 + i_part % 2 * (2 * W)
     else:
-        return i_part * W + i_w
+        return 2 * i_w + i_part
 
 
 @triton.jit

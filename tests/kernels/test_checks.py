@@ -20,6 +20,7 @@ from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.linear import MAX_ROWS, linear
 from vmmkv.kernels.norm import MAX_WIDTH, rms_norm
+from vmmkv.kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind
 from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
 from vmmkv.kernels.sampling.sample import sample
 from vmmkv.kernels.step import begin_step, end_step
@@ -356,10 +357,11 @@ def test_an_int4_view_of_full_width_is_told_apart() -> None:
         decode(**attention(decode) | {"k_STKW": full_STKW, "v_STKW": full_STKW, "k_scale": scales, "v_scale": scales})
 
 
-def test_fp8_of_an_odd_head_dim_is_refused() -> None:
-    odd_STKW = zeros(4, 14, 2, 64, dtype=torch.float8_e4m3fn)[..., :63]
-    with pytest.raises(ValueError, match="k_STKW is fp8 of head dim 63; wanted an even one"):
-        decode(**attention(decode, "fp8") | {"k_STKW": odd_STKW, "v_STKW": odd_STKW})
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_odd_number_of_bytes_a_head_is_refused(kind: Kind) -> None:
+    odd_STKW = zeros(4, 14, 2, 64, dtype=PAYLOAD_DTYPES[kind])[..., :63]
+    with pytest.raises(ValueError, match=f"k_STKW is {kind} of 63 bytes a head; wanted an even number"):
+        decode(**attention(decode, kind) | {"k_STKW": odd_STKW, "v_STKW": odd_STKW})
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter alone computes it wrongly")
