@@ -274,6 +274,9 @@ class PagedPrefixes:
 
     has_tiers = False
 
+    def borrow(self, tokens: TokenIds, **_: object) -> None:
+        """There is no other engine."""
+
     def fetch(self, tokens: TokenIds, **_: object) -> None:
         """There are no tiers."""
 

@@ -105,14 +105,20 @@ class Fetches:
         return len(fetches) >= _MOST_AT_ONCE
 
     def start(self, request: Request, spare_pages: int) -> bool:
-        """Start to load what tiers have of a request, if that is worth it; if so the request waits from now on.
+        """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
+
+        If so the request waits from now on.
 
         `spare_pages` stay free or evictable. A request for which it is not worth it is not asked about again before it has run.
         Cost: see PrefixCache.fetch. Raises: DriverError.
         """
-        if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
+        if self._prefix is None:
             return False
         tokens, namespace = request.attachable, request.namespace
+        if (borrowed := self._prefix.borrow(tokens, namespace=namespace, spare_pages=spare_pages)) is not None:
+            request.fetched.append(borrowed)
+        if request.num_fetches >= _MOST_FETCHES:
+            return False
         worth = partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, spare_pages=spare_pages, worth=worth)
         if fetch is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from vmmkv.prefix import Fetch
+from vmmkv.prefix import Borrowed, Fetch
 from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
 from vmmkv.server.protocol import DEVICE, FinishReason, Generate, Output
@@ -79,8 +79,8 @@ class Request:
     """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
     num_fetches: int = 0
     """How often it has waited for tiers since it arrived or was preempted."""
-    fetched: list[Fetch] = field(default_factory=list)
-    """Those of these fetches that were done."""
+    fetched: list[Fetch | Borrowed] = field(default_factory=list)
+    """Those of these fetches that were done, and what was borrowed."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""

@@ -26,6 +26,7 @@ from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
+from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, TreeListener, pack
 from vmmkv.prefix.sealed import SealedPrefixes
@@ -71,23 +72,24 @@ class PrefixCache:
 
     `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache.
     If the pool has a holder process, full extents outlive this process, and those that an earlier one left can be attached.
+    If it has a lender, `borrow` takes what the engine of that one has.
 
-    With tiers or a holder, `fingerprint` must differ between models whose rows differ: weights, rotary settings, static scales,
-    the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
+    With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
+    static scales, the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
     Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
-    Raises: ValueError if the cache has one, for tiers or a holder without a fingerprint, or if another cache uses the holder;
+    Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder;
     LogDamaged.
     """
 
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
-        holder = cache.pool.holder
-        self._outlives = bool(tiers) or holder is not None
-        """Are rows kept that another process may read?"""
+        holder, lender = cache.pool.holder, cache.pool.lender
+        self._outlives = bool(tiers) or holder is not None or lender is not None
+        """Are rows shared with other processes?"""
         if self._outlives and not fingerprint:
             raise ValueError(
-                "fingerprint: none; with tiers or a holder it names the model, so that no other model reads its rows"
+                "fingerprint: none; with tiers, a holder or a lender it names the model, so that no other model reads its rows"
             )
         if tiers:
             with cache.pool.lock:
@@ -108,8 +110,10 @@ class PrefixCache:
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
             self.cache.prefix = self._index
+            identity = Keys(cache.layout, fingerprint).identity
             if left is not None:
-                SealedPrefixes(self._index, cache.pool, Keys(cache.layout, fingerprint).identity).restore(left)
+                SealedPrefixes(self._index, cache.pool, identity).restore(left)
+            self._borrowed = None if lender is None else BorrowedPrefixes(self._index, cache.pool, lender, identity)
 
     # in
 
@@ -247,6 +251,31 @@ class PrefixCache:
             self._index.known_path(slot, tokens)
         return self._index.running[slot]
 
+    # other engines
+
+    def borrow(self, tokens: Tokens, *, namespace: Hashable = None, spare_pages: int = 0) -> Borrowed | None:
+        """Take what the lender's engine has of a prompt past what this one has, for `attach` to find. No byte is copied.
+
+        None if it has no more, or if there is no room: there is if `spare_pages` stay free or evictable. Its pages are mapped
+        read-only when they are attached, and given back when they are evicted.
+        Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
+        Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
+        """
+        tokens = _checked(tokens)
+        with self.cache.pool.lock:
+            self.cache.check_open()
+            self.cache.check_capture()
+            if self._borrowed is None or len(tokens) < 2:
+                return None
+            known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
+            taken_bytes = self._borrowed.borrow(namespace, tokens, known, spare_pages)
+            num_tokens = self._attachable(namespace, tokens) if taken_bytes else known
+            return Borrowed(known, num_tokens, Counter({LENDER: taken_bytes})) if num_tokens > known else None
+
+    def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
+        hit = self._attacher.find(namespace, tokens)
+        return 0 if hit is None else hit.num_tokens
+
     # tiers
 
     @property
@@ -284,8 +313,7 @@ class PrefixCache:
             transfers = self._index.transfers
             if transfers is None or len(tokens) < 2:
                 return None
-            hit = self._attacher.find(namespace, tokens)
-            known = 0 if hit is None else hit.num_tokens
+            known = self._attachable(namespace, tokens)
             return transfers.fetch(namespace, tokens, known, least_tokens, spare_pages, worth)
 
     def poll(self, budget_us: float = float("inf")) -> bool:
