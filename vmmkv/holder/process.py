@@ -176,7 +176,7 @@ class Holder:
                 self._report(f"process {engine.pid} has come to borrow; {self._text()}")
                 send(connection, {})
             case "open":
-                known = [serial for serial in message["serials"] if serial in self._held and serial not in self._given_up]
+                known = [serial for serial in message["serials"] if serial in self._held]
                 if borrowed is not None:
                     borrowed.update(known)
                 send(connection, {"serials": known}, [self._held[serial].fd for serial in known])

@@ -192,9 +192,7 @@ class Pool(Closing, Unique):
         lender: str | os.PathLike[str] | None = None,
     ) -> None:
         if holder is not None and lender is not None:
-            raise ValueError(
-                f"holder={str(holder)!r} and lender={str(lender)!r}: a pool has its memory from one process at most"
-            )
+            raise ValueError(f"holder={str(holder)!r} and lender={str(lender)!r}: a pool lends or borrows; give one of them")
         budget_bytes = _checked_budget(budget_bytes)
         self.driver: Final = open_driver(device) if driver is None else driver
         self.device: Final = self.driver.device
