@@ -165,8 +165,8 @@ class Prefixes(Protocol):
     def poll(self, budget_us: float) -> bool:
         """Go on with stores and loads for about so long; False if there is nothing left."""
 
-    def insert(self, sequence: Any, tokens: TokenIds) -> None:
-        """The first rows of a running sequence are confirmed to be those of these tokens."""
+    def insert(self, sequence: Any, tokens: TokenIds, *, is_written: bool) -> None:
+        """The first rows of a running sequence are confirmed to be those of these tokens; `is_written` to the end, too."""
 
     def park(self, sequence: Any, tokens: TokenIds) -> None:
         """End a sequence, and keep its rows: another may go on from them."""

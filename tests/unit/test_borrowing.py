@@ -97,7 +97,7 @@ def test_borrowed_rows_are_the_owners_memory_and_no_byte_is_copied(holder, owner
     calls = borrower.pool.driver.calls
     assert (calls["create"], calls["copy"], calls["import_fd"], calls["map"]) == (1, 0, 6, 7), "the null page is its own"
     mine, of_holder, of_owner = (set(handles(pid)) for pid in (os.getpid(), holder.pid, owner.pid))
-    assert len(mine) == 6 and mine <= of_holder & of_owner
+    assert len(mine & of_holder & of_owner) == 6
     assert borrower.prefix.borrow([*PROMPT, 1]) is None, "once"
     sequence.close()
 
@@ -264,9 +264,12 @@ def test_a_pool_lends_or_borrows_and_memory_is_of_a_device_within_reach(path, ho
         Pool("cpu", PAGE_BYTES, holder=path, lender=path)
     with pytest.raises(HolderUnavailable, match="CUDA_VISIBLE_DEVICES, or take the same device for both"):
         check_reach(torch.device("cpu"), "GPU 1234")
-    with Pool("cpu", BUDGET_BYTES, lender=path) as pool, KVCache(STRADDLING, pool, slots=2, max_tokens=64) as cache:
-        with pytest.raises(ValueError, match="a lender it names the model"):
-            PrefixCache(cache)
+    with (
+        Pool("cpu", BUDGET_BYTES, lender=path) as pool,
+        KVCache(STRADDLING, pool, slots=2, max_tokens=64) as cache,
+        pytest.raises(ValueError, match="a lender it names the model"),
+    ):
+        PrefixCache(cache)
 
 
 def test_the_socket_is_closed_to_others(path, holder):

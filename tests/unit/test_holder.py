@@ -488,6 +488,19 @@ def test_rows_are_sealed_behind_the_work_that_writes_them(path, holder, waits):
     engine.close()
 
 
+def test_rows_that_are_known_to_be_written_are_sealed_at_once(path, holder):
+    driver = FakeDriver(over=HostDriver())
+    engine = Engine(path, driver=driver)
+    attached = engine.prefix.attach(PROMPT)
+    engines.write(attached.sequence, None, PROMPT, 0)
+    base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
+    driver.launch([(base, base + 1)])
+    engine.prefix.insert(attached.sequence, PROMPT, is_written=True)
+    assert len(engine.pool.holder.log.read().live) == 6
+    engine.cache.check()
+    engine.close()
+
+
 @pytest.fixture
 def host() -> Iterator[HostTier]:
     tier = HostTier(64 * PAGE_BYTES)

@@ -93,7 +93,8 @@ class Holder:
                 if self._wake_fds[0] in ready:
                     return
                 heard = [engine for engine in self._engines.values() if engine.connection in ready]
-                heard.sort(key=lambda each: each is not self._owner)  # another may want to own because this one has ended
+                if self._owner in heard:
+                    heard = [self._owner]  # to the end, before another one that wants to own because this one has ended
                 for engine in heard:
                     if not self._hear(engine):
                         selector.unregister(engine.connection)

@@ -186,17 +186,19 @@ class PrefixCache:
 
     # on and out
 
-    def insert(self, sequence: Sequence, tokens: Tokens) -> None:
+    def insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> None:
         """Share the first rows of a sequence, which are confirmed and hold these tokens; they are not written any more.
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
-        Cost: host work by the number of tokens; no driver call, but a fence with a holder. Raises ValueError if the sequence
-        has fewer tokens, did not come from `attach`, was compacted, or had other tokens inserted; Closed if it has ended;
-        GraphCapture.
+        `is_written`: the device has ended the work that wrote them. A holder's log then names them at once, and not behind all
+        that is launched, which may be a long step.
+        Cost: host work by the number of tokens; no driver call, but else a fence with a holder.
+        Raises: ValueError if the sequence has fewer tokens, did not come from `attach`, was compacted, or had other tokens
+        inserted; Closed if it has ended; GraphCapture.
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
-            self._insert(sequence, tokens)
+            self._insert(sequence, tokens, is_written=is_written)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
         """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
@@ -227,7 +229,7 @@ class PrefixCache:
                 self._insert(sequence, tokens)
             self.cache.end_sequence(sequence)
 
-    def _insert(self, sequence: Sequence, tokens: Tokens) -> Node[Placed] | None:
+    def _insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
         self.cache.check_running(sequence)
         slot = sequence.slot
@@ -246,7 +248,7 @@ class PrefixCache:
                 f"inserted before; what was inserted stays so, and rows that have been written count after advance()"
             )
         if num_tokens > num_inserted:
-            self._index.extend(slot, tokens)
+            self._index.extend(slot, tokens, is_written=is_written)
         else:
             self._index.known_path(slot, tokens)
         return self._index.running[slot]
