@@ -1,8 +1,9 @@
 """Prefill and decode apart: an engine answers over the rows that another one has computed. Two processes, real memory."""
 
+import itertools
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,17 +51,62 @@ def prefill_engine(directory: Path, socket: Path, pipe: Connection) -> None:
             one.generate([pipe.recv()], ONE)
 
 
-def test_it(directory: Path, socket: Path) -> None:
+@pytest.fixture
+def prefill(directory: Path, socket: Path) -> Iterator[Callable[..., None]]:
+    """Computes a prompt in another process; with `kill` it ends that one."""
     pipe, theirs = multiprocessing.Pipe()
-    prefill = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=(directory, socket, theirs), daemon=True)
-    prefill.start()
+    process = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=(directory, socket, theirs), daemon=True)
+    process.start()
     assert pipe.recv() == "ready"
-    pipe.send(PROMPT)
-    assert pipe.recv() == "ready"
+
+    def compute(prompt: list[int] | None = None, *, kill: bool = False) -> None:
+        if prompt is not None:
+            pipe.send(prompt)
+            assert pipe.recv() == "ready"
+        if kill:
+            process.kill()
+            process.join()
+
+    yield compute
+    process.kill()
+    process.join()
+
+
+def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
+    directory: Path, socket: Path, prefill: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PROMPT, PROMPT[::-1]]
+    for prompt in prompts:
+        prefill(prompt)
     with LLM(directory, **{**OPTIONS, "kv_lender": socket}) as one:
+        engine = one._open().engine
+        outputs = one.generate([prompts[0], prompts[0] + [7]], GREEDY)
+        assert one.snapshot is not None
+        assert one.snapshot.hit_tokens == {"lender": 4096, "device": 4500}, "it is borrowed once"
+        num_steps, step = itertools.count(), engine.step
+
+        def step_and_kill() -> None:
+            if next(num_steps) == 4:
+                prefill(kill=True)
+            step()
+
+        monkeypatch.setattr(engine, "step", step_and_kill)
+        outputs += one.generate([prompts[1]], GREEDY)
+        assert next(num_steps) > 5
+        outputs += one.generate([prompts[1] + [8]], GREEDY)
+        for output, prompt in zip(outputs, [prompts[0], prompts[0] + [7], prompts[1], prompts[1] + [8]], strict=True):
+            assert output.outputs[0].token_ids == expected(directory, prompt)
+            assert output.cached_tokens >= 4096
+        engine.cache.check()
+
+
+def test_an_engine_of_other_weights_computes_its_prompts_and_says_so(
+    socket: Path, prefill: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill(PROMPT)
+    tiny_model(seed=5, vocab_size=258).save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with LLM(tmp_path / "other", **{**OPTIONS, "kv_lender": socket}) as one:
         (output,) = one.generate([PROMPT], GREEDY)
-        print(output.cached_tokens, one.snapshot)
-        assert output.outputs[0].token_ids == expected(directory, PROMPT)
-        assert output.cached_tokens == 4096
-        one._open().engine.cache.check()
-    prefill.kill()
+    assert (output.cached_tokens, output.outputs[0].token_ids) == (0, expected(tmp_path / "other", PROMPT))
+    assert "starting cold: the engine of the holder" in caplog.text
