@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,9 @@ def socket(tmp_path: Path) -> Iterator[Path]:
     holder.close()
 
 
-def prefill_engine(directory: Path, socket: Path, pipe: Connection) -> None:
+def prefill_engine(directory: Path, socket: Path, pipe: Connection, options: dict[str, Any] = OPTIONS) -> None:
     """Computes prompts until it is killed."""
-    with LLM(directory, **{**OPTIONS, "kv_budget_bytes": None, "kv_holder": socket}) as one:
+    with LLM(directory, **{**options, "kv_budget_bytes": None, "kv_holder": socket}) as one:
         while True:
             pipe.send("ready")
             one.generate([pipe.recv()], ONE)
