@@ -284,7 +284,7 @@ class PagedPrefixes:
         """See `fetch`."""
         return False
 
-    def insert(self, sequence: BaselineSequence, tokens: TokenIds, *, is_written: bool) -> None:
+    def insert(self, sequence: BaselineSequence, tokens: TokenIds, *, is_written: bool = True) -> None:
         """See Prefixes.insert."""
         count = len(tokens) // self._block_rows
         if not count:

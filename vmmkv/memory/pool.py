@@ -481,9 +481,12 @@ class Pool(Closing, Unique):
         if owner is not None and not extent.sealed:
             owner.release([extent.serial])
 
-    def make_room(self, num_pages: int) -> bool:
-        """Give free extents back and evict what is idle, until so many pages may be borrowed. False if that is too little."""
-        if num_pages > self.spare_pages + self.kept_pages:
+    def make_room(self, num_pages: int, spare_pages: int) -> bool:
+        """Give free extents back and evict what is idle, until so many pages may be borrowed; False if that is too little.
+
+        It is if not as many as `spare_pages` more are free or evictable.
+        """
+        if num_pages + spare_pages > self.spare_pages + self.kept_pages:
             return False
         while (excess_bytes := self.created_bytes + num_pages * PAGE_BYTES - self.budget_bytes) > 0:
             if not (self._destroy_any_free() or self._reclaim(ceil_div(excess_bytes, PAGE_BYTES), wait=False)):

@@ -67,7 +67,7 @@ class BorrowedPrefixes:
             return 0
         seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
         num_pages = sum(seal.num_pages for seal in seals)
-        if not seals or not self._make_room(namespace, tokens, num_pages + spare_pages):
+        if not seals or not self._make_room(namespace, tokens, num_pages, spare_pages):
             return 0
         pieces, extents = [], []
         for seal in seals:
@@ -80,14 +80,14 @@ class BorrowedPrefixes:
             self._pool.drop(extent)  # the tree holds it, or has another one in its place
         return taken_bytes
 
-    def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int) -> bool:
+    def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int, spare_pages: int) -> bool:
         """Make room, but not by evicting what is known of these tokens."""
         tree = self._index.tree
         path = tree.match(namespace, tokens).path
         if path:
             tree.lock(path[-1])
         try:
-            return self._pool.make_room(num_pages)
+            return self._pool.make_room(num_pages, spare_pages)
         finally:
             if path:
                 tree.unlock(path[-1])
