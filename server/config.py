@@ -138,6 +138,9 @@ class ServeConfig:
     kv_holder: Annotated[
         str | None, _MEMORY("take KV memory from the `vmmkv hold` at this socket: prefixes outlive the server", "PATH")
     ] = None
+    kv_lender: Annotated[
+        str | None, _MEMORY("borrow the prefixes of the server whose --kv-holder this is, on the same host", "PATH")
+    ] = None
     max_tokens: Annotated[int | None, _MEMORY("longest prompt and answer together", "N", "the model's")] = None
     max_num_seqs: Annotated[int, _MEMORY("sequences that run at once; further requests wait", "N")] = 256
     max_num_batched_tokens: Annotated[
@@ -204,10 +207,15 @@ class ServeConfig:
                 raise ValueError(f"kv_policy {error}") from error
         if bool(self.kv_disk) != (self.kv_disk_budget_bytes is not None):
             raise ValueError("kv_disk names a directory, and kv_disk_budget_bytes the space that it may take: give both")
-        if not self.prefix_cache and (self.kv_holder or self.kv_host_budget_bytes or self.kv_disk or self.kv_store):
+        others = self.kv_holder or self.kv_lender or self.kv_host_budget_bytes or self.kv_disk or self.kv_store
+        if not self.prefix_cache and others:
             raise ValueError(
-                "kv_holder, kv_host_budget_bytes, kv_disk and kv_store are for shared prefixes: leave prefix_cache=False out, "
-                "or these"
+                "kv_holder, kv_lender, kv_host_budget_bytes, kv_disk and kv_store are for shared prefixes: leave "
+                "prefix_cache=False out, or these"
+            )
+        if self.kv_holder and self.kv_lender:
+            raise ValueError(
+                "kv_holder and kv_lender: a server lends its prefixes, or borrows those of another one; leave one of them out"
             )
         for name in ("kv_events", "kv_events_replay"):
             if (endpoint := getattr(self, name)) is not None and not re.match(r"(tcp|ipc)://.", endpoint):
@@ -216,10 +224,10 @@ class ServeConfig:
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: at least 1 device has to have the model")
-        if self.tensor_parallel_size > 1 and (self.kv_holder or self.kv_disk or self.kv_store):
+        if self.tensor_parallel_size > 1 and (self.kv_holder or self.kv_lender or self.kv_disk or self.kv_store):
             raise ValueError(
-                "kv_holder, kv_disk and kv_store keep the rows of one device: leave them out, or tensor_parallel_size; "
-                "kv_host_budget_bytes works with it"
+                "kv_holder, kv_lender, kv_disk and kv_store keep the rows of one device: leave them out, or "
+                "tensor_parallel_size; kv_host_budget_bytes works with it"
             )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")

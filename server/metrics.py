@@ -202,7 +202,7 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
         "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6
     )
     if snapshot.holder_is_gone is not None:
-        help_text = "1 while the process runs that owns the KV memory; 0: nothing outlives the server."
+        help_text = "1 while the process runs that owns or lends KV memory; 0: nothing outlives the server, or is lent."
         yield GaugeMetricFamily("vmmkv_holder_up", help_text, value=float(not snapshot.holder_is_gone))
     for field, help_text in OF_TIERS.items():
         values = {name: tier[field] for name, tier in snapshot.tiers.items()}

@@ -313,7 +313,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
     tier_errors: int = 0
     """Calls of tiers that raised, beside the errors that they count themselves."""
     holder_is_gone: bool | None = None
-    """Has the process ended that owns the KV memory? None if the engine owns it."""
+    """Has the process ended that owns the KV memory, or lends it? None if the engine owns it all."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):

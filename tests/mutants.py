@@ -29,6 +29,7 @@ TIER_MACHINE = "tests/laws/test_tier_machine.py"
 FETCHES = "tests/engine/test_fetches.py"
 SWAPS = f"{FETCHES}::test_what_preempted_requests_generated_comes_back_from_a_tier"
 HOLDER = "tests/unit/test_holder.py"
+BORROWING = "tests/unit/test_borrowing.py"
 
 
 class Mutant(NamedTuple):
@@ -45,7 +46,7 @@ class Mutant(NamedTuple):
     also: tuple[tuple[str, str, str], ...] = ()
 
 
-SEALED, SAVED = "prefix/sealed.py", "tiers/saved.py"
+SEALED, BORROWED, SAVED = "prefix/sealed.py", "prefix/borrowed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
 TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
@@ -511,8 +512,8 @@ MUTANTS = (
     Mutant(
         "rows of an earlier process taken for zeroes",
         POOL,
-        "imported=False, sealed=True)",
-        "imported=False, sealed=True, zeroed=True)",
+        "imported=False, sealed=not is_lent,",
+        "imported=False, zeroed=True, sealed=not is_lent,",
         (HOLDER,),
     ),
     Mutant("a drop not logged before reuse", SEALED, "if not self._log.drop(extent.serial):", "if False:", (HOLDER,)),
@@ -522,8 +523,8 @@ MUTANTS = (
     Mutant(
         "what a rewrite leaves out still counts as sealed",
         SEALED,
-        "            extent.sealed = False\n\n    def _seals",
-        "            pass\n\n    def _seals",
+        "            extent.sealed, extent.lent = False, bool(self._log.num_borrowers)\n",
+        "            pass\n",
         (HOLDER,),
     ),
     Mutant(
@@ -541,7 +542,13 @@ MUTANTS = (
         (HOLDER,),
     ),
     Mutant("what no seal names kept", "holder/process.py", "if serial not in named])", "if False])", (HOLDER,)),
-    Mutant("two engines at once", "holder/process.py", "elif self._engine is not None:", "elif False:", (HOLDER,)),
+    Mutant(
+        "two engines at once",
+        "holder/process.py",
+        "if self._owner is not None:\n            error",
+        "if False:\n            error",
+        (HOLDER,),
+    ),
     Mutant(
         "a rewrite in place",
         "holder/sealed_log.py",
@@ -556,6 +563,16 @@ MUTANTS = (
         "        self._words[2 + half] = end\n        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
         (HOLDER,),
     ),
+    # what another engine borrows
+    Mutant("lent memory used again", POOL, " or extent.lent or not extent.imported:", " or not extent.imported:", (BORROWING,)),
+    Mutant("a lent extent written in place", POOL, "return self.lent or self.holders", "return self.holders", (BORROWING,)),
+    Mutant("a drop forgets the loan", SEALED, "extent.lent = bool(self._log.num_borrowers)  #", "pass  #", (BORROWING,)),
+    Mutant("borrowed rows writable", MAPPER, "Access.READ if extent.lent else ", "", (BORROWING,)),
+    Mutant("lent memory not counted", "holder/process.py", "if serial in lent:", "if False:", (BORROWING,)),
+    Mutant("what was given back kept", "holder/process.py", "if serial in self._given_up])", "if False])", (BORROWING,)),
+    Mutant("another model's rows borrowed", BORROWED, "return identity == self._identity", "return True", (BORROWING,)),
+    Mutant("a rewrite not seen", "holder/sealed_log.py", "        self._words[5] += 1  #", "        pass  #", (BORROWING,)),
+    Mutant("dropped seals borrowed", BORROWED, "if live.get(seals[place].serial) == place:", "if True:", (BORROWING,)),
 )
 
 

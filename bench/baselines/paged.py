@@ -274,6 +274,9 @@ class PagedPrefixes:
 
     has_tiers = False
 
+    def borrow(self, tokens: TokenIds, **_: object) -> None:
+        """There is no other engine."""
+
     def fetch(self, tokens: TokenIds, **_: object) -> None:
         """There are no tiers."""
 
@@ -281,7 +284,7 @@ class PagedPrefixes:
         """See `fetch`."""
         return False
 
-    def insert(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
+    def insert(self, sequence: BaselineSequence, tokens: TokenIds, *, is_written: bool = True) -> None:
         """See Prefixes.insert."""
         count = len(tokens) // self._block_rows
         if not count:

@@ -169,8 +169,8 @@ class Engine:
 
     @property
     def holder_is_gone(self) -> bool | None:
-        """Has the process ended that owns the memory? None if this one owns it."""
-        holder = self.cache.pool.holder if isinstance(self.cache, KVCache) else None
+        """Has the process ended that owns memory which this one has? None if there is none."""
+        holder = self.cache.pool.holder or self.cache.pool.lender if isinstance(self.cache, KVCache) else None
         return None if holder is None else holder.is_gone()
 
     @property

@@ -103,15 +103,21 @@ class Fetches:
         return len(fetches) >= _MOST_AT_ONCE
 
     def start(self, request: Request, room_pages: int) -> bool | None:
-        """Start to load what tiers have of a request, if that is worth it; if so the request waits from now on.
+        """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
+
+        If so the request waits from now on.
 
         None if it is worth it, and there is no room: see PrefixCache.fetch. A request for which it is not worth it is not asked
         about again before it has run.
         Cost: see PrefixCache.fetch. Raises: DriverError.
         """
-        if self._prefix is None or request.num_fetches >= _MOST_FETCHES:
+        if self._prefix is None:
             return False
         tokens, namespace = request.attachable, request.namespace
+        if (borrowed := self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)) is not None:
+            request.fetched.append(borrowed)
+        if request.num_fetches >= _MOST_FETCHES:
+            return False
         request.unfetched, worth = "unknown", partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:

@@ -21,7 +21,7 @@ from vmmkv.driver import Driver, open_driver
 from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
-from vmmkv.prefix import Fetch, PrefixCache, PrefixStats
+from vmmkv.prefix import Borrowed, Fetch, PrefixCache, PrefixStats
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.tiers import Tier
 from vmmkv.units import format_bytes
@@ -154,6 +154,9 @@ class Prefixes(Protocol):
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> PrefixHit:
         """A new sequence with the rows that are cached, but for the last token's."""
 
+    def borrow(self, tokens: TokenIds, *, namespace: Hashable, room_pages: int) -> Borrowed | None:
+        """Have what another engine has of a prompt past what this one has; None if that is nothing, or there is no room."""
+
     def fetch(
         self, tokens: TokenIds, *, namespace: Hashable, least_tokens: int, room_pages: int, worth: Callable[[Fetch], bool]
     ) -> Fetch | None:
@@ -162,8 +165,8 @@ class Prefixes(Protocol):
     def poll(self, budget_us: float) -> bool:
         """Go on with stores and loads for about so long; False if there is nothing left."""
 
-    def insert(self, sequence: Any, tokens: TokenIds) -> None:
-        """The first rows of a running sequence are confirmed to be those of these tokens."""
+    def insert(self, sequence: Any, tokens: TokenIds, *, is_written: bool) -> None:
+        """The first rows of a running sequence are confirmed to be those of these tokens; `is_written` to the end, too."""
 
     def park(self, sequence: Any, tokens: TokenIds) -> None:
         """End a sequence, and keep its rows: another may go on from them."""
@@ -201,10 +204,12 @@ class BackendConfig:
     """None: what is free once the model and its graphs are there, or all that the holder may own."""
     holder: str | None = None
     """The socket of the process that owns the memory; None for this one."""
+    lender: str | None = None
+    """The socket of the holder of another engine, whose prefixes are borrowed; None for none."""
     tiers: Sequence[Tier] = ()
     """Where prefixes go that leave the device; the backend closes them."""
     fingerprint: str = ""
-    """Of the model, with tiers or a holder."""
+    """Of the model, with tiers, a holder or a lender."""
     driver: Driver | None = None
     """None for the device's own."""
 
@@ -260,7 +265,8 @@ class SlotBackend:
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
         """Raises: BudgetError, DriverError, OutOfPages, HolderUnavailable."""
-        pool = Pool(config.device, config.budget_bytes or _least_bytes(config), driver=config.driver, holder=config.holder)
+        budget_bytes, others = config.budget_bytes or _least_bytes(config), {"holder": config.holder, "lender": config.lender}
+        pool = Pool(config.device, budget_bytes, driver=config.driver, **others)
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
             if pool.holder is not None and config.budget_bytes is None:

@@ -140,8 +140,9 @@ def assemble(
             shares_prefixes=config.prefix_cache,
             budget_bytes=config.kv_budget_bytes,
             holder=config.kv_holder,
+            lender=config.kv_lender,
             tiers=tiers,
-            fingerprint=source.fingerprint if tiers or config.kv_holder else "",
+            fingerprint=source.fingerprint if tiers or config.kv_holder or config.kv_lender else "",
             driver=None if ranks is None else ranks.mirrored(open_driver(device)),
         )
     )

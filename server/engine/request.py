@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from vmmkv.prefix import Fetch
+from vmmkv.prefix import Borrowed, Fetch
 from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
 from vmmkv.server.protocol import DEVICE, FinishReason, Generate, Output
@@ -81,8 +81,8 @@ class Request:
     """How often it has waited for tiers since it arrived or was preempted."""
     unfetched: str = "unknown"
     """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
-    fetched: list[Fetch] = field(default_factory=list)
-    """Those of these fetches that were done."""
+    fetched: list[Fetch | Borrowed] = field(default_factory=list)
+    """Those of these fetches that were done, and what was borrowed."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""

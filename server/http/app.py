@@ -56,8 +56,8 @@ MESSAGE_CHARS: Final = 64
 
 
 _CUT_OFF: Final = (
-    "the holder of the KV memory is gone: this server goes on with the memory that it has, which does not outlive it; start a "
-    "holder again, and then this server"
+    "the holder of the KV memory is gone: this server goes on with the memory that it has, which does not outlive it, and gets "
+    "nothing from other servers; start a holder again, and then the servers that use it"
 )
 
 

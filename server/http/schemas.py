@@ -366,6 +366,8 @@ class GenerationRequest(_SamplingFields):
     """Beams of the search; `n` by default."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, a regular expression, choices or a grammar that the answer follows."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Routers send it where engines prefill and decode apart. It is not read: rows are found by their tokens."""
 
     # Our own.
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None

@@ -236,6 +236,46 @@ def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp
     until(lambda: not servers_of(model), within_s=30)
 
 
+@contextlib.contextmanager
+def apart(folder: Path, model: str | Path, *options: str) -> Iterator[str]:
+    """One server that prefills and one that decodes, behind vllm-router."""
+    port = free_port()
+    path = f"{Path(path_of('vllm-router', 'vllm-router')).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [ROOT / "deploy" / "prefill-decode.sh", model, "cpu", "128MiB", "cpu", "128MiB", *options]
+    url = f"http://127.0.0.1:{port}"
+    with started(folder / "log", command, url, PATH=path, PORT=str(port)):
+        yield url
+
+
+def test_vllm_router_prefills_and_decodes_apart(tmp_path: Path) -> None:
+    resolve(MODEL)
+    prompts = list(itertools.islice(texts(1, 150), 3))
+    with server_process(tmp_path / "one", MODEL, "--kv-budget", "128MiB") as one:
+        expected = [complete(one.url, prompt, 8).json()["choices"][0]["text"] for prompt in prompts]
+    with apart(tmp_path, MODEL) as url:
+        answers = [complete(url, prompt, 8).json() for prompt in prompts]
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": prompts[0]}], "max_tokens": 8, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, timeout=120) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+    assert [each["choices"][0]["text"] for each in answers] == expected
+    for each in answers:
+        # The router gives what the prefill server had cached, but for the details.
+        lent = each["usage"]["prompt_tokens_details"]["cached_tokens_details"]["lender"]
+        assert each["usage"]["prompt_tokens"] - 92 <= lent, "all but the last page"
+    assert len(lines) > 3 and lines[-1] == "data: [DONE]"
+
+
+def test_a_killed_server_of_a_pair_fails_requests_clearly_and_the_other_stays(tmp_path: Path) -> None:
+    model = small_model(tmp_path / MODEL)
+    with apart(tmp_path, model, "--load-format", "dummy") as url:
+        assert complete(url, "A prompt").status_code == 200
+        first, second = servers_of(model)
+        os.kill(first, signal.SIGKILL)
+        codes = {complete(url, f"{number} is a number").status_code for number in range(4)}
+        assert codes <= {500, 502, 503} and servers_of(model) == [second]
+    until(lambda: not servers_of(model), within_s=30)
+
+
 def test_vllm_router_learns_by_replay_what_was_cached_before_it_came(tmp_path: Path) -> None:
     events = ("--kv-events", "tcp://*:0", "--kv-events-replay", "tcp://*:0", "--load-format", "dummy", "--kv-budget", "64MiB")
     model, port = small_model(tmp_path / MODEL), free_port()

@@ -498,6 +498,9 @@ class FakePrefix:
     def __init__(self, *fetches: FakeFetch) -> None:
         self._fetches = [*fetches]
 
+    def borrow(self, tokens: object, **options: object) -> None:
+        """Nothing."""
+
     def fetch(self, tokens: object, **options: object) -> FakeFetch:
         return self._fetches.pop(0)
 

@@ -69,7 +69,7 @@ def wrong_rows(sequence: Sequence, namespace: Hashable, tokens: list[int], num_t
 
 
 class Engine:
-    """A pool over a holder, a cache and its prefixes."""
+    """A pool over a holder, a cache and its prefixes; with `borrows` those of the holder's engine."""
 
     def __init__(
         self,
@@ -81,13 +81,15 @@ class Engine:
         pages: int = 32,
         driver: Driver | None = None,
         tiers: Seq[Tier] = (),
+        borrows: bool = False,
     ) -> None:
-        self.pool = Pool(device, pages * PAGE_BYTES, holder=path, driver=driver)
+        self.pool = Pool(device, pages * PAGE_BYTES, driver=driver, **{"lender" if borrows else "holder": path})
         self.cache = KVCache(layout, self.pool, slots=6, max_tokens=512)
         self.prefix = PrefixCache(self.cache, tiers, fingerprint=fingerprint)
 
     def serve(self, tokens: list[int], namespace: Hashable = None, *, ends: bool = True) -> tuple[int, int]:
         """A prompt: tokens that were attached, and wrong rows among them; the others are computed, and all inserted."""
+        self.prefix.borrow(tokens, namespace=namespace)
         attached = self.prefix.attach(tokens, namespace=namespace)
         sequence, num_tokens = attached.sequence, attached.num_tokens
         wrong = wrong_rows(sequence, namespace, tokens, num_tokens)
@@ -100,6 +102,17 @@ class Engine:
         if ends:
             self.prefix.park(sequence, tokens)
         return num_tokens, wrong
+
+    def has_sealed(self) -> bool:
+        """Has it sealed anything, or borrowed what is sealed?"""
+        if self.pool.holder is not None:
+            return bool(self.pool.holder.log.read().live)
+        return any(extent.lent and extent.imported for extent in self.cache.holders())
+
+    def close_slots(self) -> None:
+        """Give up all parked slots, and what was mapped there."""
+        self.prefix.free_slots(6)
+        self.settle()
 
     def settle(self) -> None:
         """Wait for all work, and do what waits for it."""
@@ -132,6 +145,7 @@ def engine(path: Path, pipe: Connection, options: dict[str, Any]) -> None:
         "close": one.close,
         "match": one.prefix.match,
         "evict": one.prefix.evict,
+        "close_slots": one.close_slots,
         "prepare": one.prefix.prepare,
         "imports": lambda: one.pool.driver.calls["import_fd"],
         "held": lambda: (one.pool.created_bytes // PAGE_BYTES, one.pool.holder and one.pool.holder.held_bytes() // PAGE_BYTES),
@@ -158,11 +172,13 @@ PROMPTS += [[seed] * 330 for seed in range(2)]
 """Some share their first 40 tokens; the last ones take large extents."""
 
 
-def busy_engine(path: Path, pipe: Connection, seed: int, seconds: float, windowed: bool = False, device: str = "cpu") -> None:
+def busy_engine(
+    path: Path, pipe: Connection, seed: int, seconds: float, windowed: bool = False, device: str = "cpu", borrows: bool = False
+) -> None:
     """Attach, compute, share, park and evict prompts of three tenants under pressure; report what was wrong."""
     draw, tenants = random.Random(seed), (None, "red", ("blue", 1))
     tiers = [HostTier(64 * PAGE_BYTES)] if seed % 2 else []
-    one = Engine(path, pages=40, layout=WINDOWED if windowed else LAYOUT, device=device, tiers=tiers)
+    one = Engine(path, pages=40, layout=WINDOWED if windowed else LAYOUT, device=device, tiers=tiers, borrows=borrows)
     one.cache.check()
     pipe.send(sum(one.prefix.match(tokens, namespace=name) for tokens in PROMPTS for name in tenants))
     end, has_sealed = time.monotonic() + seconds, False
@@ -175,7 +191,7 @@ def busy_engine(path: Path, pipe: Connection, seed: int, seconds: float, windowe
             _, wrong = one.serve(tokens, namespace, ends=draw.random() < 0.9)
         if wrong:
             pipe.send(f"{wrong} wrong rows")
-        if not has_sealed and one.pool.holder is not None and one.pool.holder.log.read().live:
+        if not has_sealed and one.has_sealed():
             has_sealed = True
             pipe.send("sealed")
         if draw.random() < 0.3:
@@ -200,6 +216,15 @@ def engine_as(path: Path, pipe: Connection, uid: int) -> None:
 
 
 # the test's end of the processes
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.unit.holder_engines"])

@@ -488,6 +488,19 @@ def test_rows_are_sealed_behind_the_work_that_writes_them(path, holder, waits):
     engine.close()
 
 
+def test_rows_that_are_known_to_be_written_are_sealed_at_once(path, holder):
+    driver = FakeDriver(over=HostDriver())
+    engine = Engine(path, driver=driver)
+    attached = engine.prefix.attach(PROMPT)
+    engines.write(attached.sequence, None, PROMPT, 0)
+    base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
+    driver.launch([(base, base + 1)])
+    engine.prefix.insert(attached.sequence, PROMPT, is_written=True)
+    assert len(engine.pool.holder.log.read().live) == 6
+    engine.cache.check()
+    engine.close()
+
+
 @pytest.fixture
 def host() -> Iterator[HostTier]:
     tier = HostTier(64 * PAGE_BYTES)
@@ -691,7 +704,7 @@ def test_a_writer_that_is_killed_at_any_store_leaves_a_log_of_before_or_after(lo
     assert words.seen == [[1], [1, 2], [1, 2, 3], [1, 3]]
     words.seen.clear()
     writer.rewrite(b"model", [seal(3, [3] * 4), seal(1, [1] * 4)])
-    assert words.seen == [[1, 3]] * 4 + [[3, 1]]
+    assert words.seen == [[1, 3]] * 5 + [[3, 1]]
 
 
 def test_a_record_that_was_not_finished_does_not_count(log):

@@ -24,6 +24,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "kv_budget_bytes": ("1GiB", "2GiB", "3GiB"),
     "kv_holder": ("./a.sock", "./b.sock", "./c.sock"),
+    "kv_lender": ("./a.sock", "./b.sock", "./c.sock"),
     "max_tokens": (11, 12, 13),
     "max_num_seqs": (21, 22, 23),
     "max_num_batched_tokens": (1024, 1025, 1026),

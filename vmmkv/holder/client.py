@@ -1,9 +1,11 @@
 """An engine's connection to a holder, and the messages between them.
 
-A message is JSON in one packet of a Unix socket, with file descriptors beside it. The holder speaks first: it welcomes one
-engine and refuses others. Then the engine asks, and each request but `release` is answered.
+A message is JSON in one packet of a Unix socket, with file descriptors beside it. The holder speaks first: it welcomes engines
+of its user. Then the engine asks, and each request but `release` is answered.
 
-    {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor
+    {"do": "own"}                          {}, or {"error": ...}         once; one engine owns at a time
+    {"do": "borrow"}                       {}                            or this, once
+    {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor; the owner's alone
     {"do": "open", "serials": [...]}       {"serials": [those known]}    and theirs
     {"do": "release", "serials": [...]}
     {"do": "count"}                        {"held_bytes": n}
@@ -28,7 +30,7 @@ from vmmkv.holder.sealed_log import SealedLog
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 MOST_DESCRIPTORS: Final = 128
 """In one message; Linux takes 253."""
@@ -85,14 +87,33 @@ def device_identity(device: torch.device) -> str:
     return f"GPU {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "host memory"
 
 
-class HolderClient:
-    """The one engine of a holder. The caller holds the pool's lock.
+def check_reach(device: torch.device, identity: str) -> None:
+    """Raises: HolderUnavailable, if a device cannot read the memory of another one, without its being copied."""
+    if device_identity(device) == identity:
+        return
+    if device.type == "cuda":
+        others = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        other = next((other for other in others if device_identity(other) == identity), None)
+        if other is not None and torch.cuda.can_device_access_peer(device, other):
+            return
+        if other is not None:
+            raise HolderUnavailable(f"{device} cannot read the memory of {other}, where the prefixes are: no NVLink joins them")
+    raise HolderUnavailable(
+        f"{device} cannot map memory of {identity}: this process sees no such device; widen CUDA_VISIBLE_DEVICES, or take "
+        "the same device for both"
+    )
 
-    Raises: HolderUnavailable if there is no holder at the path, or it has another device, user or engine.
+
+class HolderClient:
+    """An engine of a holder: the one that owns what it creates, or one that `borrows` what that has sealed.
+
+    The caller holds the pool's lock.
+    Raises: HolderUnavailable if there is no holder at the path, or it has another device, user or owner.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: torch.device) -> None:
+    def __init__(self, path: str | os.PathLike[str], device: torch.device, *, borrows: bool = False) -> None:
         self.path: Final = Path(path)
+        self.borrows: Final = borrows
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _connections.add(self._connection)
         try:
@@ -106,11 +127,16 @@ class HolderClient:
                     f"no holder answers at {self.path}: {error.strerror or error}; start one: vmmkv hold --socket {self.path} "
                     "--budget SIZE"
                 ) from error
+            self._is_gone = False
             self.budget_bytes, self.log = self._welcomed(answer, uid, device)
+            try:
+                self._join()
+            except BaseException:
+                self.log.close()
+                raise
         except BaseException:
             self._connection.close()
             raise
-        self._is_gone = False
         self.has_prefixes = False
         """Does a prefix cache use the log? One does at a time."""
 
@@ -130,12 +156,19 @@ class HolderClient:
                     f"the holder at {self.path} speaks version {welcome['version']} and this process {VERSION}; restart the "
                     "holder with this vmmkv, and what it holds is computed again"
                 )
-            if (wanted := device_identity(device)) != welcome["device"]:
+            if self.borrows:
+                check_reach(device, welcome["device"])
+            elif (wanted := device_identity(device)) != welcome["device"]:
                 raise HolderUnavailable(f"the holder at {self.path} has memory of {welcome['device']}; wanted {wanted}")
             try:
                 return int(welcome["budget_bytes"]), SealedLog(fds[0])
             except LogDamaged as error:
                 raise HolderUnavailable(f"the holder at {self.path}: {error}; restart it") from error
+
+    def _join(self) -> None:
+        answer, _ = self._ask("join", {"do": "borrow" if self.borrows else "own"})
+        if "error" in answer:
+            raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {answer['error']}")
 
     def create(self, size_bytes: int) -> tuple[int, int]:
         """A new handle: its serial, and a file descriptor that is the caller's. Cost: a round trip of some 50 us on the host.
@@ -186,6 +219,11 @@ class HolderClient:
     @property
     def text_if_gone(self) -> str:
         """What that means for this process, and what works."""
+        if self.borrows:
+            return (
+                f"the holder at {self.path} (process {self.pid}) is gone; what this process has borrowed stays usable, and "
+                "further prompts are computed here: start the holder again, then its engine, and then this process"
+            )
         return (
             f"the holder of this memory at {self.path} (process {self.pid}) is gone; what this process has stays usable, it "
             "gets no more, and nothing outlives it: start a holder again, and then this process"

@@ -1,9 +1,10 @@
-"""The holder: a process that owns handles of one device and lends them to one engine at a time.
+"""The holder: a process that owns handles of one device for one engine at a time, and lends what that has sealed to others.
 
-    listen ──> an engine connects ──welcome──> create, open, release ... ──it ends──> free what no seal names ──> listen
-                     │
-                     └─ there is one already, or it is another user's: refused
+    connect ──welcome──> own ────> create, open, release ... ──it ends──> free what no seal names
+                 │        └─ there is one already: refused
+                 └─────> borrow ──> open, release ... ────────it ends──> free what the engine has given up meanwhile
 
+What the engine gives up and a borrower has stays, and counts, until the borrower gives it back or ends.
 It never maps or writes the memory. The kernel tells it that an engine has ended, whichever way: the connection is closed.
 """
 
@@ -40,10 +41,12 @@ class _Held:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Engine:
     connection: socket.socket
     pid: int
+    borrowed: set[int] | None = None
+    """Serials that it has of another engine's; None for the one that owns."""
 
 
 class Holder:
@@ -62,8 +65,11 @@ class Holder:
         self._report = report
         self._held: dict[int, _Held] = {}
         self._held_bytes = 0
+        self._given_up: set[int] = set()
+        """What the engine has released and borrowers have."""
         self._last_serial = 0
-        self._engine: _Engine | None = None
+        self._engines: dict[socket.socket, _Engine] = {}
+        self._owner: _Engine | None = None
         with contextlib.ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
@@ -82,22 +88,19 @@ class Holder:
         with selectors.DefaultSelector() as selector:
             for source in (self._listener, self._wake_fds[0]):
                 selector.register(source, selectors.EVENT_READ)
-            engine: _Engine | None = None
             while True:
-                if engine is not self._engine:
-                    if engine is not None:
-                        selector.unregister(engine.connection)
-                        engine.connection.close()
-                    if self._engine is not None:
-                        selector.register(self._engine.connection, selectors.EVENT_READ)
-                    engine = self._engine
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._wake_fds[0] in ready:
                     return
-                if engine is not None and engine.connection in ready:
-                    self._hear(engine)  # before a new one, which may have come because this one has ended
-                elif self._listener in ready:
-                    self._greet()
+                heard = [engine for engine in self._engines.values() if engine.connection in ready]
+                if self._owner in heard:
+                    heard = [self._owner]  # to the end, before another one that wants to own because this one has ended
+                for engine in heard:
+                    if not self._hear(engine):
+                        selector.unregister(engine.connection)
+                        self._leave(engine)
+                if self._listener in ready and (new := self._greet()) is not None:
+                    selector.register(new.connection, selectors.EVENT_READ)
 
     def stop(self) -> None:
         """Make `run` return. Safe in a signal handler."""
@@ -105,23 +108,19 @@ class Holder:
 
     def close(self) -> None:
         """Free everything, and remove the socket. What an engine has imported stays its own. Idempotent."""
-        if self._engine is not None:
-            self._engine.connection.close()
-            self._engine = None
+        for connection in self._engines:
+            connection.close()
+        self._engines, self._owner = {}, None
         self._free(list(self._held))
         self._undo.close()
 
     # engines
 
-    def _greet(self) -> None:
+    def _greet(self) -> _Engine | None:
         connection, _ = self._listener.accept()
         connection.settimeout(1.0)  # an engine that does not read cannot stop the holder
         pid, uid = peer(connection)
-        error = ""
-        if uid != os.getuid():
-            error = f"it belongs to user {os.getuid()}, and process {pid} to {uid}"
-        elif self._engine is not None:
-            error = f"process {self._engine.pid} has it, and one engine has it at a time; end that one first"
+        error = f"it belongs to user {os.getuid()}, and process {pid} to {uid}" if uid != os.getuid() else ""
         try:
             if error:
                 send(connection, {"error": error})
@@ -133,41 +132,81 @@ class Holder:
         if error:
             self._report(f"refused process {pid}: {error}")
             connection.close()
-        else:
-            self._engine = _Engine(connection, pid)
-            self._report(f"process {pid} has come; {self._text()}")
+            return None
+        engine = self._engines[connection] = _Engine(connection, pid)
+        return engine
 
-    def _hear(self, engine: _Engine) -> None:
+    def _hear(self, engine: _Engine) -> bool:
+        """Answer an engine; False if it has ended."""
         try:
             heard = receive(engine.connection)
-            if heard is not None:
-                message, fds = heard
-                close_all(fds)
-                self._answer(engine.connection, message)
-                return
+            if heard is None:
+                return False
+            message, fds = heard
+            close_all(fds)
+            self._answer(engine, message)
         except ConnectionError:  # it was killed before it had read an answer
-            pass
+            return False
         except (OSError, KeyError, TypeError, ValueError) as error:
             self._report(f"process {engine.pid} sent what is no request, or reads no answers: {error!r}")
-            return
-        self._engine = None
-        freed_bytes = self._sweep()
-        self._report(f"process {engine.pid} has ended; {format_bytes(freed_bytes)} freed, {self._text()}")
+        return True
 
-    def _answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
+    def _leave(self, engine: _Engine) -> None:
+        """An engine has ended."""
+        engine.connection.close()
+        del self._engines[engine.connection]
+        before = self._held_bytes
+        if engine is self._owner:
+            self._owner = None
+            self._sweep()
+        elif engine.borrowed is not None:
+            self._give_back(engine.borrowed, list(engine.borrowed))
+            self._log.num_borrowers -= 1
+        else:
+            return
+        self._report(f"process {engine.pid} has ended; {format_bytes(before - self._held_bytes)} freed, {self._text()}")
+
+    def _answer(self, engine: _Engine, message: dict[str, Any]) -> None:
+        connection, borrowed = engine.connection, engine.borrowed
         match message["do"]:
-            case "create":
+            case "own":
+                send(connection, self._own(engine))
+            case "borrow":
+                engine.borrowed = set()
+                self._log.num_borrowers += 1  # before it reads the log
+                self._report(f"process {engine.pid} has come to borrow; {self._text()}")
+                send(connection, {})
+            case "open":
+                known = [serial for serial in message["serials"] if serial in self._held]
+                if borrowed is not None:
+                    borrowed.update(known)
+                send(connection, {"serials": known}, [self._held[serial].fd for serial in known])
+            case "release" if borrowed is not None:
+                self._give_back(borrowed, message["serials"])
+            case "create" if engine is self._owner:
                 answer, fds = self._create(int(message["size_bytes"]))
                 send(connection, answer, fds)
-            case "open":
-                known = {serial: self._held[serial].fd for serial in message["serials"] if serial in self._held}
-                send(connection, {"serials": list(known)}, list(known.values()))
-            case "release":
+            case "release" if engine is self._owner:
                 self._free(serial for serial in message["serials"] if serial in self._held)
             case "count":
-                send(connection, {"held_bytes": self._held_bytes})
+                given_up_bytes = sum(self._held[serial].size_bytes for serial in self._given_up)
+                send(connection, {"held_bytes": self._held_bytes - given_up_bytes})
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}")
+
+    def _own(self, engine: _Engine) -> dict[str, Any]:
+        if self._owner is not None:
+            error = f"process {self._owner.pid} has it, and one engine has it at a time; end that one first"
+            self._report(f"refused process {engine.pid}: {error}")
+            return {"error": error}
+        self._owner = engine
+        self._report(f"process {engine.pid} has come; {self._text()}")
+        return {}
+
+    def _give_back(self, borrowed: set[int], serials: Iterable[int]) -> None:
+        """A borrower has these no more: what the owner has given up is free."""
+        borrowed.difference_update(serials)
+        self._free([serial for serial in serials if serial in self._given_up])
 
     # handles
 
@@ -200,21 +239,28 @@ class Holder:
         return {"serials": [self._last_serial]}, [fd]
 
     def _free(self, serials: Iterable[int]) -> None:
-        """Give handles back to the device. One whose release fails stays held; the next sweep tries it again."""
+        """Give handles back to the device. One whose release fails stays held; the next sweep tries it again.
+
+        One that a borrower has stays until it is given back: its memory would stay too, and not be counted.
+        """
+        lent = set[int]().union(*(engine.borrowed or () for engine in self._engines.values()))
         for serial in serials:
             held = self._held[serial]
+            if serial in lent:
+                self._given_up.add(serial)
+                continue
             try:
                 self._driver.release(held.handle)
             except DriverError as error:
                 self._report(f"{format_bytes(held.size_bytes)} cannot be freed now: {error}")
                 continue
             del self._held[serial]
+            self._given_up.discard(serial)
             self._held_bytes -= held.size_bytes
             os.close(held.fd)
 
-    def _sweep(self) -> int:
-        """Free what no seal names; the bytes. If the log cannot be read, everything is freed."""
-        before = self._held_bytes
+    def _sweep(self) -> None:
+        """Free what no seal names. If the log cannot be read, everything is freed."""
         try:
             named = self._log.read().live.keys()
         except LogDamaged as error:
@@ -222,7 +268,6 @@ class Holder:
             self._log.rewrite(b"", ())
             named = {}.keys()
         self._free([serial for serial in self._held if serial not in named])
-        return before - self._held_bytes
 
     def _text(self) -> str:
         handles = counted(len(self._held), "handle", ",")

@@ -1,6 +1,6 @@
 """The log of sealed extents: which tokens' rows are in which handle. It lies in shared memory and outlives its writer.
 
-    header   | format | active half | bytes used of half 0 | of half 1 |         each one word, written by one store
+    header   | format | active half | bytes used of half 0 | of half 1 | borrowers | rewrites |     words, each one store
     half     | length, checksum, identity | length, checksum, seal | ... | length, checksum, drop | ... free
 
 A record counts once the used bytes of its half reach past it, so a writer that is killed leaves it whole or not at all.
@@ -8,7 +8,8 @@ A seal names its parent, an earlier seal on the same path, and has the tokens be
 tokens stay for its children. When a half is full, `rewrite` writes what still counts to the other half and then makes that
 the active one.
 
-One process writes. The memory of a sealed extent is not written: `drop` comes before its reuse.
+One process writes, and the holder the number of borrowers. The memory of a sealed extent is not written: `drop` comes before
+its reuse. Borrowers read while it is written; as long as there are any, what was sealed is not written again at all.
 """
 
 import mmap
@@ -16,12 +17,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from vmmkv.errors import LogDamaged
 from vmmkv.units import MIB, round_up
 
-_FORMAT: Final = int.from_bytes(b"vmmkvlg1", "little")
+_FORMAT: Final = int.from_bytes(b"vmmkvlg2", "little")
 _HEADER_BYTES: Final = mmap.PAGESIZE
 _LEAST_HALF_BYTES: Final = MIB
 _BUDGET_SHARE: Final = 16
@@ -53,15 +55,18 @@ class Sealed(NamedTuple):
     """Packed ids [end of the parent, end_token) of the path."""
 
 
-class LogContents(NamedTuple):
-    """The contents of a log."""
+@dataclass(slots=True)
+class LogContents:
+    """The contents of a log, as far as they were read."""
 
-    identity: bytes
+    identity: bytes = b""
     """Of the layout and the model; empty for a new log."""
-    seals: dict[int, Sealed]
+    seals: dict[int, Sealed] = field(default_factory=dict)
     """By their place in the log, parents first; those that were dropped too."""
-    live: dict[int, int]
+    live: dict[int, int] = field(default_factory=dict)
     """The place by serial, of those that were not dropped; in the order in which they were sealed."""
+    end: int = 0
+    """Place of the record after the last one read."""
 
 
 class SealedLog:
@@ -102,31 +107,50 @@ class SealedLog:
         return self._words[2 + self._words[1] % 2]
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever places are of other records."""
+        return self._words[5], self._words[1]
+
+    @property
+    def num_borrowers(self) -> int:
+        """Engines that may map what this one seals. The holder counts them."""
+        return self._words[4]
+
+    @num_borrowers.setter
+    def num_borrowers(self, number: int) -> None:
+        self._words[4] = number
+
+    @property
     def is_due(self) -> bool:
         """Has it grown to twice what counted at the last rewrite, or is it nearly full?"""
         return self.used_bytes > self._due_bytes
 
     def read(self) -> LogContents:
         """Read the active half. Raises: LogDamaged. Cost: grows with the log."""
-        identity, seals, live = b"", dict[int, Sealed](), dict[int, int]()
-        half, used_bytes = self._words[1], self.used_bytes
+        contents = LogContents()
+        self.read_on(contents)
+        return contents
+
+    def read_on(self, contents: LogContents) -> list[int]:
+        """Read what was written behind `contents`, of the same `version`; the places of the new seals. Raises: LogDamaged."""
+        half, used_bytes, new = self._words[1], self.used_bytes, list[int]()
         if half > 1 or used_bytes > self._half_bytes:
             raise LogDamaged(f"half {half} with {used_bytes} bytes of {self._half_bytes}")
-        place = 0
-        while place < used_bytes:
+        while (place := contents.end) < used_bytes:
             kind, body = self._record(half, place, used_bytes)
             if kind == _IDENTITY_KIND:
-                identity = body
+                contents.identity = body
             elif kind == _SEAL_KIND:
                 seal = _unpack(body)
-                if seal.parent is not None and seal.parent not in seals:
+                if seal.parent is not None and seal.parent not in contents.seals:
                     raise LogDamaged(f"the seal at {place} has a parent at {seal.parent}, where none is")
-                seals[place] = seal
-                live[seal.serial] = place
+                contents.seals[place] = seal
+                contents.live[seal.serial] = place
+                new.append(place)
             else:
-                live.pop(int.from_bytes(body, "little"), None)
-            place += _RECORD.size + len(body)
-        return LogContents(identity, seals, live)
+                contents.live.pop(int.from_bytes(body, "little"), None)
+            contents.end += _RECORD.size + len(body)
+        return new
 
     def seal(self, seal: Sealed) -> int | None:
         """Append a seal, and return its place; None if there is no room. Its memory is not written until it is dropped."""
@@ -141,6 +165,7 @@ class SealedLog:
 
         A parent in `seals` is the number of an earlier one among them.
         """
+        self._words[5] += 1  # before what is there is written over, which a borrower may be reading
         half = 1 - self._words[1] % 2  # whatever is there, if the log is damaged
         self._words[2 + half] = 0
         self._append(half, _IDENTITY_KIND, identity)

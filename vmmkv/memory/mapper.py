@@ -212,7 +212,8 @@ class Mapper:
         self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
         span.mappings[page] = mapping
         try:
-            self.pool.driver.set_access(mapping.address, extent.size_bytes, Access.READ_WRITE)
+            access = Access.READ if extent.lent else Access.READ_WRITE
+            self.pool.driver.set_access(mapping.address, extent.size_bytes, access)
         except BaseException:
             self.unmap(mapping)
             raise

@@ -71,11 +71,13 @@ class Extent:
     """False while it is only with the holder process, and has no handle: see `Pool.import_extents`."""
     sealed: bool = False
     """Does the holder's log name it? Then it is not written, and when nothing holds it, it leaves the pool."""
+    lent: bool = False
+    """May another engine have it mapped? Then the same is true, for ever."""
 
     @property
     def shared(self) -> bool:
-        """Has it more than one holder? Then it is never written (law 3)."""
-        return self.holders > 1
+        """Has it more than one holder, here or in another engine? Then it is never written (law 3)."""
+        return self.lent or self.holders > 1
 
     @property
     def size_bytes(self) -> int:
@@ -172,6 +174,9 @@ class Pool(Closing, Unique):
     `PrefixCache`, which is made before sequences grow. Taking memory then costs a round trip more. If the holder ends, what is
     created stays usable, and no more comes.
 
+    With `lender`, the socket of another engine's holder, the `PrefixCache` borrows what that engine has sealed: its handles are
+    mapped here too, read-only, and count in both budgets.
+
     Raises: BudgetError for a budget below one page, beyond all addresses of a process, or above the holder's;
     HolderUnavailable; DriverUnavailable, of the kind that says what is missing.
     In a child made by fork() every operation of the pool and of its caches raises ForkedProcess.
@@ -184,7 +189,10 @@ class Pool(Closing, Unique):
         *,
         driver: Driver | None = None,
         holder: str | os.PathLike[str] | None = None,
+        lender: str | os.PathLike[str] | None = None,
     ) -> None:
+        if holder is not None and lender is not None:
+            raise ValueError(f"holder={str(holder)!r} and lender={str(lender)!r}: a pool lends or borrows; give one of them")
         budget_bytes = _checked_budget(budget_bytes)
         self.driver: Final = open_driver(device) if driver is None else driver
         self.device: Final = self.driver.device
@@ -192,6 +200,8 @@ class Pool(Closing, Unique):
         """Taken by every operation of the pool and of its caches: one thread at a time calls the driver."""
         self.holder: Final = None if holder is None else HolderClient(holder, self.device)
         """The process that owns this pool's memory; None if this one does."""
+        self.lender: Final = None if lender is None else HolderClient(lender, self.device, borrows=True)
+        """The process that owns the memory of an engine whose prefixes this one borrows; None without."""
         try:
             self._check_holder(budget_bytes)
         except BudgetError:
@@ -354,8 +364,9 @@ class Pool(Closing, Unique):
                 pass
             assert not self.created_bytes, "no cache is open, and yet extents are held"
             self.null_page.close()
-            if self.holder is not None:
-                self.holder.close()
+            for owner in (self.holder, self.lender):
+                if owner is not None:
+                    owner.close()
             self.closed = True
             return True
 
@@ -397,7 +408,8 @@ class Pool(Closing, Unique):
             handles = calls["create"] + calls["import_fd"] - calls["release"]
             known = [extent for extent in (*free, *held) if extent.imported]
             assert null_pages + len(known) <= handles, "a handle was lost"
-            assert not any(extent.sealed or not extent.imported for extent in free), "a free extent is sealed, or not here"
+            kept = [extent for extent in free if extent.sealed or extent.lent or not extent.imported]
+            assert not kept, "a free extent is sealed, lent, or not here"
             if self.holder is not None:
                 serials = {extent.serial for extent in (*free, *held)}
                 assert len(serials - {0}) == len(free) + len(held), "two extents are one handle of the holder"
@@ -417,25 +429,27 @@ class Pool(Closing, Unique):
     # The holder process. Internal, as what follows: the caller holds the lock.
 
     def restore(self, serial: int, num_pages: int) -> Extent:
-        """An extent that the holder kept from an earlier process, held once. It is not imported yet. No driver call.
+        """An extent that the holder kept from an earlier process, or the lender has. It is held once, and not imported yet.
 
-        The budget may be passed, until `shrink_to`.
+        The budget may be passed, until `shrink_to`. No driver call.
         """
-        extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=True)
+        is_lent = self.lender is not None
+        extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=not is_lent, lent=is_lent)
         self.created_bytes += extent.size_bytes
         self.held_bytes += extent.size_bytes
         return extent
 
     def import_extents(self, extents: Iterable[Extent]) -> list[Extent]:
-        """Import those that are not here yet; those that the holder does not have any more, or cannot give, are returned.
+        """Import those that are not here yet; those that their owner does not have any more, or cannot give, are returned.
 
         Cost: a round trip for each 128, and an import for each.
         Raises: DriverError, and those imported before stay.
         """
         missing = {extent.serial: extent for extent in extents if not extent.imported}
-        if self.holder is None or not missing:
+        owner = self.holder or self.lender
+        if owner is None or not missing:
             return []
-        with contextlib.suppress(HolderGone), contextlib.closing(self.holder.open(list(missing))) as opened:
+        with contextlib.suppress(HolderGone), contextlib.closing(owner.open(list(missing))) as opened:
             for serial, fd in opened:
                 extent = missing[serial]
                 try:
@@ -459,12 +473,25 @@ class Pool(Closing, Unique):
             os.close(fd)
 
     def _leave(self, extent: Extent) -> None:
-        """A sealed extent stays with the holder for the next process; one that is not here goes without having been used."""
+        """A sealed extent stays with the holder for the next process; a lent one for other engines, as long as they have it."""
         self.created_bytes -= extent.size_bytes
         if extent.imported:
             self.driver.release(extent.handle)
-        if self.holder is not None and not extent.sealed:
-            self.holder.release([extent.serial])
+        owner = self.holder or self.lender
+        if owner is not None and not extent.sealed:
+            owner.release([extent.serial])
+
+    def make_room(self, num_pages: int, room_pages: int) -> bool:
+        """Give free extents back and evict what is idle, until so many pages may be borrowed; False if that is too little.
+
+        It is if not `room_pages`, these included, are free or evictable.
+        """
+        if room_pages > self.spare_pages + self.kept_pages:
+            return False
+        while (excess_bytes := self.created_bytes + num_pages * PAGE_BYTES - self.budget_bytes) > 0:
+            if not (self._destroy_any_free() or self._reclaim(ceil_div(excess_bytes, PAGE_BYTES), wait=False)):
+                return False
+        return True
 
     # Internal interface, for the caches: the caller holds the lock.
 
@@ -572,7 +599,7 @@ class Pool(Closing, Unique):
             self.used_bytes -= extent.size_bytes
         extent.holders = extent.users = 0
         self.held_bytes -= extent.size_bytes
-        if extent.sealed or not extent.imported:
+        if extent.sealed or extent.lent or not extent.imported:
             self._leave(extent)
         else:
             self._free[extent.num_pages].append(extent)

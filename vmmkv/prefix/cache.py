@@ -26,6 +26,7 @@ from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
+from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, TreeListener, pack
 from vmmkv.prefix.sealed import SealedPrefixes
@@ -71,23 +72,24 @@ class PrefixCache:
 
     `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache.
     If the pool has a holder process, full extents outlive this process, and those that an earlier one left can be attached.
+    If it has a lender, `borrow` takes what the engine of that one has.
 
-    With tiers or a holder, `fingerprint` must differ between models whose rows differ: weights, rotary settings, static scales,
-    the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
+    With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
+    static scales, the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
     Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
-    Raises: ValueError if the cache has one, for tiers or a holder without a fingerprint, or if another cache uses the holder;
+    Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder;
     LogDamaged.
     """
 
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
-        holder = cache.pool.holder
-        self._outlives = bool(tiers) or holder is not None
-        """Are rows kept that another process may read?"""
+        holder, lender = cache.pool.holder, cache.pool.lender
+        self._outlives = bool(tiers) or holder is not None or lender is not None
+        """Are rows shared with other processes?"""
         if self._outlives and not fingerprint:
             raise ValueError(
-                "fingerprint: none; with tiers or a holder it names the model, so that no other model reads its rows"
+                "fingerprint: none; with tiers, a holder or a lender it names the model, so that no other model reads its rows"
             )
         if tiers:
             with cache.pool.lock:
@@ -108,8 +110,10 @@ class PrefixCache:
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
             self.cache.prefix = self._index
+            identity = Keys(cache.layout, fingerprint).identity
             if left is not None:
-                SealedPrefixes(self._index, cache.pool, Keys(cache.layout, fingerprint).identity).restore(left)
+                SealedPrefixes(self._index, cache.pool, identity).restore(left)
+            self._borrowed = None if lender is None else BorrowedPrefixes(self._index, cache.pool, lender, identity)
 
     # in
 
@@ -182,17 +186,19 @@ class PrefixCache:
 
     # on and out
 
-    def insert(self, sequence: Sequence, tokens: Tokens) -> None:
+    def insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> None:
         """Share the first rows of a sequence, which are confirmed and hold these tokens; they are not written any more.
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
-        Cost: host work by the number of tokens; no driver call, but a fence with a holder. Raises ValueError if the sequence
-        has fewer tokens, did not come from `attach`, was compacted, or had other tokens inserted; Closed if it has ended;
-        GraphCapture.
+        `is_written`: the device has ended the work that wrote them. A holder's log then names them at once, and not behind all
+        that is launched, which may be a long step.
+        Cost: host work by the number of tokens; no driver call, but else a fence with a holder.
+        Raises: ValueError if the sequence has fewer tokens, did not come from `attach`, was compacted, or had other tokens
+        inserted; Closed if it has ended; GraphCapture.
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
-            self._insert(sequence, tokens)
+            self._insert(sequence, tokens, is_written=is_written)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
         """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
@@ -223,7 +229,7 @@ class PrefixCache:
                 self._insert(sequence, tokens)
             self.cache.end_sequence(sequence)
 
-    def _insert(self, sequence: Sequence, tokens: Tokens) -> Node[Placed] | None:
+    def _insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
         self.cache.check_running(sequence)
         slot = sequence.slot
@@ -242,10 +248,35 @@ class PrefixCache:
                 f"inserted before; what was inserted stays so, and rows that have been written count after advance()"
             )
         if num_tokens > num_inserted:
-            self._index.extend(slot, tokens)
+            self._index.extend(slot, tokens, is_written=is_written)
         else:
             self._index.known_path(slot, tokens)
         return self._index.running[slot]
+
+    # other engines
+
+    def borrow(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int = 0) -> Borrowed | None:
+        """Take what the lender's engine has of a prompt past what this one has, for `attach` to find. No byte is copied.
+
+        None if it has no more, or if there is no room: there is if `room_pages`, those of the prompt included, are free or
+        evictable. Its pages are mapped read-only when they are attached, and given back when they are evicted.
+        Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
+        Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
+        """
+        tokens = _checked(tokens)
+        with self.cache.pool.lock:
+            self.cache.check_open()
+            self.cache.check_capture()
+            if self._borrowed is None or len(tokens) < 2:
+                return None
+            known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
+            taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
+            num_tokens = self._attachable(namespace, tokens) if taken_bytes else known
+            return Borrowed(known, num_tokens, Counter({LENDER: taken_bytes})) if num_tokens > known else None
+
+    def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
+        hit = self._attacher.find(namespace, tokens)
+        return 0 if hit is None else hit.num_tokens
 
     # tiers
 
@@ -284,8 +315,7 @@ class PrefixCache:
             transfers = self._index.transfers
             if transfers is None or len(tokens) < 2:
                 return None
-            hit = self._attacher.find(namespace, tokens)
-            known = 0 if hit is None else hit.num_tokens
+            known = self._attachable(namespace, tokens)
             return transfers.fetch(namespace, tokens, known, least_tokens, room_pages, worth)
 
     def poll(self, budget_us: float = float("inf")) -> bool:

@@ -89,11 +89,14 @@ class PrefixIndex:
             raise ValueError(f"slot {slot}: other tokens were inserted for its first {node.end} rows")
         return match
 
-    def extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
-        """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
+    def extend(self, slot: int, tokens: Tokens, *, is_known: bool = False, is_written: bool = False) -> None:
+        """Rows of a running sequence are confirmed up to the end of these tokens.
+
+        `is_known`: the tree has all its extents; `is_written`: the device has ended the work that wrote these rows.
+        """
         match = self.known_path(slot, tokens)
         pieces = [] if is_known else _uncovered(self._pieces_of(slot, self.num_inserted(slot), len(tokens)), match)
-        written = None if self.sealed is None or not pieces else self._memory.fence()
+        written = None if self.sealed is None or is_written or not pieces else self._memory.fence()
         end = self.add(self._memory.tenants[slot], tokens, pieces, written)
         for node in end.path():
             node.add_resident(slot)

@@ -129,6 +129,7 @@ class SealedPrefixes:
         extent.sealed = False
         if not self._log.drop(extent.serial):
             self._rewrite()  # without it
+        extent.lent = bool(self._log.num_borrowers)  # one that comes later does not find it
 
     def close(self) -> None:
         """The engine ends in order: wait for the last fences, seal what is left, and leave all with the holder."""
@@ -167,7 +168,7 @@ class SealedPrefixes:
         before = self._places
         self._places = {extent: place for extent, place in zip(extents, places, strict=True) if place is not None}
         for extent in before.keys() - self._places.keys():  # those that the tree is letting go of, too
-            extent.sealed = False
+            extent.sealed, extent.lent = False, bool(self._log.num_borrowers)
 
     def _seals(self) -> Iterator[tuple[Extent, Sealed]]:
         """The sealed extents of the tree, parents first; a parent is the number of an earlier one."""

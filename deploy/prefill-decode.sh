@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Prefill and decode apart, on one host: a server that computes prompts, and servers that answer over its rows, behind vllm-router.
+#     deploy/prefill-decode.sh ./model cuda:0 30GiB "cuda:0 cuda:1" 20GiB --max-tokens 32768
+# MODEL, DEVICE and memory of the prefill server, DEVICES and memory of each decode server, options of vmmkv serve for all of them.
+# The router listens at $HOST:$PORT (127.0.0.1:8000), the servers at 127.0.0.1 on the ports behind it.
+set -euo pipefail
+model=$1 prefill=$2 prefill_budget=$3 decode=$4 decode_budget=$5 port=${PORT:-8000}
+shift 5
+
+folder=$(mktemp -d) holder='' servers=()
+end() { # the holder last
+    kill "${servers[@]}" 2>/dev/null || true
+    wait "${servers[@]}" || true
+    kill $holder 2>/dev/null || true
+    wait
+    rm -r "$folder"
+}
+trap end EXIT
+trap 'exit 0' INT TERM
+
+vmmkv hold --socket "$folder/kv.sock" --budget "$prefill_budget" --device "$prefill" &
+holder=$!
+until [ -S "$folder/kv.sock" ]; do kill -0 $holder; sleep 0.1; done
+
+vmmkv serve --model "$model" --device "$prefill" --port $((port + 1)) --kv-holder "$folder/kv.sock" "$@" &
+servers+=($!)
+workers=(--prefill "http://127.0.0.1:$((port + 1))") i=1
+for device in $decode; do
+    i=$((i + 1))
+    vmmkv serve --model "$model" --device "$device" --port $((port + i)) \
+        --kv-lender "$folder/kv.sock" --kv-budget "$decode_budget" "$@" &
+    servers+=($!)
+    workers+=(--decode "http://127.0.0.1:$((port + i))")
+done
+
+vllm-router --host "${HOST:-127.0.0.1}" --port "$port" --prometheus-port $((port + i + 1)) \
+    --vllm-pd-disaggregation --policy "${POLICY:-round_robin}" "${workers[@]}" \
+    --worker-startup-check-interval 1 --health-check-interval-secs 5 &
+servers+=($!)
+wait $!

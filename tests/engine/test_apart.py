@@ -1,0 +1,113 @@
+"""Prefill and decode apart: an engine answers over the rows that another one has computed. Two processes, real memory."""
+
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import tiny_model
+from tests.engine.test_llm import OPTIONS, expected
+from tests.server.tiny import byte_tokenizer
+from vmmkv import MIB
+from vmmkv.driver import open_driver
+from vmmkv.holder.process import Holder
+from vmmkv.server import LLM, SamplingParams
+
+PROMPT = [token % 251 for token in range(4500)]
+"""Two pages of 2,048 tokens, and a rest."""
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(vocab_size=258).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Iterator[Path]:
+    """Of a holder."""
+    path = tmp_path / "kv.sock"
+    thread = threading.Thread(target=(holder := Holder(path, 64 * MIB, open_driver("cpu"), print)).run)
+    thread.start()
+    yield path
+    holder.stop()
+    thread.join()
+    holder.close()
+
+
+def prefill_engine(directory: Path, socket: Path, pipe: Connection, options: dict[str, Any] = OPTIONS) -> None:
+    """Computes prompts until it is killed."""
+    with LLM(directory, **{**options, "kv_budget_bytes": None, "kv_holder": socket}) as one:
+        while True:
+            pipe.send("ready")
+            one.generate([pipe.recv()], ONE)
+
+
+@pytest.fixture
+def prefill(directory: Path, socket: Path) -> Iterator[Callable[..., None]]:
+    """Computes a prompt in another process; with `kill` it ends that one."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=(directory, socket, theirs), daemon=True)
+    process.start()
+    assert pipe.recv() == "ready"
+
+    def compute(prompt: list[int] | None = None, *, kill: bool = False) -> None:
+        if prompt is not None:
+            pipe.send(prompt)
+            assert pipe.recv() == "ready"
+        if kill:
+            process.kill()
+            process.join()
+
+    yield compute
+    process.kill()
+    process.join()
+
+
+def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
+    directory: Path, socket: Path, prefill: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PROMPT, PROMPT[::-1]]
+    for prompt in prompts:
+        prefill(prompt)
+    with LLM(directory, **{**OPTIONS, "kv_lender": socket}) as one:
+        engine = one._open().engine
+        outputs = one.generate([prompts[0], prompts[0] + [7]], GREEDY)
+        assert one.snapshot is not None
+        assert one.snapshot.hit_tokens == {"lender": 4096, "device": 4500}, "it is borrowed once"
+        num_steps, step = itertools.count(), engine.step
+
+        def step_and_kill() -> None:
+            if next(num_steps) == 4:
+                prefill(kill=True)
+            step()
+
+        monkeypatch.setattr(engine, "step", step_and_kill)
+        outputs += one.generate([prompts[1]], GREEDY)
+        assert next(num_steps) > 5
+        outputs += one.generate([prompts[1] + [8]], GREEDY)
+        for output, prompt in zip(outputs, [prompts[0], prompts[0] + [7], prompts[1], prompts[1] + [8]], strict=True):
+            assert output.outputs[0].token_ids == expected(directory, prompt)
+            assert output.cached_tokens >= 4096
+        engine.cache.check()
+
+
+def test_an_engine_of_other_weights_computes_its_prompts_and_says_so(
+    socket: Path, prefill: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill(PROMPT)
+    tiny_model(seed=5, vocab_size=258).save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    with LLM(tmp_path / "other", **{**OPTIONS, "kv_lender": socket}) as one:
+        (output,) = one.generate([PROMPT], GREEDY)
+    assert (output.cached_tokens, output.outputs[0].token_ids) == (0, expected(tmp_path / "other", PROMPT))
+    assert "starting cold: the engine of the holder" in caplog.text

@@ -1,0 +1,140 @@
+"""Prefixes of another engine on this host: what it has sealed joins this tree when a prompt has it. No byte is copied.
+
+    the other's tree ──seal──> log ──> find ──> this tree, without handles ──attach──> imported, mapped read-only
+                                                  │
+                                                  └── evicted ──> given back to the holder
+
+Both budgets count a borrowed extent: the holder's until the last engine has given it back, this pool's while the tree has it.
+The caller holds the pool's lock.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.errors import LogDamaged
+from vmmkv.holder.client import HolderClient
+from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.memory.pool import Pool
+from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.radix_tree import Piece, piece_place
+
+log = logging.getLogger(__name__)
+
+LENDER = "lender"
+"""The other engine, where tokens are counted by their source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A part of a prompt that was borrowed."""
+
+    known_tokens: int
+    """Tokens that `attach` would have found without."""
+    num_tokens: int
+    """Tokens that it finds now."""
+    loaded_bytes: Counter[str]
+    """Bytes by where they come from."""
+
+
+class BorrowedPrefixes:
+    """The log of another engine, by prefix, and what of it is in a tree."""
+
+    def __init__(self, index: PrefixIndex, pool: Pool, lender: HolderClient, identity: bytes) -> None:
+        self._index = index
+        self._pool = pool
+        self._lender = lender
+        self._identity = identity
+        self._refused = b""
+        """The last identity that is another one."""
+        self._version: tuple[int, int] | None = None
+        self._contents = LogContents()
+        self._behind: defaultdict[tuple[int | bytes, bytes], list[int]] = defaultdict(list)
+        """Places of seals by their parent's, or for those without one the namespace, and their tokens."""
+        self._lengths: defaultdict[int | bytes, set[int]] = defaultdict(set)
+        """Of these tokens, in bytes, by parent."""
+
+    def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> int:
+        """Take what the other engine has of some tokens past the first `known` into the tree; bytes. 0 without room for all.
+
+        Cost: host work by what was sealed since the last call, and by the pages of the tokens; what evicting takes.
+        """
+        if self._lender.is_gone() or not self._read():
+            return 0
+        seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
+        num_pages = sum(seal.num_pages for seal in seals)
+        if not seals or not self._make_room(namespace, tokens, num_pages, room_pages):
+            return 0
+        pieces, extents = [], []
+        for seal in seals:
+            extents.append(self._pool.restore(seal.serial, seal.num_pages))
+            pieces.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
+        pieces.sort(key=piece_place)
+        self._index.add(namespace, tokens[: pieces[-1].end_token], pieces)
+        taken_bytes = sum(extent.size_bytes for extent in extents if extent.holders > 1)
+        for extent in extents:
+            self._pool.drop(extent)  # the tree holds it, or has another one in its place
+        return taken_bytes
+
+    def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int, room_pages: int) -> bool:
+        """Make room, but not by evicting what is known of these tokens."""
+        tree = self._index.tree
+        path = tree.match(namespace, tokens).path
+        if path:
+            tree.lock(path[-1])
+        try:
+            return self._pool.make_room(num_pages, room_pages)
+        finally:
+            if path:
+                tree.unlock(path[-1])
+
+    def _read(self) -> bool:
+        """Read on in the log. False if it is of another layout or model."""
+        version = None
+        while version != self._lender.log.version:
+            version = self._lender.log.version
+            if version != self._version:
+                self._version, self._contents = version, LogContents()
+                self._behind.clear()
+                self._lengths.clear()
+            try:
+                new = self._lender.log.read_on(self._contents)
+            except LogDamaged as error:
+                self._version = None  # from the start, next time
+                if version == self._lender.log.version:
+                    log.warning("nothing is borrowed: the log of the holder at %s: %s", self._lender.path, error)
+                    return False
+                continue
+            for place in new:
+                seal = self._contents.seals[place]
+                parent = seal.namespace if seal.parent is None else seal.parent
+                self._behind[parent, seal.tokens].append(place)
+                self._lengths[parent].add(len(seal.tokens))
+        identity = self._contents.identity
+        if identity and identity not in (self._identity, self._refused):
+            self._refused = identity
+            log.warning(
+                "starting cold: the engine of the holder at %s has another layout, dtype, model or fingerprint, and nothing is "
+                "borrowed from it",
+                self._lender.path,
+            )
+        return identity == self._identity
+
+    def _find(self, namespace: Hashable, packed: bytes) -> list[Sealed]:
+        """What is sealed now of some tokens."""
+        seals, live = self._contents.seals, self._contents.live
+        found: list[Sealed] = []
+        ends: list[tuple[int | bytes, int]] = [(repr(namespace).encode(), 0)]
+        while ends:
+            parent, start = ends.pop()
+            for num_bytes in self._lengths.get(parent, ()):
+                for place in self._behind.get((parent, packed[start : start + num_bytes]), ()):
+                    if start + num_bytes <= len(packed):
+                        ends.append((place, start + num_bytes))
+                        if live.get(seals[place].serial) == place:
+                            found.append(seals[place])
+        return found
