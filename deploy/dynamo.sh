@@ -7,7 +7,6 @@
 set -euo pipefail
 model=$1 devices=$2 port=${PORT:-8000}
 shift 2
-cd "$(dirname "$0")/.."
 
 files=$(mktemp --directory)
 export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$files
@@ -17,7 +16,9 @@ trap 'exit 0' INT TERM
 i=0
 for device in $devices; do
     i=$((i + 1))
-    python -m deploy.dynamo_worker --model "$model" --device "$device" --kv-events "tcp://*:$((port + 100 + i))" "$@" &
+    python "$(dirname "$0")/dynamo_worker.py" --model "$model" --device "$device" --kv-events "tcp://*:$((port + 100 + i))" "$@" &
 done
-python -m dynamo.frontend --http-host "${HOST:-127.0.0.1}" --http-port "$port" --router-mode kv &
+# A conversation that names itself in X-Session-ID stays with its worker, until it is idle for an hour.
+python -m dynamo.frontend --http-host "${HOST:-127.0.0.1}" --http-port "$port" --router-mode kv \
+    --router-session-affinity-ttl-secs 3600 &
 wait $!

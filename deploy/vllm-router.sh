@@ -20,7 +20,16 @@ for device in $devices; do
     sources+=(--kv-event-source "$url=tcp://127.0.0.1:$events" --kv-event-replay-source "$url=tcp://127.0.0.1:$replay")
 done
 
-[ "$policy" = kv_aware ] && sources+=(--kv-event-model "${model##*/}") || sources=()
+# A conversation that names itself in X-Session-ID stays with its replica, until it is idle for an hour.
+[ "$policy" = kv_aware ] && sources+=(--kv-event-model "${model##*/}" --kv-aware-session-affinity-ttl-secs 3600) || sources=()
+
+# The router starts when one replica is healthy, and sends requests to the others too: wait for all.
+for url in "${workers[@]}"; do
+    until curl --silent --fail --output /dev/null "$url/health"; do
+        [ "$(jobs -pr | wc -l)" = "$i" ] || { echo "A replica has ended; its reason is above." >&2; exit 1; }
+        sleep 1
+    done
+done
 
 # A replica whose health is asked for every few seconds is left out soon after it has gone.
 vllm-router --host "${HOST:-127.0.0.1}" --port "$port" --prometheus-port $((port + i + 1)) \
