@@ -72,7 +72,7 @@ def open_common_prefill(wanted: BackendConfig) -> SlotBackend:
 
 
 class BaselineBackend:
-    """A baseline's memory, all of it there from the start. See engine.kv_backend.KVBackend."""
+    """A baseline's memory, all of it there from the start. In place of `SlotBackend`."""
 
     def __init__(self, cache: PagedCache | StaticCache, rows: KVRows, num_rows: int, prefixes: PagedPrefixes | None) -> None:
         self.cache: Final = cache

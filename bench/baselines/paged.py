@@ -106,7 +106,7 @@ NO_BLOCK: Final = -1
 
 
 class PagedCache(BaselineCache):
-    """See engine.kv_backend.EngineCache."""
+    """In place of `vmmkv.KVCache`."""
 
     def __init__(
         self, layout: KVLayout, device: torch.device, *, num_blocks: int, block_rows: int, slots: int, max_tokens: int
@@ -226,14 +226,14 @@ class PagedCache(BaselineCache):
 
 @dataclass(frozen=True, slots=True)
 class AttachedBlocks:
-    """See PrefixHit."""
+    """In place of `vmmkv.prefix.Attached`."""
 
     sequence: BaselineSequence
     num_tokens: int
 
 
 class PagedPrefixes:
-    """See engine.kv.Prefixes."""
+    """In place of `vmmkv.PrefixCache`."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
@@ -247,7 +247,7 @@ class PagedPrefixes:
         return lambda: len(_whole(self._tree.resume(lookup))) * self._block_rows
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
-        """See Prefixes.attach. Cost: an upload if anything is known."""
+        """See PrefixCache.attach. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
         num_tokens = len(blocks) * self._block_rows
@@ -285,7 +285,7 @@ class PagedPrefixes:
         return False
 
     def insert(self, sequence: BaselineSequence, tokens: TokenIds, *, is_written: bool = True) -> None:
-        """See Prefixes.insert."""
+        """See PrefixCache.insert."""
         count = len(tokens) // self._block_rows
         if not count:
             return
@@ -301,11 +301,11 @@ class PagedPrefixes:
         self._cache.locked[sequence.slot] = inserted.node
 
     def park(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
-        """See Prefixes.park: a table is worth nothing without its sequence, and its full blocks are the tree's."""
+        """See PrefixCache.park: a table is worth nothing without its sequence, and its full blocks are the tree's."""
         self.release(sequence, tokens)
 
     def release(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
-        """See Prefixes.release."""
+        """See PrefixCache.release."""
         self.insert(sequence, tokens)
         sequence.close()
 

@@ -19,7 +19,7 @@ from vmmkv.server.engine.uploads import Uploads
 
 
 class BaselineSequence:
-    """See engine.kv_backend.KVSequence."""
+    """In place of `vmmkv.Sequence`."""
 
     def __init__(self, cache: "BaselineCache", slot: int, max_tokens: int, namespace: Hashable) -> None:
         self._cache = cache
@@ -59,7 +59,7 @@ class BaselineSequence:
 
 
 class BaselineCache:
-    """K and V of each layer in plain tensors [*size, kv_heads, head_dim]. See engine.kv_backend.EngineCache.
+    """K and V of each layer in plain tensors [*size, kv_heads, head_dim]. In place of `vmmkv.KVCache`.
 
     Raises: ValueError for windows, several groups of layers, and quantised rows.
     """
@@ -105,7 +105,7 @@ class BaselineCache:
         return self.sequences[slot]
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See EngineCache.advance. Raises: RowsUnmapped, and then none has advanced."""
+        """See KVCache.advance. Raises: RowsUnmapped, and then none has advanced."""
         indices = np.atleast_1d(np.asarray(slots, np.int64))
         after = self.lengths[indices] + np.asarray(num_tokens, np.int64)
         if (beyond := after > self.limits[indices]).any():

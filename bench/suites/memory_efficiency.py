@@ -105,7 +105,7 @@ class CountedSystem:
         self.name: Final = name
         self.row_bytes = row_bytes = shape.layout.row_bytes
         self.cache: Any
-        """See engine.kv_backend.EngineCache."""
+        """As `vmmkv.KVCache`."""
         self.table_bytes = 0
         if name == SYSTEMS[0]:
             driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget

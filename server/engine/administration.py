@@ -12,7 +12,7 @@ from typing import Final
 
 from vmmkv import KVCache, VmmkvError
 from vmmkv.memory.memory_map import SlotMap, SlotState
-from vmmkv.server.engine.kv_backend import EngineCache, SlotBackend
+from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import Forget, FromEngine, Manage, Managed, MemoryMap, Resize, Sleep
 from vmmkv.units import format_bytes
@@ -42,20 +42,19 @@ def manage(loaded: Loaded, message: Manage) -> Managed:
     try:
         if isinstance(message, Forget):
             engine.forget()
+        elif isinstance(message, Resize):
+            memory.resize(message.budget_bytes)
+            log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
+        elif isinstance(message, Sleep):
+            engine.drain()
+            engine.store_all(STORE_S)
+            engine.settle()
+            memory.sleep()
+            log.info("KV cache: given back until the server is woken up")
         else:
-            assert isinstance(memory, SlotBackend), "the server's engine has a pool"
-            if isinstance(message, Resize):
-                memory.resize(message.budget_bytes)
-                log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
-            elif isinstance(message, Sleep):
-                engine.drain()
-                engine.store_all(STORE_S)
-                engine.settle()
-                memory.sleep()
-                log.info("KV cache: given back until the server is woken up")
-            else:
-                memory.wake_up()
-                log.info("KV cache: %s again", format_bytes(memory.budget_bytes))
+            memory.wake_up()
+            log.info("KV cache: %s again", format_bytes(memory.budget_bytes))
+        if not isinstance(message, Forget):
             engine.budget_changed()
     except VmmkvError as failure:
         error = str(failure)

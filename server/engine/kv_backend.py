@@ -1,27 +1,24 @@
-"""The KV memory of an engine: the protocols by which the engine knows it, and their implementation over a vmmkv pool.
+"""The KV memory of an engine, over a vmmkv pool.
 
-    open ──> a model runs over it, warms up, is captured ──> take_free ──> requests ──> close
-
-`KVCache` and `PrefixCache` are the cache and the prefixes of `SlotBackend`; `bench/baselines` has others. An implementation
-orders its writes of memory behind the steps that were launched before.
+open ──> a model runs over it, warms up, is captured ──> take_free ──> requests ──> close
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+import vmmkv
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
-from vmmkv.cache import CacheStats
 from vmmkv.driver import Driver, open_driver
 from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
-from vmmkv.prefix import Borrowed, Fetch, PrefixCache, PrefixStats
+from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.tiers import Tier
 from vmmkv.units import format_bytes
@@ -45,146 +42,10 @@ MAX_HOST_BYTES: Final = 4 * GIB
 """The most that it takes by default."""
 
 
-class KVSequence(Protocol):
-    """The rows of one sequence. See `vmmkv.Sequence`."""
-
-    slot: int
-    """Where the rows are, as the device knows it; from 1."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that have rows, or will have when the launched steps are done."""
-
-    def grow(self, num_tokens: int) -> None:
-        """Map memory for so many tokens in all. Raises: OutOfPages; DriverError; then nothing has changed."""
-
-    def advance(self, num_tokens: int = 1) -> None:
-        """So many more rows are launched."""
-
-    def start(self, group: int = 0) -> int:
-        """The first row that a group of layers still keeps."""
-
-    def advance_start(self, group: int) -> None:
-        """Give back the rows that have left a group's window."""
-
-    def close(self) -> None:
-        """End it; its memory is free once the device is done with it."""
-
-
-class EngineCache(Protocol):
-    """All sequences of an engine. See `vmmkv.KVCache`, which says what each method does and costs."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """What a row is."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Of one sequence."""
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that there can be. Slot 0, the null slot, is not counted."""
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """[1 + slots] int32 on the device: rows below it may be written."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """[1 + slots] rows launched."""
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """[1 + slots] `limit` as the host knows it."""
-
-    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> KVSequence:
-        """A new sequence."""
-
-    # Sequences go back to the cache that made them, as that cache's own type: here they are Any.
-
-    def fork(self, sequence: Any, count: int = 1, *, max_tokens: int | None = None) -> Sequence[Any]:
-        """New sequences that have all tokens of a running one; for beam search."""
-
-    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], first: int, end: int) -> None:
-        """Copy rows [first, end) of the first sequence of each pair to the second; for beam search."""
-
-    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """So many more rows of each slot are launched."""
-
-    def lookahead_tokens(self, step_us: float) -> int:
-        """How many tokens ahead memory should be mapped."""
-
-    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
-        """Map memory ahead of use, while the device works."""
-
-    def drain(self) -> None:
-        """Nothing runs: unmap all that waits to be unmapped."""
-
-    def stats(self) -> CacheStats:
-        """What is held, and for what."""
-
-
-class PrefixHit(Protocol):
-    """A new sequence that has the rows of a cached prefix."""
-
-    @property
-    def sequence(self) -> Any:
-        """The sequence."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows that it has."""
-
-
-class Prefixes(Protocol):
-    """Rows of earlier sequences. See `vmmkv.prefix.PrefixCache`, which says what each method does and costs."""
-
-    @property
-    def has_tiers(self) -> bool:
-        """Is what is inserted stored outside the device too?"""
-
-    def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
-        """How many of the first tokens are cached, at each call."""
-
-    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> PrefixHit:
-        """A new sequence with the rows that are cached, but for the last token's."""
-
-    def borrow(self, tokens: TokenIds, *, namespace: Hashable, room_pages: int) -> Borrowed | None:
-        """Have what another engine has of a prompt past what this one has; None if that is nothing, or there is no room."""
-
-    def fetch(
-        self, tokens: TokenIds, *, namespace: Hashable, least_tokens: int, room_pages: int, worth: Callable[[Fetch], bool]
-    ) -> Fetch | None:
-        """Start to load what tiers have of a prompt past what the device has; None if that is little, or there is no room."""
-
-    def poll(self, budget_us: float) -> bool:
-        """Go on with stores and loads for about so long; False if there is nothing left."""
-
-    def insert(self, sequence: Any, tokens: TokenIds, *, is_written: bool) -> None:
-        """The first rows of a running sequence are confirmed to be those of these tokens; `is_written` to the end, too."""
-
-    def park(self, sequence: Any, tokens: TokenIds) -> None:
-        """End a sequence, and keep its rows: another may go on from them."""
-
-    def release(self, sequence: Any, tokens: TokenIds) -> None:
-        """End a sequence, and keep its full pages."""
-
-    def prepare(self, budget_us: float, *, free_slots: int) -> bool:
-        """Park what an earlier engine left, for about so long; False if there is nothing left."""
-
-    def free_slots(self, count: int) -> None:
-        """Clear parked slots until so many can be had at once."""
-
-    def evict(self) -> int:
-        """Drop all that no running sequence uses."""
-
-    def stats(self) -> PrefixStats:
-        """What is held and what was done."""
+EngineCache: TypeAlias = KVCache | Any
+KVSequence: TypeAlias = vmmkv.Sequence | Any
+Prefixes: TypeAlias = PrefixCache | Any
+"""Or what `bench/baselines` have in their place, with those methods that an engine calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,42 +75,8 @@ class BackendConfig:
     """None for the device's own."""
 
 
-class KVBackend(Protocol):
-    """The KV memory of one engine, which closes it."""
-
-    @property
-    def cache(self) -> EngineCache:
-        """The sequences."""
-
-    @property
-    def rows(self) -> KVRows:
-        """For attention."""
-
-    @property
-    def prefixes(self) -> Prefixes | None:
-        """Those that requests share; None if they share none."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """What rows may take."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The longest request that all of it can hold. A prompt has all its rows while it is computed."""
-
-    def take_free(self) -> None:
-        """The model and its graphs have their memory: if no budget was given, take what is left and useful."""
-
-    def close(self) -> None:
-        """Give everything back. Idempotent; it can be called again if it fails."""
-
-
-OpenBackend = Callable[[BackendConfig], KVBackend]
-"""Raises: see `SlotBackend.open`."""
-
-
 class SlotBackend:
-    """A `KVCache` in a pool of its own. See KVBackend."""
+    """The KV memory of one engine, which closes it: a `KVCache` in a pool of its own."""
 
     def __init__(self, cache: KVCache, config: BackendConfig) -> None:
         self.cache: Final = cache
@@ -279,16 +106,16 @@ class SlotBackend:
 
     @property
     def budget_bytes(self) -> int:
-        """See KVBackend."""
+        """What rows may take."""
         return self._asleep_bytes or self.cache.pool.budget_bytes
 
     @property
     def num_tokens(self) -> int:
-        """See KVBackend."""
+        """The longest request that all of it can hold. A prompt has all its rows while it is computed."""
         return self._config.layout.tokens_in(self.budget_bytes // PAGE_BYTES, sliding=False)
 
     def take_free(self) -> None:
-        """See KVBackend."""
+        """The model and its graphs have their memory: if no budget was given, take what is left and useful."""
         config = self._config
         if config.budget_bytes is None and config.holder is None:
             most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
@@ -328,11 +155,16 @@ class SlotBackend:
             self._asleep_bytes = 0
 
     def close(self) -> None:
-        """See KVBackend."""
+        """Give everything back. Idempotent; it can be called again if it fails."""
         self.cache.close()
         self.cache.pool.close()
         for tier in self._config.tiers:
             tier.close()
+
+
+KVBackend: TypeAlias = SlotBackend | Any
+OpenBackend = Callable[[BackendConfig], KVBackend]
+"""Raises: see `SlotBackend.open`."""
 
 
 def _free_bytes(pool: Pool) -> int:
