@@ -28,14 +28,13 @@ import tempfile
 import threading
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from os import environ
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 import torch
@@ -332,7 +331,8 @@ class Ranks:
 
     def mirrored(self, driver: Driver) -> Driver:
         """This rank's driver, whose calls all ranks repeat."""
-        return _MirroredDriver(driver, self)
+        mirrored: Any = _MirroredDriver(driver, self)
+        return cast(Driver, mirrored)
 
     def model(self, model: EngineModel, cache: EngineCache) -> "ParallelModel":
         """This rank's part of a model over a cache, whose passes all ranks repeat."""
@@ -481,62 +481,40 @@ class _MirroredDriver:
     Memory that other processes share has no mirror, and is refused.
     """
 
+    _HERE: Final = ("calls", "creates_zeroed", "device", "has_addresses", "is_capturing", "new_stream", "on", "order")
+    _REPEATED: Final = ("copy", "give_back", "map", "release", "synchronize", "unmap", "zero")
+    """With the same numbers."""
+
     def __init__(self, driver: Driver, ranks: Ranks) -> None:
         self._driver: Final = driver
         self._ranks: Final = ranks
-        self.device = driver.device
-        self.creates_zeroed = driver.creates_zeroed
-        self.calls: Counter[str] = driver.calls
+        for name in self._HERE:
+            setattr(self, name, getattr(driver, name))
+        for name in self._REPEATED:
+            setattr(self, name, partial(self._repeat, name))
+        for name in ("export_fd", "gather", "import_fd"):
+            setattr(self, name, partial(self._refuse, name))
+
+    def _repeat(self, call: str, *numbers: int) -> None:
+        getattr(self._driver, call)(*numbers)
+        self._ranks.send(Op[call.upper()], *numbers)
+
+    def _refuse(self, call: str, *_: object) -> NoReturn:
+        raise DriverError(f"{call}: the other ranks cannot repeat this", call=call, code="EINVAL")
 
     def reserve(self, size_bytes: int) -> int:
         address = self._driver.reserve(size_bytes)
         self._ranks.send(Op.RESERVE, address, size_bytes)
         return address
 
-    def has_addresses(self, size_bytes: int) -> bool:
-        return self._driver.has_addresses(size_bytes)
-
-    def give_back(self, address: int, size_bytes: int) -> None:
-        self._driver.give_back(address, size_bytes)
-        self._ranks.send(Op.GIVE_BACK, address, size_bytes)
-
     def create(self, size_bytes: int) -> Handle:
         handle = self._driver.create(size_bytes)
         self._ranks.send(Op.CREATE, handle, size_bytes)
         return handle
 
-    def release(self, handle: Handle) -> None:
-        self._driver.release(handle)
-        self._ranks.send(Op.RELEASE, handle)
-
-    def map(self, address: int, handle: Handle, size_bytes: int) -> None:
-        self._driver.map(address, handle, size_bytes)
-        self._ranks.send(Op.MAP, address, handle, size_bytes)
-
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
         self._driver.set_access(address, size_bytes, access)
         self._ranks.send(Op.SET_ACCESS, address, size_bytes, access is Access.READ_WRITE)
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        self._driver.unmap(address, size_bytes)
-        self._ranks.send(Op.UNMAP, address, size_bytes)
-
-    def zero(self, address: int, size_bytes: int) -> None:
-        self._driver.zero(address, size_bytes)
-        self._ranks.send(Op.ZERO, address, size_bytes)
-
-    def copy(self, target: int, source: int, size_bytes: int) -> None:
-        self._driver.copy(target, source, size_bytes)
-        self._ranks.send(Op.COPY, target, source, size_bytes)
-
-    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
-        self._refuse("gather")
-
-    def new_stream(self) -> torch.Stream:
-        return self._driver.new_stream()
-
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        return self._driver.on(stream)
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         self._driver.write(tensor, values)
@@ -547,35 +525,16 @@ class _MirroredDriver:
         self._send_limits(values)
         return self._ranks.fence(fence)
 
-    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        self._driver.order(streams)
-
-    def synchronize(self) -> None:
-        self._driver.synchronize()
-        self._ranks.send(Op.SYNCHRONIZE)
-
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         return self._ranks.fence(self._driver.fence(streams))
-
-    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
-        return self._driver.is_capturing(streams)
 
     def memory(self) -> MemoryInfo:
         """The least of all ranks; on a host, which they share, a part of it."""
         infos = [self._driver.memory(), *self._ranks.ask_memory()]
-        share = 1 if self.device.type == "cuda" else len(infos)
+        share = 1 if self._driver.device.type == "cuda" else len(infos)
         return MemoryInfo(min(info.free_bytes for info in infos) // share, min(info.total_bytes for info in infos))
-
-    def export_fd(self, handle: Handle) -> int:
-        self._refuse("export_fd")
-
-    def import_fd(self, fd: int, size_bytes: int) -> Handle:
-        self._refuse("import_fd")
 
     def _send_limits(self, values: Mapping[int, int]) -> None:
         numbers = [number for pair in values.items() for number in pair]
         for first in range(0, len(numbers), 2 * _MAX_LIMITS):
             self._ranks.send(Op.LIMITS, *numbers[first : first + 2 * _MAX_LIMITS])
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise DriverError(f"{call}: the other ranks cannot repeat this", call=call, code="EINVAL")
