@@ -94,7 +94,7 @@ class ParkedSlot(Unique):
         return f"<ParkedSlot in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
 
 
-class _Planes(ABC):
+class Planes(ABC):
     """The planes of a layer by name, over what `view` gives: the rows of a sequence, or of all slots."""
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class _Planes(ABC):
         return self.view(layer, SCALES)[..., 1]
 
 
-class Sequence(_Planes, Closing, Unique):
+class Sequence(Planes, Closing, Unique):
     """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open`, `adopt` or `fork`.
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
@@ -447,7 +447,7 @@ class CacheStats:
     """Successful calls by name, of the whole pool."""
 
 
-class KVCache(_Planes, Closing, Unique):
+class KVCache(Planes, Closing, Unique):
     """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each.
 
     `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:

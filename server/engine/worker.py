@@ -20,9 +20,10 @@ import msgspec
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from vmmkv.cache import Planes
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access, Driver, Fence
-from vmmkv.layout import SCALES, KVLayout
+from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.console import end
@@ -48,7 +49,7 @@ def words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_WORDS]
 
 
-class Rows:
+class Rows(Planes):
     """Rank 0's cache at this rank's addresses: what a model needs of it. The pages under it come and go by messages."""
 
     def __init__(self, layout: KVLayout, driver: Driver, address: int, *, slots: int, max_tokens: int) -> None:
@@ -59,23 +60,8 @@ class Rows:
             self._arenas.append(Arena(driver, address, index, group, slots=slots, max_rows=max_tokens))
             address += self._arenas[-1].reserved_bytes
 
-    def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, of all slots."""
-        return self._view(layer, "k")
-
-    def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer, of all slots."""
-        return self._view(layer, "v")
-
-    def k_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised keys."""
-        return self._view(layer, SCALES)[..., 0]
-
-    def v_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised values."""
-        return self._view(layer, SCALES)[..., 1]
-
-    def _view(self, layer: int, plane: str) -> torch.Tensor:
+    def view(self, layer: int, plane: str) -> torch.Tensor:
+        """See Planes."""
         return self._arenas[self.layout.group_of[layer]].view(layer, plane)
 
 

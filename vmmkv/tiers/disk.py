@@ -61,11 +61,11 @@ class DiskTier(ThreadedTier):
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str], budget_bytes: int, *, num_threads: int = 4) -> None:
+    def __init__(self, path: str | os.PathLike[str], budget_bytes: int) -> None:
         num_slots = whole("budget_bytes", budget_bytes) // RECORD_BYTES
         if num_slots < 1:
             raise BudgetError(f"budget_bytes={budget_bytes} of a disk tier is below one record, {format_bytes(RECORD_BYTES)}")
-        super().__init__(num_slots * RECORD_BYTES, num_threads=num_threads)
+        super().__init__(num_slots * RECORD_BYTES)
         self.path: Final = Path(path)
         self._num_slots = num_slots
         self._records: OrderedDict[bytes, _Slot] = OrderedDict()

@@ -26,6 +26,10 @@ from vmmkv.units import counted, format_bytes
 
 T = TypeVar("T")
 
+_NUM_BUFFERS: Final = 32
+_NUM_THREADS: Final = 4
+"""Of a `ThreadedTier`."""
+
 
 @dataclass(eq=False, slots=True)
 class Transfer:
@@ -199,13 +203,11 @@ class ThreadedTier(ABC):
 
     name = "threaded"
 
-    def __init__(self, budget_bytes: int, *, num_buffers: int = 32, num_threads: int = 4) -> None:
+    def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes: Final = budget_bytes
         self.counts: Counter[str] = Counter()
         self.lock: Final = threading.Lock()
         """Guards the buffers, and what a subclass knows of its records."""
-        self._num_buffers = num_buffers
-        self._num_threads = num_threads
         self._memory: torch.Tensor | None = None
         self._buffers: list[int] = []
         """Addresses of the free ones."""
@@ -240,10 +242,10 @@ class ThreadedTier(ABC):
         """See Tier.open."""
         with self.lock:
             if self._memory is None:
-                self._memory = host_memory(self._num_buffers * RECORD_BYTES, device)
+                self._memory = host_memory(_NUM_BUFFERS * RECORD_BYTES, device)
                 first = self._memory.data_ptr()
-                self._buffers = [first + index * RECORD_BYTES for index in range(self._num_buffers)]
-                self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"vmmkv-{self.name}")
+                self._buffers = [first + index * RECORD_BYTES for index in range(_NUM_BUFFERS)]
+                self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"vmmkv-{self.name}")
 
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store. At most half of the buffers are lent for stores: requests wait for loads."""
@@ -251,7 +253,7 @@ class ThreadedTier(ABC):
         if found is None or found[0]:
             return None
         with self.lock:
-            has_room = self._threads is not None and self._buffers and len(self._storing) < self._num_buffers // 2
+            has_room = self._threads is not None and self._buffers and len(self._storing) < _NUM_BUFFERS // 2
             if not has_room or key in self._storing:
                 return None
             self._storing.add(key)
