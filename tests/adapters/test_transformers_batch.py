@@ -202,17 +202,6 @@ def test_a_deep_copy_costs_a_page_for_each_row_of_the_batch(pool: Pool) -> None:
             assert pages(pool) == before + 2
 
 
-def test_a_reorder_after_a_deep_copy_writes_nothing_of_the_copys(pool: Pool) -> None:
-    model = wide_llama()
-    with VmmCache(model.config, pool) as cache:
-        forward(model, cache, ids_of(0, 1, num_tokens=PAGE_TOKENS + 8))
-        with copy.deepcopy(cache) as other:
-            kept = [states.clone() for states in other.states(0)]
-            cache.reorder_cache(torch.tensor([1, 0]))
-            forward(model, cache, ids_of(0, 1, num_tokens=1))
-            assert all(map(torch.equal, kept, other.states(0)))
-
-
 def test_a_batch_shrinks_by_one_row_at_a_time(pool: Pool) -> None:
     model = llama()
     with VmmCache(model.config, pool, max_tokens=512, slots=1) as cache:

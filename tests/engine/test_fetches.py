@@ -228,19 +228,6 @@ def test_a_tier_whose_stats_raise_is_left_out_of_the_metrics_and_used_all_the_sa
 # waiting
 
 
-def test_one_load_serves_all_requests_that_wait_for_it(harness: MakeHarness) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
-    one = serving(harness, tier)
-    tokens = stored(one, PROMPT)
-    for name in "abc":
-        one.ask(name, PROMPT)
-    one.run()
-    assert [one.tokens(name) for name in "abc"] == [tokens] * 3
-    assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
-    assert [one.outputs(name)[0].cached for name in "abc"] == [(("host", 448),)] * 3
-    tier.close()
-
-
 def test_requests_wait_for_the_answer_of_a_tier_and_then_for_one_load(harness: MakeHarness) -> None:
     tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["asks"], chance=0.0)
     one = serving(harness, tier)

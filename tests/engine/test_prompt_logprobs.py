@@ -9,7 +9,6 @@ import torch
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
 from vmmkv.server.engine import prompt_logprobs
-from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Outputs, PromptLogprobs
 
 TOP = 5
@@ -131,35 +130,6 @@ def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: MakeHarness)
     one.run()
     assert_right(one, "scored", prompt)
     assert one.tokens("scored") == one.tokens("first")
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_prompt_log_probabilities_are_sent_once_despite_preemption(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
-) -> None:
-    """In the midst of a prompt, to more urgent ones, and behind it, when pages run out."""
-    one = harness(wide_rows(), budget_pages=6, step_tokens=24, lookahead=lookahead, share=share, ours=True)
-    prompts = [prompt_of(150 + 7 * index, index) for index in range(3)]
-    scheduler, left = one.engine._scheduler, list[float]()
-    preempt = scheduler._preempt
-
-    def watched(request: Request, **options: Any) -> None:
-        left.append(request.num_scored / (len(request.prompt) - 1))
-        preempt(request, **options)
-
-    monkeypatch.setattr(scheduler, "_preempt", watched)
-    for index, prompt in enumerate(prompts):
-        one.ask(str(index), prompt, 60, prompt_logprobs=TOP, priority=1)
-    for urgent in range(3):
-        one.step(3 + 4 * urgent)
-        one.ask(f"urgent {urgent}", prompt_of(200, 90 + urgent), 5)
-    one.run()
-    assert not one.failures()
-    assert any(0 < share < 1 for share in left) and 1 in left
-    for index, prompt in enumerate(prompts):
-        assert_right(one, str(index), prompt)
-        assert one.tokens(str(index)) == one.expected(prompt, 60)
 
 
 def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: MakeHarness) -> None:

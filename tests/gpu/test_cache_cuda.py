@@ -130,34 +130,6 @@ def test_a_captured_graph_serves_every_length(make: Callable[..., KVCache]) -> N
     assert torch.equal(sequence.v(5)[:100], sequence.k(5)[:100] + 1)
 
 
-def test_another_tenant_sees_zeroes(make: Callable[..., KVCache]) -> None:
-    cache = make(budget_bytes=8 * 2 * MIB, slots=1)
-    mine = cache.open(tenant="mine")
-    mine.grow(128)
-    for layer in range(32):
-        mine.k(layer)[:] = 7.0
-        mine.v(layer)[:] = 7.0
-    mine.advance(128)
-    mine.close()
-    yours = cache.open(tenant="yours")
-    yours.grow(128)
-    assert all(float(yours.k(layer).abs().max()) == 0.0 == float(yours.v(layer).abs().max()) for layer in range(32))
-
-
-def test_a_parked_slot_is_adopted_without_a_driver_call(make: Callable[..., KVCache]) -> None:
-    cache = make()
-    sequence = cache.open()
-    sequence.grow(160)
-    sequence.k(1)[:160] = 3.0
-    sequence.advance(160)
-    parked = sequence.park()
-    before = cache.pool.driver.calls.copy()
-    again = cache.adopt(parked, 100)
-    again.grow(160)
-    assert bool((again.k(1)[:100] == 3).all())
-    assert {name for name, count in (cache.pool.driver.calls - before).items() if count} <= {"write"}
-
-
 def test_device_limits_follow(make: Callable[..., KVCache]) -> None:
     cache = make(guard_tokens=20)
     sequence = cache.open(max_tokens=90)
@@ -254,35 +226,6 @@ def test_resize_gives_memory_back_to_the_device_and_takes_it_again(make: Callabl
     again.grow(8000)
     again.k(0)[:8000] = 1.0
     assert bool((again.k(0)[:8000] == 1).all())
-
-
-def test_two_groups_one_windowed_and_two_caches_on_a_pool(gpu: torch.device) -> None:
-    layout = KVLayout.uniform(
-        layers=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, windows=[None, 1024, None, 1024]
-    )  # rows of 8 KiB in each group: 256 tokens a page
-    with (
-        Pool(gpu, 256 * MIB, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50)) as pool,
-        KVCache(layout, pool, slots=2, max_tokens=10_000) as one,
-        KVCache(LAYOUT, pool, slots=2, max_tokens=1000) as two,
-    ):
-        first, second = one.open(), two.open()
-        first.grow(5000)
-        second.grow(100)
-        for layer in range(4):
-            first.k(layer)[:5000] = float(layer + 1)
-        second.v(31)[:100] = 9.0
-        first.advance(5000)
-        second.advance(100)
-        held = pool.stats().held_bytes
-        first.advance_start(1)
-        torch.cuda.synchronize()
-        one.map_ahead()
-        assert pool.stats().held_bytes == held - 15 * 2 * MIB  # rows [0, 3977) wholly cover 15 pages
-        assert first.k(1).shape[0] == first.limit - 3977 and bool((first.k(1)[: 5000 - 3977] == 2).all())
-        assert all(bool((first.k(layer)[:5000] == layer + 1).all()) for layer in (0, 2))
-        assert bool((second.v(31)[:100] == 9).all())
-        one.check()
-        two.check()
 
 
 @pytest.mark.parametrize("flow", ["truncate", "adopt"])

@@ -71,18 +71,6 @@ def test_a_fork_sees_what_is_still_being_written(cache: KVCache) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("method", [AttachMethod.ALIAS, AttachMethod.ADOPT])
-def test_every_method_gives_the_rows(cache: KVCache, method: AttachMethod) -> None:
-    prefix = PrefixCache(cache)
-    first = computed(cache, prefix)
-    if method is AttachMethod.ADOPT:
-        prefix.park(first, PROMPT)
-    attached = prefix.attach([*PROMPT[:777], 5, 6], method=method)
-    assert (attached.method, attached.num_tokens) == (method, 777)
-    assert_reads(attached.sequence, 777)
-    cache.check()
-
-
 def test_rows_that_no_slot_has_are_read_through_a_window(cache: KVCache) -> None:
     prefix = PrefixCache(cache)
     prefix.release(computed(cache, prefix), PROMPT)

@@ -9,15 +9,12 @@ import threading
 from importlib.metadata import EntryPoint
 
 import pytest
-import torch
 
 from tests.laws.test_tiers import CPU, NUM_RECORDS, found, key_of, load, payload, store
 from tests.stores import free_port, mooncake_store, redis_server, until
-from vmmkv import KVCache, KVLayout, Pool, TierUnavailable
-from vmmkv.prefix import PrefixCache
+from vmmkv import TierUnavailable
 from vmmkv.tiers import MooncakeTier, RedisTier, open_store, shared
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.units import PAGE_BYTES
 
 PASSWORD = "pa55 w/rd"
 MOONCAKE = pytest.param(mooncake_store, MooncakeTier, marks=pytest.mark.nightly, id="mooncake")
@@ -315,30 +312,3 @@ def test_what_is_lent_comes_back_from_a_store_that_dies(make, server, clock):
     server.start()
     until(lambda: works(tier, clock))
     assert all(store(tier, number) and load(tier, number) for number in range(30, 42))
-
-
-def test_no_other_tenant_model_or_type_finds_a_record(make, server):
-    """And the same prompt of the same tenant does, from another process's cache."""
-    prompt, tiers = list(range(3000)), [make(server.url) for _ in range(2)]
-
-    def hits(tier, namespace="red", fingerprint="model", dtype=torch.float32) -> int:
-        layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=128 // dtype.itemsize * 2, dtype=dtype)
-        with Pool("cpu", 16 * PAGE_BYTES) as pool, KVCache(layout, pool, slots=2, max_tokens=4096) as cache:
-            prefix = PrefixCache(cache, [tier], fingerprint=fingerprint)
-            fetch = prefix.fetch(prompt, namespace=namespace)
-            assert prefix.flush()
-            attached = prefix.attach(prompt, namespace=namespace)
-            assert attached.num_tokens == fetch.num_tokens
-            attached.sequence.grow(len(prompt))
-            attached.sequence.advance(len(prompt) - attached.num_tokens)
-            prefix.release(attached.sequence, prompt)
-            assert prefix.flush()
-            tier.flush()
-            return attached.num_tokens
-
-    one, other = tiers
-    others = [{"namespace": namespace} for namespace in ("blue", None, ("red",), b"red", "red\0")]
-    others += [{"fingerprint": "model2"}, {"dtype": torch.float16}]
-    assert [hits(one), hits(one), hits(other)] == [0, 2048, 2048]
-    for changes in others:
-        assert [hits(other, **changes), hits(one, **changes)] == [0, 2048], changes

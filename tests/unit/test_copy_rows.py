@@ -66,21 +66,6 @@ def test_forks_take_each_others_rows_over_without_a_driver_call(cache, driver):
     cache.copy_rows([], 3, 5)
 
 
-def test_a_target_loses_the_rows_that_its_source_has_lost(cache):
-    source, target = opened(cache, 200, 1000), opened(cache, 20, 2000)
-    source.advance_start(1)
-    target.grow(200)
-    cache.copy_rows([(source, target)], 20, 200)
-    cache.check()
-    assert target.start(1) == source.start(1) == 161
-    assert rows(target, 1) == marked(1000, 161, 200)
-    assert rows(target, 2) == marked(2000, 0, 20) + marked(1000, 20, 200)
-    before = cache.stats().mapped_bytes
-    append(target, 1, 3000)
-    target.advance_start(1)
-    assert cache.stats().mapped_bytes < before, "what the window has passed goes with its next advance"
-
-
 def test_what_cannot_be_is_refused_and_nothing_is_copied(cache):
     source, target, red = opened(cache, 20, 1000), opened(cache, 10, 2000), opened(cache, 20, 3000, "red")
     full = opened(cache, 2 * PAGE_TOKENS, 4000)
