@@ -18,7 +18,7 @@ from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, head_part, joined, param_bytes
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, empty, head_part, joined
 from vmmkv.server.engine.models.shard import Shard
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
@@ -203,7 +203,8 @@ QWEN3_600M = {
 @pytest.mark.parametrize(("shape", "num_params"), [(LLAMA_8B, 8_030_261_248), (QWEN3_600M, 596_049_920)])
 def test_parameter_bytes_are_those_of_the_real_models(shape: dict[str, Any], num_params: int) -> None:
     config = DecoderConfig.of(AutoConfig.for_model(**shape))
-    assert param_bytes(config, torch.bfloat16) == 2 * num_params
+    weights = empty(config, torch.device("meta"), torch.bfloat16).named(config)
+    assert sum(weight.nbytes for weight in weights.values()) == 2 * num_params
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,9 @@ class KeyChain:
         return _digest(state, index, page)
 
     def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
-        for page in range(len(self.by_group[index]), self._num_pages(index)):
+        num_pages = len(self.tokens) * self._layout.groups[index].row_bytes // PAGE_BYTES
+        for page in range(len(self.by_group[index]), num_pages):
             yield self._end(index, page), index, page
-
-    def _num_pages(self, index: int) -> int:
-        return len(self.tokens) * self._layout.groups[index].row_bytes // PAGE_BYTES
 
     def _end(self, index: int, page: int) -> int:
         """How many tokens must be known for a page to be."""

@@ -307,11 +307,6 @@ def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> De
     )
 
 
-def param_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of all weights."""
-    return sum(place.nbytes for place in empty(config, torch.device("meta"), dtype).named(config).values())
-
-
 class Stream:
     """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added.
 
