@@ -488,9 +488,9 @@ def test_rows_of_other_prompts_are_forked_and_not_copied() -> None:
 def test_the_order_of_a_sum_makes_no_other_prompt(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs, weights = torch.randn(1500, 512), torch.randn(512, 64)
-    whole, halves = inputs @ weights, inputs[:, :256] @ weights[:256] + inputs[:, 256:] @ weights[256:]
-    assert not torch.equal(whole, halves)
-    states = torch.stack([whole, halves, whole.roll(1, 0)]).to(dtype).unflatten(-1, (2, 32)).transpose(1, 2)
+    whole, backwards = inputs @ weights, inputs.flip(1) @ weights.flip(0)
+    assert not torch.equal(whole, backwards)
+    states = torch.stack([whole, backwards, whole.roll(1, 0)]).to(dtype).unflatten(-1, (2, 32)).transpose(1, 2)
     assert batch_module.prompts(states, states) == [0, 0, 1]
     other = states.clone()
     other[1, :, 700] = states[1, :, 701]  # one token of them all
