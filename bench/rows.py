@@ -257,17 +257,11 @@ def _read_file(path: Path) -> Iterator[Recorded]:
 def _recorded(line: str, where: str) -> Recorded:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        parts = [{name: record[name] for name in names} for names in (_NAMES, _PERCENTILES, _PROVENANCE)]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: a killed run may have cut it; remove the line") from error
-    wanted = (*_NAMES, *_PERCENTILES, *_PROVENANCE)
-    absent = [name for name in wanted if name not in record] if isinstance(record, dict) else wanted
-    if absent:
-        raise ValueError(f"{where}: it has no {', '.join(absent[:5])}; `python -m bench SUITE` writes rows")
-    if not_numbers := [name for name in _PERCENTILES if not isinstance(record[name], int | float)]:
-        raise ValueError(f"{where}: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
-    summary = Summary(**{name: record[name] for name in _PERCENTILES})
-    row = Row(**{name: record[name] for name in _NAMES}, summary=summary, bound=record.get("bound"))
-    return Recorded(row=row, provenance=Provenance(**{name: record[name] for name in _PROVENANCE}))
+    row = Row(**parts[0], summary=Summary(**parts[1]), bound=record.get("bound"))
+    return Recorded(row=row, provenance=Provenance(**parts[2]))
 
 
 def _rounded(value: float | int | None) -> float | int | None:
