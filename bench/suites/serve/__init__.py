@@ -8,10 +8,12 @@ quantised    quantised: mixed over each type of the KV cache, in the same memory
 policies     policies: long prompts by requests that keep some of their rows, and by requests that keep all
 outside      outside: transformers beside the engine, and vLLM under the workloads of generate
 over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes
+replicas     replicas: by a server, and by one on each GPU, behind vllm-router
 grammar      answers by a grammar: masks, and jump-forward (schemas)
 steps        step, breakdown: decode steps against the byte limit, and steps by kind of kernel
 """
 
+import shutil
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,16 +35,18 @@ PARTS: Final = {
     "policies": "policies",
     "outside": "outside",
     "http": "over_http",
+    "replicas": "replicas",
     "grammar": "grammar",
     **dict.fromkeys(("step", "breakdown"), "steps"),
 }
 """The module whose `run` measures each. The profiler slows what comes later: its part is the last."""
 
-_MINUTES: Final = ("long", "full", "quantised", "policies", "outside")
+_MINUTES: Final = ("long", "full", "quantised", "policies", "outside", "replicas")
 """Parts that take minutes: by default the first shape has them, and a CPU none."""
 
 _NEEDED: Final = {
     "http": ("fastapi", "httpx", "msgspec", "structlog", "tokenizers", "uvicorn", "zmq"),
+    "replicas": ("fastapi", "httpx", "msgspec", "structlog", "tokenizers", "uvicorn", "zmq"),
     "grammar": ("tokenizers", "xgrammar"),
 }
 """Modules that parts need, beside what all parts need."""
@@ -173,6 +177,10 @@ def _lacking(part: str, settings: Settings) -> str | None:
     """Why a part cannot run, and what would help; None if it can. Nothing is imported, and nothing fetched."""
     if missing := [name for name in _NEEDED[part] if find_spec(name) is None]:
         return f"{', '.join(missing)} cannot be imported; the extras server and bench of vmmkv bring them"
+    if part == "replicas" and shutil.which("vllm-router") is None:
+        return "there is no program vllm-router; `pip install vllm-router` brings it"
+    if part == "replicas" and settings.on_gpu and torch.cuda.device_count() < 2:
+        return "there is one GPU"
     try:
         vocabulary_of(tokenizer_file(settings.tokenizer))
     except ValueError as error:
