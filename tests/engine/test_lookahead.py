@@ -156,11 +156,11 @@ def test_overrun_rows_are_never_shared(harness: MakeHarness, monkeypatch: pytest
     told: list[int] = []
     extend = PrefixCache._insert
 
-    def telling(cache: PrefixCache, sequence: Any, tokens: Any) -> Any:
+    def telling(cache: PrefixCache, sequence: Any, tokens: Any, **options: Any) -> Any:
         confirmed = int(one.engine._scheduler.table.num_confirmed[sequence.slot])
         assert len(tokens) <= confirmed <= sequence.length
         told.append(sequence.length - len(tokens))
-        return extend(cache, sequence, tokens)
+        return extend(cache, sequence, tokens, **options)
 
     monkeypatch.setattr(PrefixCache, "_insert", telling)
     one.ask("ends", prompt, 60, stop_token_ids=[free[at]])
