@@ -455,6 +455,23 @@ MUTANTS = (
         (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
     ),
     Mutant(
+        "a prompt computed where there is no room yet to load it",
+        "server/engine/fetches.py",
+        'return None if request.unfetched == "no_room" else False',
+        "return False",
+        (f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",),
+    ),
+    Mutant(
+        "a load that leaves no room for its own request",
+        "server/engine/scheduler.py",
+        "layout.pages_for(request.num_first_rows) + spare_pages",
+        "0",
+        (
+            f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
+            f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",
+        ),
+    ),
+    Mutant(
         "what requests generate stored only once they are preempted",
         "server/engine/engine.py",
         "            self._scheduler.insert_generated()\n",
