@@ -200,6 +200,8 @@ class LLM(Closing):
                 self._messages.append(message)
             elif console.is_terminal:
                 progress.show(message)
+            else:
+                log.info("%s: %s", model, message.stage)
 
         try:
             self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)

@@ -107,15 +107,18 @@ class Fetches:
 
         If so the request waits from now on.
 
-        None if it is worth it, and there is no room: see PrefixCache.fetch. A request for which it is not worth it is not asked
-        about again before it has run.
-        Cost: see PrefixCache.fetch. Raises: DriverError.
+        None if either is worth it, and there is no room. A request for which loading is not worth it is not asked about again
+        before it has run.
+        Cost: see PrefixCache.borrow and fetch. Raises: DriverError.
         """
         if self._prefix is None:
             return False
         tokens, namespace = request.attachable, request.namespace
         if (borrowed := self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)) is not None:
-            request.fetched.append(borrowed)
+            if borrowed.loaded_bytes:
+                request.fetched.append(borrowed)
+            elif borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
+                return None
         if request.num_fetches >= _MOST_FETCHES:
             return False
         request.unfetched, worth = "unknown", partial(self._is_worth, request)

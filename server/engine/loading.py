@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
 """Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
 
-_STAGES: Final = ("loading weights", "preparing the cache", "warming up")
+_STAGES: Final = ("loading weights", "meeting the other ranks", "preparing the cache", "warming up", "capturing graphs")
+"""Of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
 
 _HASHED_WORDS: Final = 1 << 18
 """Of weights at once, 2 MiB: what a CPU's caches hold."""
@@ -97,13 +98,14 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     device = choose_device(config.device)
     if config.kv_budget_bytes is not None:
         check_budget(config.kv_budget_bytes, device)
-    send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
+    _begin("loading weights", send)
     with current(device), contextlib.ExitStack() as undo:
         events, tiers = open_events(config, undo), open_tiers(config, device, undo)
         ranks = open_ranks(config, device, undo)
         collectives = None if ranks is None else ranks.collectives
         source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
         if ranks is not None:
+            _begin("meeting the other ranks", send)
             ranks.connect(device)
             for tier in tiers:
                 assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
@@ -111,6 +113,10 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.pop_all()
         return loaded
+
+
+def _begin(stage: str, send: Callable[[FromEngine], None]) -> None:
+    send(Loading(stage=stage, done=_STAGES.index(stage), total=len(_STAGES)))
 
 
 def assemble(
@@ -127,7 +133,7 @@ def assemble(
 
     Raises: as `load`.
     """
-    send(Loading(stage=_STAGES[1], done=1, total=len(_STAGES)))
+    _begin("preparing the cache", send)
     device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
     memory = open_memory(
@@ -147,7 +153,7 @@ def assemble(
         )
     )
     try:
-        send(Loading(stage=_STAGES[2], done=2, total=len(_STAGES)))
+        _begin("warming up", send)
         cache = memory.cache
         model = source.over(cache, memory.rows)
         max_rows = min(config.max_num_seqs, cache.num_slots)
@@ -157,6 +163,8 @@ def assemble(
             prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
             log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
+        if device.type == "cuda":
+            _begin("capturing graphs", send)
         runner.capture()
         memory.take_free()
         engine = Engine(

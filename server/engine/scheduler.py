@@ -75,7 +75,8 @@ class Scheduler:
     never preempt each other for a slot, so preemption cannot cycle.
 
     A request whose prompt goes on in a tier waits in `fetches`, with its slots reserved, while those behind it are admitted.
-    Where loading is faster than computing and there is no room yet, it waits for that, and those behind it wait too.
+    Where loading is faster than computing, or enough can be borrowed, and there is no room yet, it waits for that, and those
+    behind it wait too.
     Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
     is more urgent.
 
@@ -366,9 +367,9 @@ class Scheduler:
             num_left -= 1
 
     def _fetch(self, request: Request) -> bool | None:
-        """Move a waiting request to those that wait for tiers, if tiers have enough of its prompt.
+        """Borrow for a waiting request, and move it to those that wait for tiers, if these have enough of its prompt.
 
-        None if that is worth it, and others must end before there is room. Raises: CannotRun.
+        None if either is worth it, and others must end before there is room. Raises: CannotRun.
         """
         layout = self._cache.layout
         spare_pages = ceil_div(len(self.running) * _SPARE_TOKENS * layout.row_bytes, PAGE_BYTES)

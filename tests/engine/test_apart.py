@@ -101,6 +101,17 @@ def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
         engine.cache.check()
 
 
+def test_a_request_waits_for_room_to_borrow_rather_than_compute(
+    directory: Path, socket: Path, prefill: Callable[..., None]
+) -> None:
+    prefill(PROMPT)
+    with LLM(directory, **{**OPTIONS, "kv_budget_bytes": 8 * MIB, "kv_lender": socket}) as one:
+        outputs = one.generate([[1, 2, 3], PROMPT], GREEDY)
+        assert one.snapshot is not None
+        assert one.snapshot.hit_tokens["lender"] == 4096, "there was room for its three pages, and none besides"
+    assert [output.outputs[0].token_ids for output in outputs] == [expected(directory, each) for each in ([1, 2, 3], PROMPT)]
+
+
 def test_an_engine_of_other_weights_computes_its_prompts_and_says_so(
     socket: Path, prefill: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -439,6 +439,14 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
         LLM(tmp_path, device="cpu", **options)
 
 
+@pytest.mark.usefixtures("capsys", "threads")
+def test_a_start_away_from_a_terminal_logs_each_stage_as_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    stages = ["loading weights", "meeting the other ranks", "preparing the cache", "warming up"]
+    with caplog.at_level("INFO", "vmmkv.server.llm"), LLM(path, tensor_parallel_size=2, **OPTIONS):
+        assert [record.getMessage() for record in caplog.records][:4] == [f"{path}: {stage}" for stage in stages]
+
+
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, threads: Threads) -> None:
     path = saved(model_of(small(hf.GPT2Config, vocab_size=258, num_key_value_heads=4)), tmp_path)
     with pytest.raises(

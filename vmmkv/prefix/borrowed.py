@@ -31,14 +31,14 @@ LENDER = "lender"
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A part of a prompt that was borrowed."""
+    """A part of a prompt that was borrowed, or had no room."""
 
     known_tokens: int
     """Tokens that `attach` would have found without."""
     num_tokens: int
-    """Tokens that it finds now."""
+    """Tokens that it finds now, or would with room."""
     loaded_bytes: Counter[str]
-    """Bytes by where they come from."""
+    """Bytes by where they come from; empty for want of room."""
 
 
 class BorrowedPrefixes:
@@ -58,17 +58,20 @@ class BorrowedPrefixes:
         self._lengths: defaultdict[int | bytes, set[int]] = defaultdict(set)
         """Of these tokens, in bytes, by parent."""
 
-    def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> int:
-        """Take what the other engine has of some tokens past the first `known` into the tree; bytes. 0 without room for all.
+    def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> tuple[int, int]:
+        """Take what the other engine has of some tokens past the first `known` into the tree.
 
+        How many bytes; and without room for all, when nothing is taken, the token where it ends, else `known`.
         Cost: host work by what was sealed since the last call, and by the pages of the tokens; what evicting takes.
         """
         if self._lender.is_gone() or not self._read():
-            return 0
+            return 0, known
         seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
         num_pages = sum(seal.num_pages for seal in seals)
-        if not seals or not self._make_room(namespace, tokens, num_pages, room_pages):
-            return 0
+        if not seals:
+            return 0, known
+        if not self._make_room(namespace, tokens, num_pages, room_pages):
+            return 0, max(seal.end_token for seal in seals)
         pieces, extents = [], []
         for seal in seals:
             extents.append(self._pool.restore(seal.serial, seal.num_pages))
@@ -78,7 +81,7 @@ class BorrowedPrefixes:
         taken_bytes = sum(extent.size_bytes for extent in extents if extent.holders > 1)
         for extent in extents:
             self._pool.drop(extent)  # the tree holds it, or has another one in its place
-        return taken_bytes
+        return taken_bytes, known
 
     def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int, room_pages: int) -> bool:
         """Make room, but not by evicting what is known of these tokens."""

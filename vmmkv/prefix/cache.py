@@ -258,8 +258,9 @@ class PrefixCache:
     def borrow(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int = 0) -> Borrowed | None:
         """Take what the lender's engine has of a prompt past what this one has, for `attach` to find. No byte is copied.
 
-        None if it has no more, or if there is no room: there is if `room_pages`, those of the prompt included, are free or
-        evictable. Its pages are mapped read-only when they are attached, and given back when they are evicted.
+        None if it has no more. Without room nothing is taken, and `loaded_bytes` is empty: there is room if `room_pages`, those
+        of the prompt included, are free or evictable. Pages are mapped read-only when they are attached, and given back when
+        they are evicted.
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
         """
@@ -270,9 +271,9 @@ class PrefixCache:
             if self._borrowed is None or len(tokens) < 2:
                 return None
             known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
-            taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
-            num_tokens = self._attachable(namespace, tokens) if taken_bytes else known
-            return Borrowed(known, num_tokens, Counter({LENDER: taken_bytes})) if num_tokens > known else None
+            taken_bytes, end = self._borrowed.borrow(namespace, tokens, known, room_pages)
+            num_tokens = self._attachable(namespace, tokens) if taken_bytes else min(end, len(tokens) - 1)
+            return Borrowed(known, num_tokens, +Counter({LENDER: taken_bytes})) if num_tokens > known else None
 
     def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
         hit = self._attacher.find(namespace, tokens)
