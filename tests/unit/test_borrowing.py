@@ -162,6 +162,16 @@ def test_what_an_owner_evicts_is_not_written_while_it_is_borrowed(holder, owner,
     engines.until(lambda: total_pages(holder) == held_pages(owner))
 
 
+def test_a_full_last_page_is_borrowed_once(holder, owner, borrower):
+    sequence = hold_rows(borrower, PROMPT[:96], 95)
+    assert borrower.prefix.borrow(PROMPT[:96]) is None
+    borrower.cache.check()
+    owner.ask("evict")
+    owner.ask("close_slots")
+    assert total_pages(holder) == held_pages(owner) + 6
+    sequence.close()
+
+
 def test_a_slot_that_goes_on_otherwise_gets_pages_of_its_own_for_borrowed_rows(owner, borrower):
     sequence = hold_rows(borrower, [*PROMPT, 1], 96)
     other = [*PROMPT[:84], *range(90)]

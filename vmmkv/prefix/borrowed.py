@@ -21,7 +21,7 @@ from vmmkv.holder.client import HolderClient
 from vmmkv.holder.sealed_log import LogContents, Sealed
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Piece, piece_place
+from vmmkv.prefix.radix_tree import Match, Piece, piece_place
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,11 @@ class BorrowedPrefixes:
         """
         if self._lender.is_gone() or not self._read():
             return 0
+        match = self._index.tree.match(namespace, tokens)
+        taken = {piece_place(piece) for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens}
         seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
-        num_pages = sum(seal.num_pages for seal in seals)
-        if not seals or not self._make_room(namespace, tokens, num_pages, room_pages):
+        seals = [seal for seal in seals if (seal.end_token, seal.group) not in taken]
+        if not seals or not self._make_room(match, sum(seal.num_pages for seal in seals), room_pages):
             return 0
         pieces, extents = [], []
         for seal in seals:
@@ -75,22 +77,20 @@ class BorrowedPrefixes:
             pieces.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
         pieces.sort(key=piece_place)
         self._index.add(namespace, tokens[: pieces[-1].end_token], pieces)
-        taken_bytes = sum(extent.size_bytes for extent in extents if extent.holders > 1)
         for extent in extents:
-            self._pool.drop(extent)  # the tree holds it, or has another one in its place
-        return taken_bytes
+            self._pool.drop(extent)  # the tree holds it
+        return sum(extent.size_bytes for extent in extents)
 
-    def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int, room_pages: int) -> bool:
-        """Make room, but not by evicting what is known of these tokens."""
+    def _make_room(self, match: Match[Placed], num_pages: int, room_pages: int) -> bool:
+        """Make room, but not by evicting what matches."""
         tree = self._index.tree
-        path = tree.match(namespace, tokens).path
-        if path:
-            tree.lock(path[-1])
+        if match.path:
+            tree.lock(match.path[-1])
         try:
             return self._pool.make_room(num_pages, room_pages)
         finally:
-            if path:
-                tree.unlock(path[-1])
+            if match.path:
+                tree.unlock(match.path[-1])
 
     def _read(self) -> bool:
         """Read on in the log. False if it is of another layout or model."""
