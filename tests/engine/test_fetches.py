@@ -330,6 +330,20 @@ def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarne
     tier.close()
 
 
+def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarness) -> None:
+    tier, prompt = HostTier(64 * PAGE_BYTES), PROMPTS[5]
+    one = serving(harness, tier, budget_pages=14)
+    tokens = stored(one, prompt)
+    one.ask("running", prompt[:200], 60)  # four pages, three of which begin the other's eleven
+    one.step(3)
+    one.ask("known", prompt)
+    one.step(10)
+    assert one.engine.num_running == 2, "ten free pages are enough for the other eight, and one to spare"
+    one.run()
+    assert one.tokens("known") == tokens and ended(one) == {"done": 1}
+    tier.close()
+
+
 def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> None:
     tier = HostTier(64 * PAGE_BYTES)
     one = serving(harness, tier, budget_pages=12, step_tokens=1024)
