@@ -20,7 +20,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import Fetch
+from vmmkv.prefix import Fetch, transfers
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, loading, scheduler
@@ -341,6 +341,24 @@ def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarne
     assert one.engine.num_running == 2, "ten free pages are enough for the other eight, and one to spare"
     one.run()
     assert one.tokens("known") == tokens and ended(one) == {"done": 1}
+    tier.close()
+
+
+def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
+    monkeypatch.setattr(transfers, "_MOST_KEYS", 1)
+    monkeypatch.setattr(transfers, "_PIECES_AT_ONCE", 1)
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier, budget_pages=14)
+    tokens = stored(one, PROMPT)
+    for index in range(20):  # three pages each
+        one.ask(f"{index}", prompt_of(140, index), 20 + 5 * index % 20)
+        if index == 3:
+            one.ask("known", PROMPT)
+    one.run()
+    assert one.tokens("known") == tokens
+    begun = list(dict.fromkeys(output.request_id for output in one.outputs()))
+    assert begun[1:].index("known") < 8, begun
     tier.close()
 
 
