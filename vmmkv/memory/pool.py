@@ -484,9 +484,9 @@ class Pool(Closing, Unique):
     def make_room(self, num_pages: int, room_pages: int) -> bool:
         """Give free extents back and evict what is idle, until so many pages may be borrowed; False if that is too little.
 
-        It is if not `room_pages`, these included, are free or evictable.
+        It is if not `num_pages` and `room_pages` are free or evictable; then nothing is evicted.
         """
-        if room_pages > self.spare_pages + self.kept_pages:
+        if max(num_pages, room_pages) > self.spare_pages + self.kept_pages:
             return False
         while (excess_bytes := self.created_bytes + num_pages * PAGE_BYTES - self.budget_bytes) > 0:
             if not (self._destroy_any_free() or self._reclaim(ceil_div(excess_bytes, PAGE_BYTES), wait=False)):

@@ -113,7 +113,9 @@ class PrefixCache:
             identity = Keys(cache.layout, fingerprint).identity
             if left is not None:
                 SealedPrefixes(self._index, cache.pool, identity).restore(left)
-            self._borrowed = None if lender is None else BorrowedPrefixes(self._index, cache.pool, lender, identity)
+            self._borrowed = (
+                None if lender is None else BorrowedPrefixes(self._index, cache.layout, cache.pool, lender, identity)
+            )
 
     # in
 
@@ -258,9 +260,9 @@ class PrefixCache:
     def borrow(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int = 0) -> Borrowed | None:
         """Take what the lender's engine has of a prompt past what this one has, for `attach` to find. No byte is copied.
 
-        None if it has no more, or if there is no room: there is if `room_pages`, those of the prompt included, are free,
-        evictable, or of the prompt and in use. Its pages are mapped read-only when they are attached, and given back when
-        they are evicted.
+        None if it has no more. There is room if `room_pages`, those of the prompt included, are free, evictable, or of the
+        prompt and in use, and what it borrows can be had at once. Its pages are mapped read-only when they are attached, and
+        given back when they are evicted.
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
         """
@@ -272,9 +274,10 @@ class PrefixCache:
                 return None
             known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
             room_pages -= self._index.used_pages(namespace, tokens)
-            taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
-            num_tokens = self._attachable(namespace, tokens) if taken_bytes else known
-            return Borrowed(known, num_tokens, Counter({LENDER: taken_bytes})) if num_tokens > known else None
+            num_tokens, taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
+            if taken_bytes:
+                num_tokens = self._attachable(namespace, tokens)
+            return Borrowed(known, num_tokens, +Counter({LENDER: taken_bytes})) if num_tokens > known else None
 
     def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
         hit = self._attacher.find(namespace, tokens)
