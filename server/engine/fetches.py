@@ -111,17 +111,18 @@ class Fetches:
     def start(self, request: Request, room_pages: int) -> bool | None:
         """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
 
-        If so the request waits from now on.
-
-        None if it is worth it, and there is no room: see PrefixCache.fetch. A request for which it is not worth it is not asked
-        about again before it has run.
+        True if it loads: the request waits from now on. None if there is no room for what it is worth to load or borrow: see
+        PrefixCache.fetch. A request for which loading is not worth it is not asked about again before it has run.
         Cost: see PrefixCache.fetch. Raises: DriverError.
         """
         if self._prefix is None:
             return False
         tokens, namespace = request.attachable, request.namespace
-        if (borrowed := self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)) is not None:
+        borrowed = self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)
+        if borrowed is not None and borrowed.loaded_bytes:
             request.fetched.append(borrowed)
+        elif borrowed is not None and borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
+            return None
         if request.num_fetches >= _MOST_FETCHES:
             return False
         had_no_room = request.unfetched == "no_room"

@@ -20,7 +20,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import Fetch, transfers
+from vmmkv.prefix import Borrowed, Fetch, transfers
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, loading, scheduler
@@ -512,13 +512,14 @@ class FakeFetch(Fetch):
 
 
 class FakePrefix:
-    """Has a fetch for each prompt."""
+    """Has a fetch for each prompt, and may have no room to borrow some of its tokens."""
 
-    def __init__(self, *fetches: FakeFetch) -> None:
+    def __init__(self, *fetches: FakeFetch, borrowed: Borrowed | None = None) -> None:
         self._fetches = [*fetches]
+        self._borrowed = borrowed
 
-    def borrow(self, tokens: object, **options: object) -> None:
-        """Nothing."""
+    def borrow(self, tokens: object, **options: object) -> Borrowed | None:
+        return self._borrowed
 
     def fetch(self, tokens: object, **options: object) -> FakeFetch:
         return self._fetches.pop(0)
@@ -534,6 +535,17 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     requests = [Request(each, frozenset()) for each in params]
     assert all(one.start(request, room_pages=0) for request in requests)
     return one, requests, now_s
+
+
+@pytest.mark.parametrize(("num_tokens", "waits"), [(300, True), (255, False)])
+def test_a_request_waits_for_room_to_borrow_what_takes_a_while_to_compute(
+    num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _, _ = started(monkeypatch)
+    request = Request(Generate(request_id="lent", prompt=PROMPT, params=GREEDY), frozenset())
+    one._prefix = cast(Any, FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter())))
+    assert one.start(request, room_pages=8) is (None if waits else True)
+    assert not request.fetched and (request in one.waiting) != waits
 
 
 def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
