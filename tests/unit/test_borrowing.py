@@ -294,6 +294,18 @@ def test_a_pool_lends_or_borrows_and_memory_is_of_a_device_within_reach(path, ho
         PrefixCache(cache)
 
 
+def test_an_engine_joins_once_as_one_or_the_other(path, holder):
+    borrower, owner = (HolderClient(path, torch.device("cpu"), borrows=borrows) for borrows in (True, False))
+    for client in (borrower, owner):
+        client._send("join", {"do": "borrow"})
+        assert client.held_bytes() == 0, "the next answer is to the next request"
+    borrower._send("join", {"do": "own"})
+    assert borrower.held_bytes() == 0 and owner.log.num_borrowers == 1
+    borrower.close()
+    engines.until(lambda: owner.log.num_borrowers == 0)
+    owner.close()
+
+
 def test_the_socket_is_closed_to_others(path, holder):
     assert path.stat().st_mode & 0o777 == 0o600
 

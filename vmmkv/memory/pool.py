@@ -482,9 +482,9 @@ class Pool(Closing, Unique):
             owner.release([extent.serial])
 
     def make_room(self, num_pages: int, room_pages: int) -> bool:
-        """Give free extents back and evict what is idle, until so many pages may be borrowed; False if that is too little.
+        """Give free extents back and evict what is idle, until `num_pages` may be borrowed; False if that is too little.
 
-        It is if not `num_pages` and `room_pages` are free or evictable; then nothing is evicted.
+        Nothing is evicted if fewer pages than either number are free or evictable.
         """
         if max(num_pages, room_pages) > self.spare_pages + self.kept_pages:
             return False
