@@ -280,6 +280,22 @@ def test_vllm_router_prefills_and_decodes_apart(tmp_path: Path) -> None:
     assert len(lines) > 3 and lines[-1] == "data: [DONE]"
 
 
+def test_a_pair_can_be_ended_before_its_holder_is_ready(tmp_path: Path) -> None:
+    slow = tmp_path / "vmmkv"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    command = [ROOT / "deploy" / "prefill-decode.sh", "model", "cpu", "2MiB", "cpu", "2MiB"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = subprocess.Popen(command, env=os.environ | {"PATH": path}, start_new_session=True)
+    try:
+        time.sleep(1)
+        process.terminate()
+        process.wait(10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_killed_server_of_a_pair_fails_requests_clearly_and_the_other_stays(tmp_path: Path) -> None:
     model = small_model(tmp_path / MODEL)
     with apart(tmp_path, model, "--load-format", "dummy") as url:
