@@ -10,7 +10,7 @@ shift 5
 folder=$(mktemp -d) holder='' servers=()
 end() { # the holder last
     kill "${servers[@]}" 2>/dev/null || true
-    wait "${servers[@]}" || true
+    for server in "${servers[@]}"; do wait "$server" || true; done
     kill $holder 2>/dev/null || true
     wait
     rm -r "$folder"
@@ -31,6 +31,14 @@ for device in $decode; do
         --kv-lender "$folder/kv.sock" --kv-budget "$decode_budget" "$@" &
     servers+=($!)
     workers+=(--decode "http://127.0.0.1:$((port + i))")
+done
+
+# The router sends requests to servers that still load too: wait for all.
+for each in $(seq $((port + 1)) $((port + i))); do
+    until curl --silent --fail --output /dev/null "http://127.0.0.1:$each/health"; do
+        [ "$(jobs -pr | wc -l)" = $((i + 1)) ] || { echo "A server has ended; its reason is above." >&2; exit 1; }
+        sleep 1
+    done
 done
 
 vllm-router --host "${HOST:-127.0.0.1}" --port "$port" --prometheus-port $((port + i + 1)) \

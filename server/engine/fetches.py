@@ -75,6 +75,8 @@ class _Wait:
     began_s: float
     num_tokens: int
     """Of the request."""
+    had_no_room: bool
+    """Had its last fetch, if so?"""
 
 
 class Fetches:
@@ -98,29 +100,32 @@ class Fetches:
         return sum(request.num_slots for request in self.waiting if request.ask.priority <= priority)
 
     def are_enough(self, priority: float) -> bool:
-        """Are as many fetches under way as may be, for requests of this priority or a more urgent one?"""
-        fetches = {wait.fetch for request, wait in self.waiting.items() if request.ask.priority <= priority}
-        return len(fetches) >= _MOST_AT_ONCE
+        """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
+
+        One alone is enough while it finds what there is, if it had no room before: others would take that again and again.
+        """
+        waits = [wait for request, wait in self.waiting.items() if request.ask.priority <= priority]
+        is_finding = any(wait.had_no_room and not wait.fetch.size_bytes for wait in waits)
+        return is_finding or len({wait.fetch for wait in waits}) >= _MOST_AT_ONCE
 
     def start(self, request: Request, room_pages: int) -> bool | None:
         """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
 
-        If so the request waits from now on.
-
-        None if either is worth it, and there is no room. A request for which loading is not worth it is not asked about again
-        before it has run.
-        Cost: see PrefixCache.borrow and fetch. Raises: DriverError.
+        True if it loads: the request waits from now on. None if there is no room for what it is worth to load or borrow: see
+        PrefixCache.fetch. A request for which loading is not worth it is not asked about again before it has run.
+        Cost: see PrefixCache.fetch. Raises: DriverError.
         """
         if self._prefix is None:
             return False
         tokens, namespace = request.attachable, request.namespace
-        if (borrowed := self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)) is not None:
-            if borrowed.loaded_bytes:
-                request.fetched.append(borrowed)
-            elif borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
-                return None
+        borrowed = self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)
+        if borrowed is not None and borrowed.loaded_bytes:
+            request.fetched.append(borrowed)
+        elif borrowed is not None and borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
+            return None
         if request.num_fetches >= _MOST_FETCHES:
             return False
+        had_no_room = request.unfetched == "no_room"
         request.unfetched, worth = "unknown", partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
@@ -128,7 +133,7 @@ class Fetches:
         request.num_fetches += 1
         now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
-        self.waiting[request] = _Wait(fetch, now_s, len(tokens))
+        self.waiting[request] = _Wait(fetch, now_s, len(tokens), had_no_room)
         return True
 
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:

@@ -264,7 +264,7 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         self.lookup = self.awaited = None
-        self.num_fetches, self.fetched = 0, []
+        self.num_fetches, self.unfetched, self.fetched = 0, "unknown", []
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

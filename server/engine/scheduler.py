@@ -75,8 +75,7 @@ class Scheduler:
     never preempt each other for a slot, so preemption cannot cycle.
 
     A request whose prompt goes on in a tier waits in `fetches`, with its slots reserved, while those behind it are admitted.
-    Where loading is faster than computing, or enough can be borrowed, and there is no room yet, it waits for that, and those
-    behind it wait too.
+    Where loading or borrowing is faster than computing and there is no room yet, it waits for that, and those behind it too.
     Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
     is more urgent.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -87,6 +88,11 @@ def path_of(program: str, folder: str) -> str:
     pytest.skip(f"{program} is not installed; make nightly installs it")
 
 
+def with_vllm_router() -> str:
+    """A PATH with the router, and the command of these tests' own vmmkv."""
+    return f"{Path(path_of('vllm-router', 'vllm-router')).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
 @contextlib.contextmanager
 def started(log: Path, command: Sequence[str | Path], url: str, in_log: str = "", **environment: str) -> Iterator[None]:
     """A process that serves a model at the URL, until the end of the block; then all that it started has ended."""
@@ -117,10 +123,9 @@ def started(log: Path, command: Sequence[str | Path], url: str, in_log: str = ""
 @contextlib.contextmanager
 def behind_vllm_router(folder: Path, model: str | Path, options: str, policy: str) -> Iterator[str]:
     port = free_port()
-    path = f"{Path(path_of('vllm-router', 'vllm-router')).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [ROOT / "deploy" / "vllm-router.sh", model, "cpu cpu", *options.split()]
     url = f"http://127.0.0.1:{port}"
-    with started(folder / "log", command, url, PATH=path, PORT=str(port), POLICY=policy):
+    with started(folder / "log", command, url, PATH=with_vllm_router(), PORT=str(port), POLICY=policy):
         yield url
 
 
@@ -251,10 +256,9 @@ def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp
 def apart(folder: Path, model: str | Path, *options: str) -> Iterator[str]:
     """One server that prefills and one that decodes, behind vllm-router."""
     port = free_port()
-    path = f"{Path(path_of('vllm-router', 'vllm-router')).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [ROOT / "deploy" / "prefill-decode.sh", model, "cpu", "128MiB", "cpu", "128MiB", *options]
     url = f"http://127.0.0.1:{port}"
-    with started(folder / "log", command, url, PATH=path, PORT=str(port)):
+    with started(folder / "log", command, url, PATH=with_vllm_router(), PORT=str(port)):
         yield url
 
 
@@ -276,6 +280,22 @@ def test_vllm_router_prefills_and_decodes_apart(tmp_path: Path) -> None:
     assert len(lines) > 3 and lines[-1] == "data: [DONE]"
 
 
+def test_a_pair_can_be_ended_before_its_holder_is_ready(tmp_path: Path) -> None:
+    slow = tmp_path / "vmmkv"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    command = [ROOT / "deploy" / "prefill-decode.sh", "model", "cpu", "2MiB", "cpu", "2MiB"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = subprocess.Popen(command, env=os.environ | {"PATH": path}, start_new_session=True)
+    try:
+        time.sleep(1)
+        process.terminate()
+        process.wait(10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_killed_server_of_a_pair_fails_requests_clearly_and_the_other_stays(tmp_path: Path) -> None:
     model = small_model(tmp_path / MODEL)
     with apart(tmp_path, model, "--load-format", "dummy") as url:
@@ -285,6 +305,20 @@ def test_a_killed_server_of_a_pair_fails_requests_clearly_and_the_other_stays(tm
         codes = {complete(url, f"{number} is a number").status_code for number in range(4)}
         assert codes <= {500, 502, 503} and servers_of(model) == [second]
     until(lambda: not servers_of(model), within_s=30)
+
+
+def test_bench_measures_one_and_two_replicas_through_the_router(tmp_path: Path) -> None:
+    resolve(MODEL)  # its tokenizer
+    command = [sys.executable, "-m", "bench", "serve", "--parts", "replicas", "--quick", "--device", "cpu"]
+    environment = os.environ | {"PATH": with_vllm_router(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, "--out", tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()]
+    systems = {f"vmmkv, replicas: {count}" for count in (1, 2)}
+    for metric in ("throughput", "total", "first token"):
+        assert {row["system"] for row in rows if row["metric"] == metric and row["p50"] > 0} == systems
 
 
 def test_vllm_router_learns_by_replay_what_was_cached_before_it_came(tmp_path: Path) -> None:

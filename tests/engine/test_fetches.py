@@ -20,7 +20,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import Fetch
+from vmmkv.prefix import Borrowed, Fetch, transfers
 from vmmkv.server import LLM, RequestOutput, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, loading, scheduler
@@ -330,6 +330,38 @@ def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarne
     tier.close()
 
 
+def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarness) -> None:
+    tier, prompt = HostTier(64 * PAGE_BYTES), PROMPTS[5]
+    one = serving(harness, tier, budget_pages=14)
+    tokens = stored(one, prompt)
+    one.ask("running", prompt[:200], 60)  # four pages, three of which begin the other's eleven
+    one.step(3)
+    one.ask("known", prompt)
+    one.step(10)
+    assert one.engine.num_running == 2, "ten free pages are enough for the other eight, and one to spare"
+    one.run()
+    assert one.tokens("known") == tokens and ended(one) == {"done": 1}
+    tier.close()
+
+
+def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
+    monkeypatch.setattr(transfers, "_MOST_KEYS", 1)
+    monkeypatch.setattr(transfers, "_PIECES_AT_ONCE", 1)
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier, budget_pages=14)
+    tokens = stored(one, PROMPT)
+    for index in range(20):  # three pages each
+        one.ask(f"{index}", prompt_of(140, index), 20 + 5 * index % 20)
+        if index == 3:
+            one.ask("known", PROMPT)
+    one.run()
+    assert one.tokens("known") == tokens
+    begun = list(dict.fromkeys(output.request_id for output in one.outputs()))
+    assert begun[1:].index("known") < 8, begun
+    tier.close()
+
+
 def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> None:
     tier = HostTier(64 * PAGE_BYTES)
     one = serving(harness, tier, budget_pages=12, step_tokens=1024)
@@ -480,13 +512,14 @@ class FakeFetch(Fetch):
 
 
 class FakePrefix:
-    """Has a fetch for each prompt."""
+    """Has a fetch for each prompt, and may have no room to borrow some of its tokens."""
 
-    def __init__(self, *fetches: FakeFetch) -> None:
+    def __init__(self, *fetches: FakeFetch, borrowed: Borrowed | None = None) -> None:
         self._fetches = [*fetches]
+        self._borrowed = borrowed
 
-    def borrow(self, tokens: object, **options: object) -> None:
-        """Nothing."""
+    def borrow(self, tokens: object, **options: object) -> Borrowed | None:
+        return self._borrowed
 
     def fetch(self, tokens: object, **options: object) -> FakeFetch:
         return self._fetches.pop(0)
@@ -502,6 +535,17 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     requests = [Request(each, frozenset()) for each in params]
     assert all(one.start(request, room_pages=0) for request in requests)
     return one, requests, now_s
+
+
+@pytest.mark.parametrize(("num_tokens", "waits"), [(300, True), (255, False)])
+def test_a_request_waits_for_room_to_borrow_what_takes_a_while_to_compute(
+    num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _, _ = started(monkeypatch)
+    request = Request(Generate(request_id="lent", prompt=PROMPT, params=GREEDY), frozenset())
+    one._prefix = cast(Any, FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter())))
+    assert one.start(request, room_pages=8) is (None if waits else True)
+    assert not request.fetched and (request in one.waiting) != waits
 
 
 def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,27 @@ def test_what_an_owner_evicts_is_not_written_while_it_is_borrowed(holder, owner,
     engines.until(lambda: total_pages(holder) == held_pages(owner))
 
 
+def test_rows_that_windows_have_passed_are_not_borrowed(path, holder):
+    start(path, layout=WINDOWED).ask("serve", LONG)
+    borrower = Engine(path, layout=WINDOWED, borrows=True)
+    borrowed = borrower.prefix.borrow([*LONG, 1])
+    assert (borrowed.num_tokens, borrowed.loaded_bytes) == (320, {"lender": (10 + 2) * PAGE_BYTES})
+    assert borrower.prefix.borrow([*LONG[:200], 1]).num_tokens == 192, "other windows"
+    assert borrower.serve([*LONG[:200], 1]) == (192, 0) and borrower.serve([*LONG, 1]) == (320, 0)
+    borrower.cache.check()
+    borrower.close()
+
+
+def test_a_full_last_page_is_borrowed_once(holder, owner, borrower):
+    sequence = hold_rows(borrower, PROMPT[:96], 95)
+    assert borrower.prefix.borrow(PROMPT[:96]) is None
+    borrower.cache.check()
+    owner.ask("evict")
+    owner.ask("close_slots")
+    assert total_pages(holder) == held_pages(owner) + 6
+    sequence.close()
+
+
 def test_a_slot_that_goes_on_otherwise_gets_pages_of_its_own_for_borrowed_rows(owner, borrower):
     sequence = hold_rows(borrower, [*PROMPT, 1], 96)
     other = [*PROMPT[:84], *range(90)]
@@ -234,8 +255,8 @@ def test_borrowed_memory_counts_in_the_budget_and_is_evicted_like_own(path, hold
     assert borrower.prefix.match([*PROMPT, 1]) < 96
     running = borrower.prefix.attach([7] * 100).sequence
     running.grow(100)
-    borrowed = borrower.prefix.borrow([*PROMPT, 1])
-    assert (borrowed.num_tokens, borrowed.loaded_bytes) == (96, {}), "there is no room for it beside what runs"
+    refused = borrower.prefix.borrow([*PROMPT, 1])
+    assert refused.num_tokens == 96 and not refused.loaded_bytes, "there is no room for it beside what runs"
     borrower.cache.check()
     borrower.close()
 
@@ -273,6 +294,18 @@ def test_a_pool_lends_or_borrows_and_memory_is_of_a_device_within_reach(path, ho
         PrefixCache(cache)
 
 
+def test_an_engine_joins_once_as_one_or_the_other(path, holder):
+    borrower, owner = (HolderClient(path, torch.device("cpu"), borrows=borrows) for borrows in (True, False))
+    for client in (borrower, owner):
+        client._send("join", {"do": "borrow"})
+        assert client.held_bytes() == 0, "the next answer is to the next request"
+    borrower._send("join", {"do": "own"})
+    assert borrower.held_bytes() == 0 and owner.log.num_borrowers == 1
+    borrower.close()
+    engines.until(lambda: owner.log.num_borrowers == 0)
+    owner.close()
+
+
 def test_the_socket_is_closed_to_others(path, holder):
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -301,7 +334,7 @@ def test_a_log_is_followed_through_drops_and_rewrites():
     fd = SealedLog.create(MIB)
     writer, reader = SealedLog(fd), SealedLog(fd)
     lender = cast(Any, SimpleNamespace(log=reader, path="a path"))
-    borrowed = BorrowedPrefixes(cast(Any, None), cast(Any, None), lender, b"model")
+    borrowed = BorrowedPrefixes(*[cast(Any, None)] * 3, lender, b"model")
     writer.rewrite(b"model", ())
     draw, live = random.Random(0), {}
     for serial in range(1, 1500):

@@ -169,9 +169,9 @@ class Holder:
     def _answer(self, engine: _Engine, message: dict[str, Any]) -> None:
         connection, borrowed = engine.connection, engine.borrowed
         match message["do"]:
-            case "own":
+            case "own" if borrowed is None:
                 send(connection, self._own(engine))
-            case "borrow":
+            case "borrow" if borrowed is None and engine is not self._owner:
                 engine.borrowed = set()
                 self._log.num_borrowers += 1  # before it reads the log
                 self._report(f"process {engine.pid} has come to borrow; {self._text()}")

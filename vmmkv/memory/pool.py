@@ -482,11 +482,11 @@ class Pool(Closing, Unique):
             owner.release([extent.serial])
 
     def make_room(self, num_pages: int, room_pages: int) -> bool:
-        """Give free extents back and evict what is idle, until so many pages may be borrowed; False if that is too little.
+        """Give free extents back and evict what is idle, until `num_pages` may be borrowed; False if that is too little.
 
-        It is if not `room_pages`, these included, are free or evictable.
+        Nothing is evicted if fewer pages than either number are free or evictable.
         """
-        if room_pages > self.spare_pages + self.kept_pages:
+        if max(num_pages, room_pages) > self.spare_pages + self.kept_pages:
             return False
         while (excess_bytes := self.created_bytes + num_pages * PAGE_BYTES - self.budget_bytes) > 0:
             if not (self._destroy_any_free() or self._reclaim(ceil_div(excess_bytes, PAGE_BYTES), wait=False)):

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from vmmkv.errors import LogDamaged
 from vmmkv.holder.client import HolderClient
 from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Piece, piece_place
+from vmmkv.prefix.radix_tree import Match, Piece, piece_place
 
 log = logging.getLogger(__name__)
 
@@ -31,21 +32,22 @@ LENDER = "lender"
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A part of a prompt that was borrowed, or had no room."""
+    """A part of a prompt that was borrowed, or for which there was no room."""
 
     known_tokens: int
     """Tokens that `attach` would have found without."""
     num_tokens: int
-    """Tokens that it finds now, or would with room."""
+    """Tokens that it finds now, or without room would have found."""
     loaded_bytes: Counter[str]
-    """Bytes by where they come from; empty for want of room."""
+    """Bytes by where they come from; empty if there was no room."""
 
 
 class BorrowedPrefixes:
     """The log of another engine, by prefix, and what of it is in a tree."""
 
-    def __init__(self, index: PrefixIndex, pool: Pool, lender: HolderClient, identity: bytes) -> None:
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, lender: HolderClient, identity: bytes) -> None:
         self._index = index
+        self._layout = layout
         self._pool = pool
         self._lender = lender
         self._identity = identity
@@ -61,39 +63,45 @@ class BorrowedPrefixes:
     def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> tuple[int, int]:
         """Take what the other engine has of some tokens past the first `known` into the tree.
 
-        How many bytes; and without room for all, when nothing is taken, the token where it ends, else `known`.
+        Returns how many tokens both then have, 0 if it has no more; and the bytes taken, 0 without room for all.
         Cost: host work by what was sealed since the last call, and by the pages of the tokens; what evicting takes.
         """
         if self._lender.is_gone() or not self._read():
-            return 0, known
+            return 0, 0
+        match, groups = self._index.tree.match(namespace, tokens), self._layout.groups
+        taken = {piece_place(piece) for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens}
         seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
-        num_pages = sum(seal.num_pages for seal in seals)
-        if not seals:
-            return 0, known
-        if not self._make_room(namespace, tokens, num_pages, room_pages):
-            return 0, max(seal.end_token for seal in seals)
+        seals = [seal for seal in seals if (seal.end_token, seal.group) not in taken]
+        ends = [0] * len(groups)
+        for end, group in taken | {(seal.end_token, seal.group) for seal in seals}:
+            ends[group] = max(ends[group], end)
+        num_tokens = min(*ends, len(tokens) - 1)
+        firsts = [group.page_of(self._layout.start_for(group, num_tokens)) for group in groups]
+        seals = [seal for seal in seals if seal.page + seal.num_pages > firsts[seal.group]]  # in the windows
+        if not seals or num_tokens <= known:
+            return 0, 0
+        if not self._make_room(match, sum(seal.num_pages for seal in seals), room_pages):
+            return num_tokens, 0
         pieces, extents = [], []
         for seal in seals:
             extents.append(self._pool.restore(seal.serial, seal.num_pages))
             pieces.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
         pieces.sort(key=piece_place)
         self._index.add(namespace, tokens[: pieces[-1].end_token], pieces)
-        taken_bytes = sum(extent.size_bytes for extent in extents if extent.holders > 1)
         for extent in extents:
-            self._pool.drop(extent)  # the tree holds it, or has another one in its place
-        return taken_bytes, known
+            self._pool.drop(extent)  # the tree holds it
+        return num_tokens, sum(extent.size_bytes for extent in extents)
 
-    def _make_room(self, namespace: Hashable, tokens: npt.NDArray[np.int32], num_pages: int, room_pages: int) -> bool:
-        """Make room, but not by evicting what is known of these tokens."""
+    def _make_room(self, match: Match[Placed], num_pages: int, room_pages: int) -> bool:
+        """Make room, but not by evicting what matches."""
         tree = self._index.tree
-        path = tree.match(namespace, tokens).path
-        if path:
-            tree.lock(path[-1])
+        if match.path:
+            tree.lock(match.path[-1])
         try:
             return self._pool.make_room(num_pages, room_pages)
         finally:
-            if path:
-                tree.unlock(path[-1])
+            if match.path:
+                tree.unlock(match.path[-1])
 
     def _read(self) -> bool:
         """Read on in the log. False if it is of another layout or model."""

@@ -113,7 +113,9 @@ class PrefixCache:
             identity = Keys(cache.layout, fingerprint).identity
             if left is not None:
                 SealedPrefixes(self._index, cache.pool, identity).restore(left)
-            self._borrowed = None if lender is None else BorrowedPrefixes(self._index, cache.pool, lender, identity)
+            self._borrowed = (
+                None if lender is None else BorrowedPrefixes(self._index, cache.layout, cache.pool, lender, identity)
+            )
 
     # in
 
@@ -258,9 +260,9 @@ class PrefixCache:
     def borrow(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int = 0) -> Borrowed | None:
         """Take what the lender's engine has of a prompt past what this one has, for `attach` to find. No byte is copied.
 
-        None if it has no more. Without room nothing is taken, and `loaded_bytes` is empty: there is room if `room_pages`, those
-        of the prompt included, are free or evictable. Pages are mapped read-only when they are attached, and given back when
-        they are evicted.
+        None if it has no more. There is room if `room_pages`, those of the prompt included, are free, evictable, or of the
+        prompt and in use, and what it borrows can be had at once. Its pages are mapped read-only when they are attached, and
+        given back when they are evicted.
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
         """
@@ -271,8 +273,10 @@ class PrefixCache:
             if self._borrowed is None or len(tokens) < 2:
                 return None
             known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
-            taken_bytes, end = self._borrowed.borrow(namespace, tokens, known, room_pages)
-            num_tokens = self._attachable(namespace, tokens) if taken_bytes else min(end, len(tokens) - 1)
+            room_pages -= self._index.used_pages(namespace, tokens)
+            num_tokens, taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
+            if taken_bytes:
+                num_tokens = self._attachable(namespace, tokens)
             return Borrowed(known, num_tokens, +Counter({LENDER: taken_bytes})) if num_tokens > known else None
 
     def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
@@ -298,11 +302,12 @@ class PrefixCache:
         """Start to load what tiers have of a prompt past what the device has, if that is `least_tokens` at least.
 
         None if there is less, if `worth` says no, or if there is no room on the device: attach then. There is room if what it
-        loads can be had at once, and `room_pages`, those it loads included, are free or evictable. Else go on with other
-        work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls for the same records
-        get the same fetch. After one that loaded a part of what is known, another may go on. Where a tier must be asked over
-        a network, or more than 250 pages are to be looked up, the fetch finds in `poll` what there is, and is done if that is
-        nothing.
+        loads can be had at once, and `room_pages`, those it loads included, are free, evictable, or of the prompt and in use.
+
+        Else go on with other work, call `poll`, and attach when the fetch is done; a fetch that is late can be given up. Calls
+        for the same records get the same fetch. After one that loaded a part of what is known, another may go on. Where a tier
+        must be asked over a network, or more than 250 pages are to be looked up, the fetch finds in `poll` what there is, and
+        is done if that is nothing.
 
         `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
         Cost: 1 us for each 1,000 tokens, and 3 us for each of up to 250 pages that tiers may have; and what evicting takes to
@@ -317,6 +322,7 @@ class PrefixCache:
             if transfers is None or len(tokens) < 2:
                 return None
             known = self._attachable(namespace, tokens)
+            room_pages -= self._index.used_pages(namespace, tokens)
             return transfers.fetch(namespace, tokens, known, least_tokens, room_pages, worth)
 
     def poll(self, budget_us: float = float("inf")) -> bool:

@@ -197,6 +197,16 @@ class PrefixIndex:
         """Recounted: how often the tree holds each extent, or a load into it."""
         return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces) + self.loading()
 
+    def used_pages(self, namespace: Hashable, tokens: Tokens) -> int:
+        """Pages of these tokens that running sequences use: another one maps them without taking any."""
+        match = self.tree.match(namespace, tokens)
+        return sum(
+            piece.value.extent.num_pages
+            for node in match.path
+            for piece in node.pieces
+            if piece.value.extent.users and piece.end_token <= match.num_tokens
+        )
+
     def loading(self) -> Counter[Extent]:
         """The extents that tiers are being loaded into, which are used."""
         return Counter() if self.transfers is None else self.transfers.held()
