@@ -76,7 +76,7 @@ class _Wait:
     num_tokens: int
     """Of the request."""
     had_no_room: bool
-    """Had its last fetch, if so?"""
+    """Did its last fetch find no room?"""
 
 
 class Fetches:
@@ -102,7 +102,7 @@ class Fetches:
     def are_enough(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
 
-        One alone is enough while it finds what there is, if it had no room before: others would take that again and again.
+        One that found no room, and begins again, is enough until it has some: requests behind it would take that.
         """
         waits = [wait for request, wait in self.waiting.items() if request.ask.priority <= priority]
         is_finding = any(wait.had_no_room and not wait.fetch.size_bytes for wait in waits)
