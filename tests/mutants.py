@@ -589,6 +589,14 @@ MUTANTS = (
     Mutant("what was given back kept", "holder/process.py", "if serial in self._given_up])", "if False])", (BORROWING,)),
     Mutant("another model's rows borrowed", BORROWED, "return identity == self._identity", "return True", (BORROWING,)),
     Mutant("a rewrite not seen", "holder/sealed_log.py", "        self._words[5] += 1  #", "        pass  #", (BORROWING,)),
+    Mutant("a page borrowed twice", BORROWED, "(seal.end_token, seal.group) not in taken", "True", (BORROWING,)),
+    Mutant("what windows have passed borrowed", BORROWED, "> firsts[seal.group]", "> 0", (BORROWING,)),
+    Mutant(
+        "pages in use need room", "prefix/index.py", "if piece.value.extent.users and piece.end", "if 0 > piece.end", (FETCHES,)
+    ),
+    Mutant(
+        "the room that one waits for taken", "server/engine/fetches.py", "return is_finding or len(", "return len(", (FETCHES,)
+    ),
     Mutant("dropped seals borrowed", BORROWED, "if live.get(seals[place].serial) == place:", "if True:", (BORROWING,)),
 )
 

@@ -103,8 +103,8 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     short_tiles = 16 if num_kv_heads >= 8 else 32
     group = num_heads // num_kv_heads
     if payload_bytes < head_dim * itemsize and not exact:
-        bytes_a_warp = 512 if payload_bytes < head_dim else 256
-        num_warps = min(8, max(1, _padded_group(group, is_quantised=True) * padded_dim // bytes_a_warp))
+        outputs_a_warp = 512 if payload_bytes < head_dim else 256
+        num_warps = min(8, max(1, _padded_group(group, is_quantised=True) * padded_dim // outputs_a_warp))
         return Tiling(
             tile_rows=128, chunk_tiles=64, short_tiles=short_tiles, num_warps=num_warps, num_stages=2,
             max_registers=168 if num_warps < 8 else None, programs_per_sm=12 // num_warps,

@@ -76,7 +76,7 @@ class _Wait:
     num_tokens: int
     """Of the request."""
     had_no_room: bool
-    """Had its last fetch, if so?"""
+    """Did its last fetch find no room?"""
 
 
 class Fetches:
@@ -102,7 +102,7 @@ class Fetches:
     def are_enough(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
 
-        One alone is enough while it finds what there is, if it had no room before: others would take that again and again.
+        One that found no room, and begins again, is enough until it has some: requests behind it would take that.
         """
         waits = [wait for request, wait in self.waiting.items() if request.ask.priority <= priority]
         is_finding = any(wait.had_no_room and not wait.fetch.size_bytes for wait in waits)
@@ -126,6 +126,8 @@ class Fetches:
         if request.num_fetches >= _MOST_FETCHES:
             return False
         had_no_room = request.unfetched == "no_room"
+        if had_no_room and not self._prefix.has_room(tokens, namespace=namespace, room_pages=room_pages):
+            return None  # tiers are not asked in vain
         request.unfetched, worth = "unknown", partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
@@ -164,9 +166,12 @@ class Fetches:
             wait = self.waiting[request]
             if wait.fetch.done:
                 request.fetched.append(wait.fetch)
-                how = "done" if wait.fetch.size_bytes else request.unfetched
-                request.num_fetches -= may_wait and how == "no_room"
-                self.leave(request, how)
+                if wait.fetch.size_bytes:
+                    request.unfetched = "unknown"
+                    self.leave(request, "done")
+                else:
+                    request.num_fetches -= may_wait and request.unfetched == "no_room"
+                    self.leave(request, request.unfetched)
             else:
                 request.num_fetches = _MOST_FETCHES
                 self.leave(request, "late")

@@ -318,7 +318,7 @@ class Scheduler:
         step.ranked = list(filter(None, ranked))
 
     def _insert(self, prefix: Prefixes, request: Request, tokens: TokenIds) -> None:
-        prefix.insert(request.memory, tokens, is_written=True)  # for a later row's token has been read back
+        prefix.insert(request.memory, tokens, is_written=True)  # for the steps that wrote them have been read back
         self.table.num_inserted[request.memory.slot] = len(tokens)
 
     def _admit(self) -> None:

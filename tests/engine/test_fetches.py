@@ -359,6 +359,7 @@ def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHar
     assert one.tokens("known") == tokens
     begun = list(dict.fromkeys(output.request_id for output in one.outputs()))
     assert begun[1:].index("known") < 8, begun
+    assert ended(one)["no_room"] < 4, "tiers are asked again when there may be room"
     tier.close()
 
 

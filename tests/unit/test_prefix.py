@@ -195,6 +195,18 @@ def test_a_large_extent_is_one_handle(long_prefix, driver):
     assert_reads(attached.sequence, 256)
 
 
+def test_pages_in_use_count_for_prompts_that_need_them(long_prefix, windowed_prefix):
+    for prefix, wanted in ((long_prefix, (6, 6)), (windowed_prefix, (1, 0))):
+        running = prefix.attach(PROMPT).sequence
+        running.grow(100)
+        running.advance(100)
+        prefix.insert(running, PROMPT)
+        found = [prefix.cache.prefix.used_pages(None, tokens) for tokens in (PROMPT, [*PROMPT, *PROMPT])]
+        assert tuple(found) == wanted, "of 16 tokens each; the window of the longer one has passed"
+        prefix.park(running, PROMPT)
+        assert prefix.cache.prefix.used_pages(None, PROMPT) == 0
+
+
 def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(pool, long_prefix):
     """250 of 256 tokens: a large extent would end past what they have in common, and no other prompt could share it."""
     pool.resize(96 * PAGE_BYTES)

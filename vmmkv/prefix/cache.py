@@ -325,6 +325,12 @@ class PrefixCache:
             room_pages -= self._index.used_pages(namespace, tokens)
             return transfers.fetch(namespace, tokens, known, least_tokens, room_pages, worth)
 
+    def has_room(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int) -> bool:
+        """Are so many pages free, evictable, or of the prompt and in use, as `fetch` and `borrow` want? No driver call."""
+        with self.cache.pool.lock:
+            pool = self.cache.pool
+            return room_pages <= pool.spare_pages + pool.kept_pages + self._index.used_pages(namespace, tokens)
+
     def poll(self, budget_us: float = float("inf")) -> bool:
         """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.
 

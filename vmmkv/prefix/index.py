@@ -198,13 +198,14 @@ class PrefixIndex:
         return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces) + self.loading()
 
     def used_pages(self, namespace: Hashable, tokens: Tokens) -> int:
-        """Pages of these tokens that running sequences use: another one maps them without taking any."""
+        """Pages in use that a sequence of these tokens needs too: it maps them without taking any."""
         match = self.tree.match(namespace, tokens)
+        firsts = [group.page_of(self._layout.start_for(group, len(tokens))) for group in self._layout.groups]
         return sum(
             piece.value.extent.num_pages
             for node in match.path
             for piece in node.pieces
-            if piece.value.extent.users and piece.end_token <= match.num_tokens
+            if piece.value.extent.users and piece.end_token <= match.num_tokens and piece.value.end_page > firsts[piece.group]
         )
 
     def loading(self) -> Counter[Extent]:
