@@ -93,7 +93,8 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     - tile_rows: 32 KiB of K in the query's dtype. Two tiles of K and of V fill an SM's shared memory with one program. float32
       has dots without tensor cores: 16 rows and 8 warps, since more spills registers.
     - Quantised K and V are bound by instructions and by what warps wait for each other. So programs are small and many: as few
-      warps as have the output in their registers, 12 of them on an SM.
+      warps as have the output in their registers, 12 of them on an SM; twice as many where K has a byte for each element, for
+      shared memory has room for half as many programs.
     - chunk_tiles: 8192 rows. short_tiles: enough leaves for one sequence to occupy the SMs, and no more to merge.
     - query_with_tiles: where the query is small beside a tile. Launches bound by registers or instructions gain nothing.
     """
