@@ -11,7 +11,7 @@ SUMMARY = "own KV memory that outlives the engine"
 
 EXAMPLES = """\
 examples:
-  vmmkv hold --socket /run/user/1000/vmmkv.sock --budget 64GiB
+  vmmkv hold --socket ./kv.sock --budget 64GiB
                                        of the first GPU, or of the host without one
   vmmkv hold --socket ./kv.sock --budget 1GiB --device cpu
 
