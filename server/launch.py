@@ -289,10 +289,11 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     limits, kv_dtype = ready.limits, ready.kv_cache_dtype
     host, port = listener.getsockname()[:2]
     host = f"\\[{host}]" if ":" in host else host
+    ranks, each = (f" on {ready.num_ranks} ranks", " each") if ready.num_ranks > 1 else ("", "")
     return (
-        f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
+        f"vmmkv serves {model} ({ready.dtype} on {ready.device}{ranks}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
         f"page: http://{host}:{port}/\n"
-        f"KV budget {format_bytes(limits.budget_bytes)} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}; "
+        f"KV budget {format_bytes(limits.budget_bytes)}{each} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}; "
         f"{counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')}"
         + (f"\nrequests without a kv_policy have {limits.kv_policy}" if limits.kv_policy else "")
     )
