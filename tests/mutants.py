@@ -462,6 +462,13 @@ MUTANTS = (
         (f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",),
     ),
     Mutant(
+        "rows kept that a load does not go on from",
+        TRANSFERS,
+        "chain.tokens[:end_token]).node",
+        "chain.tokens[:end_token]).node and match.path[-1]",
+        (f"{FETCHES}::test_rows_behind_a_common_beginning_give_way_to_a_load",),
+    ),
+    Mutant(
         "a load that leaves no room for its own request",
         "server/engine/scheduler.py",
         "layout.pages_for(request.num_first_rows) + spare_pages",

@@ -86,7 +86,8 @@ class Fetches:
         self.waiting: dict[Request, _Wait] = {}
         self.counts: Counter[str] = Counter()
         """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
-        to tiers, with `no_room` on the device, or `given_up` for other requests or by the client."""
+        to tiers, with `no_room` on the device, or `given_up` for other requests or by the client. A request that is computed
+        since there was `no_room` to begin one, or to borrow, counts too."""
         self.waited_s = 0.0
         self._prefix = prefix
         self._prefill = Rate(_FIRST_TOKENS_PER_S)

@@ -379,6 +379,7 @@ class Scheduler:
         if is_fetched:
             self._dequeue(request)
         elif is_fetched is None and not (self.running or self.fetches.waiting):
+            self.fetches.counts["no_room"] += 1
             return False
         return is_fetched
 

@@ -344,6 +344,28 @@ def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarne
     tier.close()
 
 
+@pytest.mark.parametrize("num_shared", [24, 100])
+def test_rows_behind_a_common_beginning_give_way_to_a_load(harness: MakeHarness, num_shared: int) -> None:
+    """Of less than a page and of more: only what the load goes on from is kept."""
+    tier, prompts = HostTier(64 * PAGE_BYTES), [[*PROMPT[:num_shared], *prompt[num_shared:]] for prompt in PROMPTS[:3]]
+    one = serving(harness, tier, budget_pages=12)
+    tokens = [stored(one, prompt) for prompt in prompts]
+    assert [one.said(prompt) for prompt in prompts] == tokens
+    assert ended(one) == {"done": 3}
+    tier.close()
+
+
+def test_a_request_that_is_computed_for_want_of_room_is_counted_once(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier)
+    tokens = stored(one, PROMPT)
+    monkeypatch.setattr(transfers.Transfers, "_take", lambda *_: False)
+    assert one.said(PROMPT) == tokens and ended(one) == {"no_room": 1}
+    tier.close()
+
+
 def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
     monkeypatch.setattr(transfers, "_MOST_KEYS", 1)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from tests.unit.support import LAYOUT, WINDOWED, Calls
+from tests.unit.support import LAYOUT, WINDOWED, Calls, launch_over
 from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
@@ -585,6 +585,21 @@ def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(pool, cache, hos
     attached = fetched(prefix, PROMPT)
     assert attached.num_tokens == 96
     assert_reads(attached.sequence, PROMPT[:96])
+
+
+def test_a_fetch_waits_for_fences_to_make_room_only_where_nothing_runs(pool, cache, host, driver):
+    pool.resize(9 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    running = cache.open()
+    running.grow(16)
+    ended = prefix.attach([3, *PROMPT]).sequence
+    write(ended, [3, *PROMPT])
+    launch = launch_over(driver, cache, ended)
+    prefix.release(ended, [3, *PROMPT])
+    assert prefix.fetch(PROMPT) is None and not launch.finished
+    running.close()
+    assert prefix.fetch(PROMPT).num_tokens == 96
 
 
 def test_a_path_that_is_used_again_is_whole_in_the_tier_and_loses_its_end_first(cache):

@@ -311,7 +311,7 @@ class PrefixCache:
 
         `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
         Cost: 1 us for each 1,000 tokens, and 3 us for each of up to 250 pages that tiers may have; and what evicting takes to
-        make room. Does not block.
+        make room. Blocks, on fences to make room, only if nothing runs or is loaded.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
         """
         tokens = _checked(tokens)
@@ -336,7 +336,7 @@ class PrefixCache:
 
         Rows are stored behind the work of the current stream and of recorded ones, as `KVCache.record_stream` says: call it
         where the stream that wrote them is either.
-        Cost: for each extent a map, an access call, a fence, and a copy for each page; an unmap later. Never blocks.
+        Cost: for each extent a map, an access call, a fence, and a copy for each page; an unmap later. Blocks only as `fetch`.
         Raises: DriverError, and the work before it stays done; GraphCapture.
         """
         with self.cache.pool.lock:

@@ -340,13 +340,15 @@ class Transfers:
         chain, groups, tree = fetch._chain, self.cache.layout.groups, self._index.tree
         have = fetch._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in groups]
         match = tree.match(chain.namespace, chain.tokens)
-        if match.path:  # making room must not evict what this goes on from
-            fetch._node = match.path[-1]
+        known = itertools.chain.from_iterable(node.pieces for node in match.path)
+        pieces = [piece for piece in known if piece.end_token <= match.num_tokens and not piece.value.first_token]
+        for piece in pieces:
+            first, end = piece.value.page, piece.value.end_page
+            have[piece.group][first:end] = bytes([_DEVICE]) * (end - first)
+        if pieces:  # making room must not evict what this goes on from, but may what others have behind that
+            end_token = max(piece.end_token for piece in pieces)
+            fetch._node = tree.insert(chain.namespace, chain.tokens[:end_token]).node
             tree.lock(fetch._node)
-        for piece in itertools.chain.from_iterable(node.pieces for node in match.path):
-            if piece.end_token <= match.num_tokens and not piece.value.first_token:
-                first, end = piece.value.page, piece.value.end_page
-                have[piece.group][first:end] = bytes([_DEVICE]) * (end - first)
         firsts = [_first_lacking(pages, self._needed(index, fetch.known_tokens).start) for index, pages in enumerate(have)]
         whole = [index for index, group in enumerate(groups) if group.window is None]
         nexts = [chain.key(index, firsts[index]) for index in whole if firsts[index] < len(have[index])]
@@ -445,7 +447,7 @@ class Transfers:
                 extents = pool.acquire_mixed(counts, wait=False)
             except OutOfPages:
                 self.cache.collect()  # what the tree can give may be mapped still for a sequence that has ended
-                extents = pool.acquire_mixed(counts, wait=False)
+                extents = pool.acquire_mixed(counts, wait=not pool.used_bytes)  # if nothing runs, fences pass soon
         except OutOfPages:
             return False
         for index, pages in places:
