@@ -40,6 +40,13 @@ def chatting(*arguments: str, **environment: str) -> "Iterator[subprocess.Popen[
             process.kill()
 
 
+@pytest.fixture
+def listening() -> Iterator[Running]:
+    """A server that has room for the answers that are asked for by default."""
+    with running_server(ready=ready_with(model_tokens=1024), sockets=True) as running:
+        yield running
+
+
 def prompts(listening: Running) -> list[str]:
     """What the engine was asked, as text."""
     return [listening.tokenizer.text_of(each.prompt, skip_special_tokens=False) for each in listening.generates]
@@ -59,17 +66,22 @@ def test_a_conversation_has_a_history_until_it_is_reset(listening: Running) -> N
     assert three == one.replace("one", "three")
 
 
-def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(listening: Running) -> None:
+def test_answers_are_the_likeliest_and_512_tokens_at_most_unless_said(listening: Running) -> None:
     listening.answers("well")
     options = ["--temperature", "0.5", "--top-p", "0.25", "--max-tokens", "3", "--seed", "7"]
-    for arguments in (options, ["--temperature", "0"], []):
+    for arguments in (options, []):
         with chatting("--url", listening.url, *arguments) as chat:
             assert chat.communicate("one\n", timeout=60)[1] == ""
-    given, greedy, default = (message for message in listening.engine.received if isinstance(message, Generate))
+    given, default = (message for message in listening.engine.received if isinstance(message, Generate))
     assert (given.params.temperature, given.params.top_p, given.params.max_tokens, given.params.seed) == (0.5, 0.25, 3, 7)
-    assert (greedy.params.temperature, greedy.params.top_p) == (0.0, 1.0)
-    assert (default.params.temperature, default.params.top_p, default.params.max_tokens) == (1.0, 1.0, greedy.params.max_tokens)
-    assert greedy.params.max_tokens > 3
+    assert (default.params.temperature, default.params.top_p, default.params.max_tokens) == (0.0, 1.0, 512)
+
+
+def test_an_answer_that_its_limit_cut_says_so(listening: Running) -> None:
+    listening.answers("well")
+    for arguments, shown in ((["--max-tokens", "3"], "> wel\n(cut at 3 tokens; --max-tokens)\n"), ([], "> well\n> ")):
+        with chatting("--url", listening.url, *arguments) as chat:
+            assert shown in chat.communicate("one\n", timeout=60)[0]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +138,7 @@ def test_an_error_in_the_conversation_leaves_it_where_it_was(listening: Running)
     with chatting("--url", listening.url) as chat:
         out, err = chat.communicate(f"{'long ' * 300}\nshort\n", timeout=60)
     assert chat.returncode == 0
-    assert "256" in err and "(status 400)" in err
+    assert "1024" in err and "(status 400)" in err
     assert out.count("> yes\n") == 1
     assert "long" not in prompts(listening)[0]
 

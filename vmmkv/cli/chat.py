@@ -17,7 +17,7 @@ SUMMARY = "talk to a running server, in the terminal"
 EXAMPLES = """\
 examples:
   vmmkv chat                            with `vmmkv serve` on this machine
-  vmmkv chat --url http://gpu-box:8000 --system "Be brief." --temperature 0
+  vmmkv chat --url http://gpu-box:8000 --system "Be brief." --temperature 0.7
   VMMKV_API_KEY=... vmmkv chat --url https://example.org  # `ps` shows flags, not variables
 in the conversation: /reset forgets all but the system message, /exit or Ctrl-D leaves, Ctrl-C stops the answer
 """
@@ -28,9 +28,9 @@ def run(
     url: Annotated[str, Option(envvar=URL_VARIABLE, help="the server's address")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, Option(envvar=API_KEY_VARIABLE, help="if the server asks for one", show_default=False)] = "",
     system: Annotated[str, Option(help="a system message, to begin with", show_default="none")] = "",
-    temperature: Annotated[float | None, Option(min=0, max=2, help="0 for the likeliest tokens")] = None,
+    temperature: Annotated[float, Option(min=0, max=2, help="0 for the likeliest tokens")] = 0.0,
     top_p: Annotated[float | None, Option(min=0.001, max=1, help="sample from this much of the probability")] = None,
-    max_tokens: Annotated[int | None, Option(min=1, help="of an answer at most")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="of an answer at most")] = 512,
     seed: Annotated[int | None, Option(help="equal seeds give equal answers")] = None,
 ) -> int:
     """Read messages and print answers until the input ends. Options that are None are the server's."""
@@ -67,7 +67,7 @@ def run(
 
 def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]]:
     """Print the answer as it comes. Returns the messages with it; an empty list if the server failed."""
-    answer = ""
+    answer, is_cut = "", False
     try:
         for line in _lines(client, "POST", "/v1/chat/completions", body):
             field, _, data = line.partition(":")  # without a field it is a comment
@@ -78,10 +78,13 @@ def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]
                 raise ValueError(printable(str(event["error"].get("message", event["error"]))))
             for choice in event.get("choices", ()):
                 answer += (piece := choice.get("delta", {}).get("content") or "")
+                is_cut |= choice.get("finish_reason") == "length"
                 print(printable(piece), end="", flush=True)
         else:
             raise ValueError("the answer has no end: the server went away")
         print()
+        if is_cut:
+            _OUT.print(f"(cut at {body['max_tokens']} tokens; --max-tokens)", style="dim")
     except KeyboardInterrupt:
         _OUT.print(" [stopped]", style="dim")
     except ValueError as error:
