@@ -38,7 +38,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of the packag
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("vmmkv"):
                 raise
-            raise ImportError(f"{name} needs {error.name}, which is not installed: pip install 'vmmkv[server]'") from error
+            remedy = "in a checkout: pip install '.[server,hf]'"
+            raise ImportError(f"{name} needs {error.name}, which is not installed; {remedy}") from None
         return getattr(module, name)
 
 

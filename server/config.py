@@ -224,10 +224,11 @@ class ServeConfig:
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: at least 1 device has to have the model")
-        if self.tensor_parallel_size > 1 and (self.kv_holder or self.kv_lender or self.kv_disk or self.kv_store):
+        of_one_device = [name for name in ("kv_holder", "kv_lender", "kv_disk", "kv_store") if getattr(self, name)]
+        if self.tensor_parallel_size > 1 and of_one_device:
             raise ValueError(
-                "kv_holder, kv_lender, kv_disk and kv_store keep the rows of one device: leave them out, or "
-                "tensor_parallel_size; kv_host_budget_bytes works with it"
+                f"{of_one_device[0]} does not work with tensor_parallel_size={self.tensor_parallel_size}: leave one of them "
+                "out; kv_host_budget_bytes works with it"
             )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")

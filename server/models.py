@@ -192,7 +192,7 @@ def fetch(model: KnownModel, *, cache_dir: Path, force: bool = False, thorough: 
     if not force and target.is_dir() and manifest_problem(target, model, thorough=thorough) is None:
         return target
     if missing := [name for name in _CONVERSION_NEEDS if importlib.util.find_spec(name) is None]:
-        raise ModelUnavailable(f"fetching needs {', '.join(missing)}: pip install '.[hf]'")
+        raise ModelUnavailable(f"fetching needs {', '.join(missing)}; in a checkout: pip install '.[hf]'")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f"{model.name}.lock"), model.name):

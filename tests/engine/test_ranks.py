@@ -431,7 +431,11 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_i
     ("options", "said"),
     [
         ({"tensor_parallel_size": 0}, "at least 1 device"),
-        ({"tensor_parallel_size": 2, "kv_holder": "/tmp/holder"}, "keep the rows of one device.* kv_host_budget_bytes works"),
+        (
+            {"tensor_parallel_size": 2, "kv_holder": "/tmp/holder"},
+            "^kv_holder does not work with tensor_parallel_size=2: leave one of them out; kv_host_budget_bytes works with it$",
+        ),
+        ({"tensor_parallel_size": 2, "kv_store": "redis://a"}, "^kv_store does not work with tensor_parallel_size=2"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:

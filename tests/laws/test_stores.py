@@ -295,7 +295,7 @@ class Shelf:
 @pytest.mark.parametrize("scheme", ["redis", "mooncake"])
 def test_a_client_that_is_missing_is_named_with_its_extra(monkeypatch, scheme):
     monkeypatch.setattr(shared.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"no {name}")))
-    with pytest.raises(TierUnavailable, match=rf"pip install 'vmmkv\[{scheme}\]'"):
+    with pytest.raises(TierUnavailable, match=rf"in a checkout: pip install '\.\[{scheme}\]'"):
         open_store(f"{scheme}://localhost:1")
 
 

@@ -174,3 +174,15 @@ def test_the_server_package_names_what_it_offers() -> None:
     assert "LLM" in dir(vmmkv.server)
     with pytest.raises(ImportError, match="Enigne"):
         from vmmkv.server import Enigne  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_missing_package_is_one_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vmmkv.server
+
+    def absent(module: str) -> None:
+        raise ModuleNotFoundError("No module", name="xgrammar")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=r"^LLM needs xgrammar.* in a checkout: pip install '\.\[server,hf\]'$") as caught:
+        vmmkv.server.LLM  # noqa: B018
+    assert caught.value.__suppress_context__

@@ -118,7 +118,7 @@ def test_ctrl_c_does_not_reach_the_conversion(source: Source, tmp_path: Path, mo
 
 def test_nothing_is_downloaded_without_what_converts_it(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_CONVERSION_NEEDS", ("json", "no_such_package"))
-    with pytest.raises(ModelUnavailable, match=r"^fetching needs no_such_package: pip install '\.\[hf\]'$"):
+    with pytest.raises(ModelUnavailable, match=r"^fetching needs no_such_package; in a checkout: pip install '\.\[hf\]'$"):
         source.fetch()
     assert source.downloads == 0
 

@@ -58,7 +58,8 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("vmmkv"):
             raise
-        raise ValueError(f"serving needs {error.name}, which is not installed: pip install 'vmmkv[server,hf]'") from error
+        remedy = "in a checkout: pip install '.[server,hf]'"
+        raise ValueError(f"serving needs {error.name}, which is not installed; {remedy}") from error
     return launch(*configs)
 
 

@@ -470,5 +470,5 @@ def _client_of(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TierUnavailable(
-            f"{extra}:// needs a client that cannot be imported ({error}): pip install 'vmmkv[{extra}]'"
+            f"{extra}:// needs a client that cannot be imported ({error}); in a checkout: pip install '.[{extra}]'"
         ) from error
