@@ -16,6 +16,12 @@ KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 """A policy as an object, as its JSON, or in short."""
 
 _TYPES: Final = {"streaming_llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA}
+_EXAMPLES: Final = {
+    "streaming_llm": "streaming_llm:sinks=4,window=2048",
+    "h2o": "h2o:budget=256,recent=128",
+    "snapkv": "snapkv:budget=256",
+    "tova": "tova:budget=256",
+}
 _NONE: Final = "none"
 _MAX_ROWS: Final = 2**31
 _LEAST_EVERY: Final = 128
@@ -51,7 +57,8 @@ class Eviction:
                 remedy = did_you_mean(str(option), names) or f"it has {', '.join(names)}"
                 raise ValueError(f"is of type {name}, which has no option {option}; {remedy}")
         if missing := [each for each, field in own.items() if field.default is MISSING and each not in options]:
-            raise ValueError(f"is of type {name}, which needs {' and '.join(missing)}: numbers of rows")
+            wanted = f"{missing[0]} too" if options else " and ".join(missing)
+            raise ValueError(f"is of type {name}, which needs {wanted}, in rows, as in {_EXAMPLES[name]}")
         try:
             numbers = {option: whole(option, value) for option, value in options.items()}
             if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
@@ -64,6 +71,11 @@ class Eviction:
         if every is None and policy_type is not SnapKV:
             every = max(_LEAST_EVERY, policy.budget // MARGIN)
         return cls(policy=policy, every=every, share_prompt=share_prompt)
+
+    @property
+    def name(self) -> str:
+        """The `type` that it was given by."""
+        return next(name for name, policy_type in _TYPES.items() if isinstance(self.policy, policy_type))
 
     @property
     def budget(self) -> int:
@@ -90,5 +102,5 @@ def _options(text: str) -> Mapping[str, Any]:
         try:
             options[option] = {"true": True, "false": False}[value] if value in ("true", "false") else int(value)
         except ValueError:
-            raise ValueError(f"has {part.strip()!r}; wanted NAME=NUMBER, as in streaming_llm:sinks=4,window=2048") from None
+            raise ValueError(f"has {part.strip()!r}; wanted NAME=NUMBER, as in {_EXAMPLES['streaming_llm']}") from None
     return options

@@ -371,9 +371,10 @@ class Limits:
 
     def check_policy(self, eviction: Eviction) -> None:
         """Can any request have this policy here? Raises: InvalidParam."""
-        again = self.kv_policy_again_refusal if eviction.every is not None else ""
-        if why := self.kv_policy_refusal or again:
-            raise InvalidParam("kv_policy", f"{why}: leave it out")
+        if self.kv_policy_refusal:
+            raise InvalidParam("kv_policy", f"{self.kv_policy_refusal}: leave it out")
+        if self.kv_policy_again_refusal and eviction.every is not None:
+            raise InvalidParam("kv_policy", f"is of type {eviction.name}, which {self.kv_policy_again_refusal}")
 
     def _fits_compacted(self, num_prompt: int, wanted: int, eviction: Eviction | None) -> bool:
         num_tokens = num_prompt + wanted

@@ -55,7 +55,11 @@ class ApiError(Exception):
 
 def invalid(param: str, why: object, *, code: str = "invalid_value") -> ApiError:
     """400, and what is wrong with the parameter."""
-    return ApiError(400, f"Invalid {param}: {why}.", param=param, code=code)
+    return ApiError(400, _invalid(param, why), param=param, code=code)
+
+
+def _invalid(param: str, why: object) -> str:
+    return f"Invalid {param}: {why}" + ("" if str(why).endswith("?") else ".")
 
 
 def internal_error(message: str) -> ApiError:
@@ -129,7 +133,7 @@ def _from_validation(error: Mapping[str, Any]) -> ApiError:
         case "unsupported_parameter" | "unknown_parameter" as code:
             message = error["msg"]
         case _:
-            message, code = f"Invalid {param or 'body'}: {_in_words(error)}.", "invalid_value"
+            message, code = _invalid(param or "body", _in_words(error)), "invalid_value"
     return ApiError(400, message, param=param, code=code)
 
 

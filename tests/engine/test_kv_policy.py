@@ -237,7 +237,8 @@ def test_models_whose_rows_cannot_be_dropped_refuse_it(harness: MakeHarness) -> 
         (harness(windowed(), ours=True), "is for full attention, and this model has sliding windows"),
         (
             harness(ours=True, kv_kind="fp8"),
-            "compacts as requests generate, and quantised keys would be rounded anew each time",
+            "is of type streaming_llm, which compacts as requests generate, and quantised keys would be rounded anew each "
+            "time: use snapkv, or leave it out",
         ),
         (harness(), "needs a model whose rotary positions vmmkv knows"),
     ):

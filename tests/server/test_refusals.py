@@ -173,7 +173,15 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
     ("policy", "reason"),
     [
         (17, 'Invalid kv_policy: it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}.'),
-        ({"type": "snapkv", "budget": 16}, "Invalid kv_policy: it is of type snapkv: window=32: at most the budget, 16."),
+        (
+            {"type": "snapkv", "budget": 16},
+            "Invalid kv_policy: it is of type snapkv: window=32 (the default) is more than budget=16: give a budget of 32 or "
+            "more, or a smaller window.",
+        ),
+        (
+            {"type": "tova", "budgets": 16},
+            "Invalid kv_policy: it is of type tova, which has no option budgets; did you mean budget?",
+        ),
     ],
 )
 def test_a_policy_of_another_form_is_refused(server: Running, policy: Any, reason: str) -> None:

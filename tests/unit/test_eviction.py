@@ -53,8 +53,11 @@ def test_what_makes_no_sense_is_refused() -> None:
         ("sinks=-1: at least 0", lambda: StreamingLLM(sinks=-1, window=3)),
         ("window=0: at least 1", lambda: StreamingLLM(window=0)),
         ("budget=0: at least 1", lambda: TOVA(budget=0)),
-        ("recent=9: at most the budget, 8", lambda: H2O(budget=8, recent=9)),
-        ("window=32: at most the budget, 8", lambda: SnapKV(budget=8)),
+        ("recent=9 is more than budget=8: give a budget of 9 or more, or a smaller recent", lambda: H2O(budget=8, recent=9)),
+        (
+            "window=32 (the default) is more than budget=8: give a budget of 32 or more, or a smaller window",
+            lambda: SnapKV(budget=8),
+        ),
         ("kernel=4: give an odd number", lambda: SnapKV(budget=64, kernel=4)),
         ("scores_T: none; wanted (10,)", lambda: H2O(budget=8, recent=4).keep(10)),
         ("scores_T: of shape (9,); wanted (10,)", lambda: TOVA(budget=8).keep(10, SCORES[1:])),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MARGIN: Final = 8
 """A compaction copies what it keeps. So rows are dropped again when there are this part of the budget more."""
+_SNAP_WINDOW: Final = 32
 
 
 class KVPolicy(Protocol):
@@ -103,12 +104,12 @@ class SnapKV:
     """
 
     budget: int
-    window: int = 32
+    window: int = _SNAP_WINDOW
     kernel: int = 5
 
     def __post_init__(self) -> None:
         _check("budget", self.budget, 1)
-        _check("window", self.window, 1, self.budget)
+        _check("window", self.window, 1, self.budget, " (the default)" if self.window == _SNAP_WINDOW else "")
         _check("kernel", self.kernel, 1)
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel={self.kernel}: give an odd number, so that a row is the middle of its neighbours")
@@ -176,8 +177,9 @@ def _checked(num_rows: int, scores_T: torch.Tensor | None) -> torch.Tensor:
     return scores_T
 
 
-def _check(name: str, value: int, least: int, budget: int | None = None) -> None:
+def _check(name: str, value: int, least: int, budget: int | None = None, said: str = "") -> None:
     if whole(name, value) < least:
         raise ValueError(f"{name}={value}: at least {least}")
     if budget is not None and value > budget:
-        raise ValueError(f"{name}={value}: at most the budget, {budget}")
+        remedy = f"give a budget of {value} or more, or a smaller {name}"
+        raise ValueError(f"{name}={value}{said} is more than budget={budget}: {remedy}")
