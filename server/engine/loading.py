@@ -19,6 +19,7 @@ from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.eviction import SnapKV
+from vmmkv.holder import check_there
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.compaction import Compactor, KeptRows, Ranked
@@ -93,11 +94,14 @@ class Loaded:
 def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     """Load everything that `config` names; `config.model` is a directory. Sends Loading messages on the way.
 
-    Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages.
+    Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages;
+    HolderUnavailable.
     """
     device = choose_device(config.device)
     if config.kv_budget_bytes is not None:
         check_budget(config.kv_budget_bytes, device)
+    for path in filter(None, (config.kv_holder, config.kv_lender)):
+        check_there(path)
     _begin("loading weights", send)
     with current(device), contextlib.ExitStack() as undo:
         events, tiers = open_events(config, undo), open_tiers(config, device, undo)

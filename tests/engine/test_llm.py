@@ -18,7 +18,7 @@ from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB
 from vmmkv.driver import open_driver
-from vmmkv.errors import BudgetError, Closed, DriverUnavailable, VmmkvError
+from vmmkv.errors import BudgetError, Closed, DriverUnavailable, HolderUnavailable, VmmkvError
 from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.engine import loading
@@ -92,6 +92,15 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(directory: Pat
     held.stop()
     holder.join()
     held.close()
+
+
+@pytest.mark.parametrize("option", ["kv_holder", "kv_lender"])
+def test_a_holder_that_is_not_there_is_said_before_weights_are_read(directory: Path, tmp_path: Path, option: str) -> None:
+    broken = shutil.copytree(directory, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    path = tmp_path / "kv.sock"
+    with pytest.raises(HolderUnavailable, match=f"no holder answers at {path}: .*start one: vmmkv hold --socket {path}"):
+        LLM(broken, device="cpu", **{option: path})
 
 
 def test_completions_come_in_the_order_of_the_prompts(engine: LLM, directory: Path) -> None:

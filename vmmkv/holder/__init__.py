@@ -10,7 +10,7 @@ sealed_log   the log of sealed extents, in memory that both map
 `Pool(device, budget_bytes, holder=PATH)` takes its handles from there; `vmmkv.prefix.sealed` writes and reads the log.
 """
 
-from vmmkv.holder.client import HolderClient
+from vmmkv.holder.client import HolderClient, check_there
 from vmmkv.holder.sealed_log import Sealed, SealedLog
 
-__all__ = ["HolderClient", "Sealed", "SealedLog"]
+__all__ = ["HolderClient", "Sealed", "SealedLog", "check_there"]

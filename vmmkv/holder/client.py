@@ -104,6 +104,16 @@ def check_reach(device: torch.device, identity: str) -> None:
     )
 
 
+def check_there(path: str | os.PathLike[str]) -> None:
+    """Raises: HolderUnavailable, if there is no socket at the path. Does not connect, which would claim the holder."""
+    if not Path(path).is_socket():
+        raise _no_holder(path, "there is no such socket")
+
+
+def _no_holder(path: str | os.PathLike[str], why: object) -> HolderUnavailable:
+    return HolderUnavailable(f"no holder answers at {path}: {why}; start one: vmmkv hold --socket {path} --budget SIZE")
+
+
 class HolderClient:
     """An engine of a holder: the one that owns what it creates, or one that `borrows` what that has sealed.
 
@@ -123,10 +133,7 @@ class HolderClient:
                 self.pid, uid = peer(self._connection)
                 answer = receive(self._connection)
             except OSError as error:
-                raise HolderUnavailable(
-                    f"no holder answers at {self.path}: {error.strerror or error}; start one: vmmkv hold --socket {self.path} "
-                    "--budget SIZE"
-                ) from error
+                raise _no_holder(self.path, error.strerror or error) from error
             self._is_gone = False
             self.budget_bytes, self.log = self._welcomed(answer, uid, device)
             try:
