@@ -113,6 +113,20 @@ KNOWN_MODELS: Final = {
         ),
     )
 }
+_SHAPES: Final = {  # layers, attention heads, KV heads, elements of a head, positions
+    "smollm2-135m": (30, 9, 3, 64, 8_192),
+    "llama-3.1-8b": (32, 32, 8, 128, 131_072),
+    "qwen3-0.6b": (28, 16, 8, 128, 40_960),
+}
+_CONFIG_FIELDS: Final = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+KNOWN_CONFIGS: Final = {name: dict(zip(_CONFIG_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
+"""What `vmmkv plan` must know of the models of `vmmkv fetch` and the benchmarks, by name; none has to be on this machine."""
 _WHAT_WORKS: Final = (
     f"use {' or '.join(KNOWN_MODELS)}, the path of a local transformers directory, or a hub name where a hub can be reached"
 )
@@ -158,6 +172,7 @@ def _from_hub(model: str, *, weights: bool) -> Path:
     """The snapshot of a hub repository, from the hub or from its cache on this machine."""
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise ModelUnavailable(
             f"{model!r} is not a local model, and huggingface_hub is not installed; {_WHAT_WORKS}"
@@ -166,11 +181,11 @@ def _from_hub(model: str, *, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # of several libraries, and their set changes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelUnavailable(
-            f"there is no local directory {model!r}, and the model hub did not give a model of that name: {reason}; "
-            f"{_WHAT_WORKS}"
-        ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
+        is_unreachable = isinstance(error, LocalEntryNotFoundError | ConnectionError)
+        hub = "the model hub cannot be reached" if is_unreachable else "the model hub did not give a model of that name"
+        known = f"; `vmmkv plan` alone knows {model}" if model.lower() in KNOWN_CONFIGS else ""
+        raise ModelUnavailable(f"there is no local directory {model!r}, and {hub} ({reason}){known}; {_WHAT_WORKS}") from error
 
 
 # Fetching a known model.

@@ -230,15 +230,31 @@ def test_a_path_that_is_not_there_is_not_asked_of_a_hub(model: str, monkeypatch:
         resolve(model)
 
 
-def test_a_hub_that_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "error", "said"),
+    [
+        (
+            "an-owner/some-model",
+            ConnectionError("no route"),
+            r"cannot be reached \(no route\); use .*local transformers directory",
+        ),
+        ("an-owner/some-model", None, r"cannot be reached \(ConnectError: no name\); use "),
+        ("llama-3.1-8b", None, r"\(ConnectError: no name\); `vmmkv plan` alone knows llama-3\.1-8b; use "),
+        ("an-owner/some-model", ValueError("404"), r"did not give a model of that name \(404\); use "),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_said(
+    monkeypatch: pytest.MonkeyPatch, model: str, error: Exception | None, said: str
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
+    error = error or hub.errors.LocalEntryNotFoundError("Got: ConnectError: no name\nAn error happened")
 
-    def unreachable(*_: object, **__: object) -> str:
-        raise ConnectionError("Name or service not known")
+    def failing(*_: object, **__: object) -> str:
+        raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
-    with pytest.raises(ModelUnavailable, match=r"hub did not give.*Name or service not known.*local transformers directory"):
-        resolve("an-owner/some-model")
+    monkeypatch.setattr(hub, "snapshot_download", failing)
+    with pytest.raises(ModelUnavailable, match=said):
+        resolve(model)
 
 
 def test_a_hub_name_gives_the_directory_of_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from bench.suites.serve.models import MODELS
 from vmmkv.cli.main import main
-from vmmkv.cli.plan import KNOWN_CONFIGS
-from vmmkv.server.models import KNOWN_MODELS
+from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS
 from vmmkv.units import GIB, PAGE_BYTES
 
 LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-cache-dtype"]

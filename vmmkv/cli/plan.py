@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, KVLayout, KVType
+from vmmkv.server.models import KNOWN_CONFIGS
 from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -28,15 +29,6 @@ examples:
 The memory is that of the KV cache alone: subtract the weights first. Nothing
 is allocated and no GPU is needed.
 """
-
-_SHAPES = {  # layers, attention heads, KV heads, elements of a head, positions
-    "smollm2-135m": (30, 9, 3, 64, 8_192),
-    "llama-3.1-8b": (32, 32, 8, 128, 131_072),
-    "qwen3-0.6b": (28, 16, 8, 128, 40_960),
-}
-_FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-KNOWN_CONFIGS = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
-"""What a plan must know of the models of `vmmkv fetch` and the benchmarks, by name; none has to be on this machine."""
 
 DEFAULT_LENGTHS = "1024,4096,32768"
 

@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
-from vmmkv.cli.plan import KNOWN_CONFIGS
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import ModelSource, choose_dtype
+from vmmkv.server.models import KNOWN_CONFIGS
 
 Config = Mapping[str, Any]
 """What a config.json holds."""
