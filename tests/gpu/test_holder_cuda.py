@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.holder_engines import PROMPTS, Engine, Process, busy_engine, start, start_holder
+from tests.unit.holder_engines import PROMPT, PROMPTS, Engine, Process, busy_engine, start, start_holder
 
-PROMPT = [7 * token % 251 for token in range(100)]
 LONG = [3] * 330
 """More than a large extent."""
 

@@ -1,9 +1,11 @@
 """What several of these tests begin with."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.unit.holder_engines import Process, start_holder
 from vmmkv import Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
@@ -31,3 +33,18 @@ def pool(driver: FakeDriver, pool_pages: int) -> Iterator[Pool]:
     yield pool
     pool.close()
     assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The socket of `holder`."""
+    return tmp_path / "kv.sock"
+
+
+@pytest.fixture
+def holder(path: Path) -> Iterator[Process]:
+    """Of handles in host memory."""
+    process = start_holder(path)
+    yield process
+    if process.process.is_alive():
+        process.kill()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit import holder_engines as engines
-from tests.unit.holder_engines import BUDGET_BYTES, Engine, Process, start, start_holder, wrong_rows
+from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, wrong_rows
 from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
 from vmmkv.holder import HolderClient, Sealed, SealedLog
@@ -22,23 +22,8 @@ from vmmkv.holder.client import check_reach
 from vmmkv.prefix.borrowed import BorrowedPrefixes
 from vmmkv.units import MIB, PAGE_BYTES
 
-PROMPT = [7 * token % 251 for token in range(100)]
-"""Six full pages of 16 tokens, and a rest of 4."""
 LONG = [3] * 330
 """More than a large extent."""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path) -> Iterator[Process]:
-    process = start_holder(path)
-    yield process
-    if process.process.is_alive():
-        process.kill()
 
 
 @pytest.fixture

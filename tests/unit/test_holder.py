@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.unit import holder_engines as engines
-from tests.unit.holder_engines import BUDGET_BYTES, Engine, Process, start, start_holder
+from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, start_holder
 from tests.unit.support import STRADDLING, WINDOWED, Calls
 from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, HostTier, KVCache, OutOfPages, Pool, PrefixCache
 from vmmkv.driver.host import HostDriver
@@ -27,22 +27,7 @@ from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
 CPU = torch.device("cpu")
-PROMPT = [7 * token % 251 for token in range(100)]
-"""Six full pages of 16 tokens, and a rest of 4."""
 LONG = [*range(1, 201)]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path) -> Iterator[Process]:
-    process = start_holder(path)
-    yield process
-    if process.process.is_alive():
-        process.kill()
 
 
 def num_held(path: Path) -> int:
