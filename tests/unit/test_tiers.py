@@ -577,14 +577,17 @@ def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):
 
 
 def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(pool, cache, host):
-    pool.resize(8 * PAGE_BYTES)
+    pool.resize(9 * PAGE_BYTES)
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
+    running = cache.open()
+    running.grow(16)  # a page; while none ran, the fetch would wait for what has ended
     compute(prefix, [3, *PROMPT])  # its pages are in the tree, and still mapped
     prefix.flush()
     attached = fetched(prefix, PROMPT)
     assert attached.num_tokens == 96
     assert_reads(attached.sequence, PROMPT[:96])
+    running.close()
 
 
 def test_a_fetch_waits_for_fences_to_make_room_only_where_nothing_runs(pool, cache, host, driver):
