@@ -13,24 +13,9 @@ import torch
 from tests.engine.conftest import tiny_model
 from tests.engine.test_apart import GREEDY, PROMPT, prefill_engine
 from tests.server.tiny import byte_tokenizer
-from tests.unit.holder_engines import Engine, Process, busy_engine, start, start_holder, until, write, wrong_rows
+from tests.unit.holder_engines import LONG, Engine, Process, busy_engine, start, start_holder, until, write, wrong_rows
 from vmmkv import MIB
 from vmmkv.server import LLM
-
-LONG = [3] * 330
-"""More than a large extent."""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path, gpu: torch.device) -> Iterator[Process]:
-    process = start_holder(path, str(gpu))
-    yield process
-    process.kill()
 
 
 @pytest.fixture

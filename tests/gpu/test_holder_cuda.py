@@ -2,29 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pytest
-import torch
-
-from tests.unit.holder_engines import PROMPT, PROMPTS, Engine, Process, busy_engine, start, start_holder
-
-LONG = [3] * 330
-"""More than a large extent."""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path, gpu: torch.device) -> Iterator[Process]:
-    process = start_holder(path, str(gpu))
-    yield process
-    process.kill()
+from tests.unit.holder_engines import LONG, PROMPT, PROMPTS, Engine, Process, busy_engine, start, start_holder
 
 
 def test_prefixes_outlive_an_engine_that_is_killed_in_the_midst_of_a_kernel(path, holder, gpu):

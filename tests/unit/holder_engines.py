@@ -31,6 +31,8 @@ from vmmkv.units import PAGE_BYTES
 BUDGET_BYTES = 48 * PAGE_BYTES
 PROMPT = [7 * token % 251 for token in range(100)]
 """Six full pages of 16 tokens, and a rest of 4."""
+LONG = [3] * 330
+"""More than a large extent."""
 
 
 def hold(path: Path, ready: Connection, device: str) -> None:

@@ -14,16 +14,13 @@ import pytest
 import torch
 
 from tests.unit import holder_engines as engines
-from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, wrong_rows
+from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, Process, start, wrong_rows
 from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
 from vmmkv.holder import HolderClient, Sealed, SealedLog
 from vmmkv.holder.client import check_reach
 from vmmkv.prefix.borrowed import BorrowedPrefixes
 from vmmkv.units import MIB, PAGE_BYTES
-
-LONG = [3] * 330
-"""More than a large extent."""
 
 
 @pytest.fixture
