@@ -93,8 +93,8 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     - tile_rows: 32 KiB of K in the query's dtype. Two tiles of K and of V fill an SM's shared memory with one program. float32
       has dots without tensor cores: 16 rows and 8 warps, since more spills registers.
     - Quantised K and V are bound by instructions and by what warps wait for each other. So programs are small and many: as few
-      warps as have the output in their registers, 12 of them on an SM; twice as many where K has a byte for each element, for
-      shared memory has room for half as many programs.
+      warps as have the output in their registers, 12 of them on an SM. Where K has a byte for each element, shared memory has
+      room for that many programs if each has one tile; the others compute while it waits.
     - chunk_tiles: 8192 rows. short_tiles: enough leaves for one sequence to occupy the SMs, and no more to merge.
     - query_with_tiles: where the query is small beside a tile. Launches bound by registers or instructions gain nothing.
     """
@@ -104,10 +104,10 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     short_tiles = 16 if num_kv_heads >= 8 else 32
     group = num_heads // num_kv_heads
     if payload_bytes < head_dim * itemsize and not exact:
-        outputs_a_warp = 512 if payload_bytes < head_dim else 256
-        num_warps = min(8, max(1, _padded_group(group, is_quantised=True) * padded_dim // outputs_a_warp))
+        num_warps = min(8, max(1, _padded_group(group, is_quantised=True) * padded_dim // 512))
         return Tiling(
-            tile_rows=128, chunk_tiles=64, short_tiles=short_tiles, num_warps=num_warps, num_stages=2,
+            tile_rows=128, chunk_tiles=64, short_tiles=short_tiles, num_warps=num_warps,
+            num_stages=2 if payload_bytes < head_dim else 1,
             max_registers=168 if num_warps < 8 else None, programs_per_sm=12 // num_warps,
         )  # fmt: skip
     is_wide = group * padded_dim > 8192

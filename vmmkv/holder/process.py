@@ -284,6 +284,8 @@ def run(path: Path, budget_bytes: int, driver: Driver, report: Callable[[str], N
         report(f"{format_bytes(budget_bytes)} of {device_identity(driver.device)} at {path}, process {os.getpid()}")
         holder.run()
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # it is ending, and what `stop` writes to is closed
         holder.close()
     report("ended")
 
