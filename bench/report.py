@@ -88,8 +88,8 @@ QUESTIONS: Final = (
     ),
     Question("Requests that share a prefix", "prefix", "total", _PAGED),
     Question("Memory of shared prefixes", "prefix", "memory, held", _PAGED),
-    Question("Addressing alone, all requests at once", "serve", "throughput", "paged 16", COMMON_PREFILL, "closed"),
-    Question("Addressing alone, requests that share a prefix", "prefix", "total", "paged 16", COMMON_PREFILL),
+    Question("Blocks of 16, by the same kernels", "serve", "throughput", "paged 16", COMMON_PREFILL, "closed"),
+    Question("Blocks of 16, by the same kernels, and a shared prefix", "prefix", "total", "paged 16", COMMON_PREFILL),
     *(
         Question(text, "memory_efficiency", f"{metric}, averaged", other)
         for metric, text in (("waste", "Memory that holds no row"), ("admitted sequences", "Sequences that fit"))

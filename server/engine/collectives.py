@@ -35,6 +35,8 @@ _SYMMETRIC_RANKS: Final = (2, 4, 8)
 """Numbers of ranks that torch's kernels know."""
 _RELEASE_S: Final = 20.0
 """The longest time for which kernels are released that wait for a rank."""
+_IDLE_S: Final = 1.0
+"""The device is done when it has been for so long."""
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
@@ -182,17 +184,17 @@ class SymmetricMemory:
         self._operations = torch.ops.symm_mem
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Is it of a type and size that is summed so?"""
+        """Is it of a type and size that is summed so? All ranks must say the same, so its address does not matter."""
         aligned_bytes = 16 * self._num_ranks
         return (
             tensor.dtype in (torch.bfloat16, torch.float32)
             and 0 < tensor.nbytes <= SYMMETRIC_BYTES
             and tensor.nbytes % aligned_bytes == 0
-            and tensor.data_ptr() % aligned_bytes == 0
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor that fits, in place."""
+        """Sum a tensor that fits, in place. Its address is a multiple of 16 bytes for each rank."""
+        assert tensor.data_ptr() % (16 * self._num_ranks) == 0
         return self.one_shot(tensor) if tensor.nbytes <= _ONE_SHOT_BYTES else self.two_shot(tensor)
 
     def one_shot(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,12 +218,18 @@ class SymmetricMemory:
         with torch.cuda.device(self._device):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.default_stream(self._device))
-            until_s = time.monotonic() + _RELEASE_S
+            busy_s = time.monotonic()
+            until_s = busy_s + _RELEASE_S
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 flags = [self._handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self._num_ranks)]
                 for value in itertools.cycle((0, 1)):
-                    if done.query() or time.monotonic() > until_s:  # type: ignore[no-untyped-call]
+                    now_s = time.monotonic()
+                    if done.query():  # type: ignore[no-untyped-call]
+                        done.record(torch.cuda.default_stream(self._device))  # a step may be launched meanwhile
+                    else:
+                        busy_s = now_s
+                    if now_s > min(until_s, busy_s + _IDLE_S):
                         return
                     for of_rank in flags:
                         of_rank.fill_(value)

@@ -169,7 +169,7 @@ OpenBackend = Callable[[BackendConfig], KVBackend]
 
 def _free_bytes(pool: Pool) -> int:
     """What the pool can have, in whole pages; on a GPU but for a margin."""
-    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
+    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes - pool.borrowed_bytes
     margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
     return max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
 

@@ -59,6 +59,7 @@ MESSAGE_BYTES: Final = 1 << 17
 _MAX_LIMITS: Final = 4096
 """Limits in one message."""
 _LAST_WORDS_S: Final = 3.0
+_GONE_S: Final = 10.0
 """Time for a rank that fails to say why, or to end."""
 _NAP_S: Final = 1e-4
 
@@ -139,7 +140,7 @@ class Peer:
     """None in a thread of this process."""
 
     def last_words(self) -> str:
-        """Why it has ended, of a rank that has, or has said so. Blocks for _LAST_WORDS_S at most."""
+        """Why it has ended, of a rank that has, or has said so. Blocks for _GONE_S at most."""
         said: object = None
         with contextlib.suppress(OSError, ValueError):
             said = json.loads(self.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT))
@@ -148,7 +149,7 @@ class Peer:
         code: int | None = None
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self.process.wait(_LAST_WORDS_S)
+                code = self.process.wait(_GONE_S)
         return f"rank {self.rank} has ended" + ("" if code is None else f" with exit code {code}")
 
 

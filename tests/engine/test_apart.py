@@ -58,6 +58,7 @@ def prefill(directory: Path, socket: Path) -> Iterator[Callable[..., None]]:
     pipe, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=(directory, socket, theirs), daemon=True)
     process.start()
+    theirs.close()
     assert pipe.recv() == "ready"
 
     def compute(prompt: list[int] | None = None, *, kill: bool = False) -> None:

@@ -9,11 +9,12 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ class Engine:
         """On a GPU: a kernel that runs for seconds, and behind it one that writes rows of a sequence of its own."""
         sequence = self.cache.open(tenant=namespace)
         sequence.grow(64)
-        torch.cuda._sleep(8_000_000_000)
+        with torch.cuda.device(self.cache.device):
+            torch.cuda._sleep(8_000_000_000)
         sequence.k(0)[:64] = float("nan")
 
     def close(self) -> None:
@@ -234,13 +236,21 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.unit.holder_engines"])
 
 
+def with_parent(function: Callable[..., None], *arguments: Any) -> None:
+    """Call it, and end when the test's process has ended, which may have been killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    function(*arguments)
+
+
 class Process:
     """A process of a test, and the pipe to it."""
 
     def __init__(self, function: Any, path: Path, *arguments: Any) -> None:
         self.pipe: Connection
         self.pipe, theirs = processes.Pipe()
-        self.process = processes.Process(target=function, args=(path, theirs, *arguments), daemon=True)
+        self.process = processes.Process(target=with_parent, args=(function, path, theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -257,7 +267,8 @@ class Process:
         return self.get()
 
     def kill(self, number: int = signal.SIGKILL) -> int | None:
-        os.kill(self.pid, number)
+        if self.process.is_alive():
+            os.kill(self.pid, number)
         self.process.join(60)
         return self.process.exitcode
 

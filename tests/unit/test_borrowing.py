@@ -84,6 +84,22 @@ def test_borrowed_rows_are_the_owners_memory_and_no_byte_is_copied(holder, owner
     sequence.close()
 
 
+def test_what_is_borrowed_again_before_it_has_left_stays_lent(holder, owner, borrower):
+    hold_rows(borrower, [*PROMPT, 1], 96).close()
+    borrower.prefix.evict()
+    sequence = hold_rows(borrower, [*PROMPT, 1], 96)
+    borrower.settle()
+    owner.ask("evict")
+    owner.ask("close_slots")
+    assert borrower.pool.borrowed_bytes == 6 * PAGE_BYTES
+    assert total_pages(holder) == held_pages(owner) + 6
+    sequence.close()
+    borrower.prefix.evict()
+    borrower.settle()
+    assert not borrower.pool.borrowed_bytes
+    engines.until(lambda: total_pages(holder) == held_pages(owner))
+
+
 @pytest.mark.parametrize("layout", [STRADDLING, WINDOWED])
 @pytest.mark.parametrize("num_tokens", [100, 130, 331])
 def test_rows_of_all_layouts_and_lengths_are_right(path, holder, layout, num_tokens):

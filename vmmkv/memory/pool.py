@@ -210,12 +210,16 @@ class Pool(Closing, Unique):
             raise
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
+        self.borrowed_bytes = 0
+        """Of those created, what is another engine's memory."""
         self.held_bytes = 0
         self.used_bytes = 0
         """Held by running sequences, and so not evictable."""
         self.closed = False
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
+        self._borrowed: Counter[int] = Counter()
+        """By serial, how many extents here are that one: what is pending reclaim can be borrowed again."""
         self.caches: list[KVCache] = []
         """Internal: those that are open."""
         self._clock = 0
@@ -435,6 +439,9 @@ class Pool(Closing, Unique):
         """
         is_lent = self.lender is not None
         extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=not is_lent, lent=is_lent)
+        if is_lent:
+            self._borrowed[serial] += 1
+            self.borrowed_bytes += extent.size_bytes
         self.created_bytes += extent.size_bytes
         self.held_bytes += extent.size_bytes
         return extent
@@ -477,6 +484,12 @@ class Pool(Closing, Unique):
         self.created_bytes -= extent.size_bytes
         if extent.imported:
             self.driver.release(extent.handle)
+        if self.lender is not None:
+            self.borrowed_bytes -= extent.size_bytes
+            self._borrowed[extent.serial] -= 1
+            if self._borrowed[extent.serial]:
+                return  # it was borrowed again before it had left
+            del self._borrowed[extent.serial]
         owner = self.holder or self.lender
         if owner is not None and not extent.sealed:
             owner.release([extent.serial])
