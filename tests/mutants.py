@@ -455,6 +455,13 @@ MUTANTS = (
         (f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",),
     ),
     Mutant(
+        "all of a prompt computed where its end is in a slow tier",
+        TRANSFERS,
+        "            for pages in have:  # what is before",
+        "            break\n            for pages in have:  # what is before",
+        (f"{FETCHES}::test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed",),
+    ),
+    Mutant(
         "a prompt computed where there is no room yet to load it",
         "server/engine/fetches.py",
         'return None if request.unfetched == "no_room" else False',

@@ -6,8 +6,9 @@ Fetches end in the order in which they began, as prompts that are computed would
 tokens alone, and is late when it takes longer than that as the oldest. Few are under way at once: they fill the link already,
 and what they have loaded is attached before room is made for more.
 
-The bandwidth of each tier and the rate of prefill are measured while the engine runs. Each time that a fetch is declined the
-estimate of the bandwidth rises a little, so that now and then a fetch measures it again.
+The bandwidth of each tier and the rate of prefill are measured while the engine runs. Where loading takes longer than computing
+the slowest tier is left out, with what is behind its records. Each request that leaves it out raises the estimate of its
+bandwidth a little, so that now and then a fetch measures it again.
 """
 
 import math
@@ -40,7 +41,7 @@ _KEPT: Final = 0.9
 """Weight of the earlier measurements beside a new one."""
 
 _HOPE: Final = 1.01
-"""Factor by which the estimate of a bandwidth rises each time that a fetch is declined."""
+"""Factor by which the estimate of a bandwidth rises with each request that declines to load from its tier."""
 
 
 class Rate:
@@ -124,7 +125,7 @@ class Fetches:
             request.fetched.append(borrowed)
         elif borrowed is not None and borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
             return None
-        if request.num_fetches >= _MOST_FETCHES:
+        if request.num_fetches >= _MOST_FETCHES or request.unfetched == "declined":
             return False
         had_no_room = request.unfetched == "no_room"
         if had_no_room and not self._prefix.has_room(tokens, namespace=namespace, room_pages=room_pages):
@@ -132,6 +133,8 @@ class Fetches:
         request.unfetched, worth = "unknown", partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
+            if request.unfetched == "declined":
+                self.counts["declined"] += 1
             return None if request.unfetched == "no_room" else False
         request.num_fetches += 1
         now_s = time.perf_counter()
@@ -140,16 +143,16 @@ class Fetches:
         return True
 
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:
-        """Will a fetch take less time than its tokens would take to compute?"""
+        """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
         loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items())
         if loading_s < self._computing_s(fetch, len(request.attachable)):
             request.unfetched = "no_room"  # if nothing comes of it
             return True
-        for tier in fetch.bytes_by_tier:
-            self._loads[tier].hope()
-        if request not in self.waiting:
-            self.counts["declined"] += 1
-        request.unfetched, request.num_fetches = "declined", _MOST_FETCHES
+        slowest = next(reversed(fetch.bytes_by_tier))
+        if slowest not in request.declined:
+            self._loads[slowest].hope()
+        request.declined.add(slowest)
+        request.unfetched = "declined"
         return False
 
     def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:

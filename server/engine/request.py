@@ -81,6 +81,8 @@ class Request:
     """How often it has waited for tiers since it arrived or was preempted."""
     unfetched: str = "unknown"
     """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
+    declined: set[str] = field(default_factory=set)
+    """Tiers that take longer to load from than computing, as was found since then."""
     fetched: list[Fetch | Borrowed] = field(default_factory=list)
     """Those of these fetches that were done, and what was borrowed."""
     arrived_s: float = field(default_factory=time.perf_counter)
@@ -264,7 +266,7 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         self.lookup = self.awaited = None
-        self.num_fetches, self.unfetched, self.fetched = 0, "unknown", []
+        self.num_fetches, self.unfetched, self.declined, self.fetched = 0, "unknown", set(), []
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

@@ -311,6 +311,35 @@ def test_a_fetch_that_is_not_worth_it_does_not_start(cache, host, pool):
     assert pool.stats().held_bytes == 0
 
 
+def test_a_fetch_that_is_not_worth_it_may_be_without_the_last_tier_and_what_is_behind_its_records(cache, host, tmp_path):
+    middle, last = HostTier(64 * PAGE_BYTES), DiskTier(tmp_path, 64 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [host, middle, last], fingerprint="model")
+    stored(prefix, PROMPT)
+    chain = Keys(LAYOUT, "model").of(None, np.array(PROMPT, np.int32))
+    chain.hash_some(None)
+    for tier, lost in ((host, (2, 4)), (middle, (4,))):  # host, host, middle, host, last, host
+        for page in lost:
+            tier._free.append(tier._records.pop(chain.in_order[page]).address)
+    middle.name = "middle"
+    asked = []
+    assert prefix.fetch(PROMPT, worth=lambda fetch: asked.append(fetch.num_tokens)) is None
+    assert asked == [96, 64, 32]
+    asked.clear()
+
+    def worth(fetch):
+        asked.append((fetch.num_tokens, [*fetch.bytes_by_tier.values()]))
+        return "disk" not in fetch.bytes_by_tier
+
+    fetch = prefix.fetch(PROMPT, worth=worth)
+    assert asked == [(96, [4 * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES]), (64, [3 * PAGE_BYTES, PAGE_BYTES])]
+    assert (fetch.num_tokens, fetch.bytes_by_tier) == (64, {"host": 3 * PAGE_BYTES, "middle": PAGE_BYTES})
+    prefix.flush()
+    assert_reads(prefix.attach(PROMPT).sequence, PROMPT[:64])
+    cache.close()
+    for tier in (middle, last):
+        tier.close()
+
+
 def test_a_fetch_leaves_memory_for_sequences_that_run(cache, host, pool):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)

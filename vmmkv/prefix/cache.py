@@ -309,7 +309,8 @@ class PrefixCache:
         must be asked over a network, or more than 250 pages are to be looked up, the fetch finds in `poll` what there is, and
         is done if that is nothing.
 
-        `worth` is asked about a fetch before it starts: is it faster than computing these tokens? It must not use the cache.
+        `worth` is asked about a fetch before it starts: is it faster than computing these tokens? If not, it is asked about
+        what comes before the first record of the last of these tiers, and so on. It must not use the cache.
         Cost: 1 us for each 1,000 tokens, and 3 us for each of up to 250 pages that tiers may have; and what evicting takes to
         make room. Blocks, on fences to make room, only if nothing runs or is loaded.
         Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.

@@ -381,19 +381,24 @@ class Transfers:
                 for index, page in itertools.compress(lacking, found):
                     have[index][page] = place
 
-        num_tokens = self._reach(have, len(chain.tokens) - 1)
-        if num_tokens - fetch.known_tokens < fetch._least_tokens:
-            return None
-        fetch.num_tokens = num_tokens
-        places = [*self._places(have, firsts, num_tokens)]
-        keys = [key for index, pages in places for key in chain.by_group[index][pages.start : pages.stop]]
-        if (other := self._loader_of(keys)) is not None:
-            return other
-        for place, tier in enumerate(self.tiers, _TIER):
-            if num_records := sum(have[index].count(place, pages.start, pages.stop) for index, pages in places):
-                fetch.bytes_by_tier[tier.name] += num_records * RECORD_BYTES
-        is_worth = places and (fetch._worth is None or fetch._worth(fetch))
-        return fetch if is_worth and self._take(fetch, places) else None
+        while (num_tokens := self._reach(have, len(chain.tokens) - 1)) - fetch.known_tokens >= fetch._least_tokens:
+            fetch.num_tokens, fetch.bytes_by_tier = num_tokens, Counter()
+            places = [*self._places(have, firsts, num_tokens)]
+            keys = [key for index, pages in places for key in chain.by_group[index][pages.start : pages.stop]]
+            if (other := self._loader_of(keys)) is not None:
+                return other
+            last = 0
+            for place, tier in enumerate(self.tiers, _TIER):
+                if num_records := sum(have[index].count(place, pages.start, pages.stop) for index, pages in places):
+                    fetch.bytes_by_tier[tier.name] += num_records * RECORD_BYTES
+                    last = place
+            if not last:
+                break
+            if fetch._worth is None or fetch._worth(fetch):
+                return fetch if self._take(fetch, places) else None
+            for pages in have:  # what is before the records of the slowest tier may be worth it
+                pages[:] = pages.replace(bytes([last]), b"\0")
+        return None
 
     def _go_on(self, fetch: Fetch, may_go_on: Callable[[], bool]) -> Fetch | None:
         """Do pieces of a fetch's `find`, one at least. The fetch while there are more, then what that returns."""
