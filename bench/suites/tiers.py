@@ -441,11 +441,12 @@ def _compare(
         with recorder.guarded(name, system), _engine(context, weights, limits, sizes) as engine:
             recorder.note(f"{name}, {system}")
             runs = serve(engine)
-            first = first or runs
             strict = not context.settings.on_gpu
-            same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first, strict=True)]
+            same = [share_same([run], wanted, strict=strict) for run, wanted in zip(runs, first or runs, strict=True)]
             _add_runs(recorder, name, system, runs)
-            recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
+            if first:
+                recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
+            first = first or runs
             assert engine.snapshot is not None, "it tells after each run"
             recorder.figure(name, system, "preempted", "requests", engine.snapshot.preemptions / len(runs), len(runs))
             for how, num_requests in sorted(engine.snapshot.fetches.items()):

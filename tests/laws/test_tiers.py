@@ -222,6 +222,17 @@ def test_memory_that_is_lent_comes_back_however_a_transfer_ends(tier):
     assert all(store(tier, number) and load(tier, number) for number in range(100, 140))
 
 
+@pytest.mark.parametrize("tier", ["slow", "disk"], indirect=True)
+def test_a_store_for_which_no_buffer_is_free_is_refused_and_counts_once(tier):
+    lent = [transfer for number in range(100) if (transfer := tier.store(key_of(number))) is not None]
+    assert 0 < len(lent) < 100 and tier.stats().refused_records == 100 - len(lent)
+    assert tier.store(key_of(99)) is tier.store(lent[0].key) is None
+    assert tier.stats().refused_records == 100 - len(lent)
+    for transfer in lent:
+        tier.drop(transfer)
+    assert store(tier, 99) and tier.stats().refused_records == 100 - len(lent)
+
+
 def test_what_is_being_loaded_is_not_overwritten(tier):
     for number in range(NUM_RECORDS):
         store(tier, number)

@@ -214,6 +214,8 @@ class ThreadedTier(ABC):
         self._num_lent = 0
         """Transfers that the caller has neither finished nor dropped."""
         self._storing: set[bytes] = set()
+        self._refused: bytes | None = None
+        """The last record for which no buffer was free. It is asked about again and again, and counts once."""
         self._num_writes = 0
         self._written = threading.Condition(self.lock)
         self._threads: ThreadPoolExecutor | None = None
@@ -253,8 +255,11 @@ class ThreadedTier(ABC):
         if found is None or found[0]:
             return None
         with self.lock:
-            has_room = self._threads is not None and self._buffers and len(self._storing) < _NUM_BUFFERS // 2
-            if not has_room or key in self._storing:
+            if self._threads is None or key in self._storing:
+                return None
+            if not self._buffers or len(self._storing) >= _NUM_BUFFERS // 2:
+                self.counts["refused_records"] += key != self._refused
+                self._refused = key
                 return None
             self._storing.add(key)
             self._num_lent += 1
