@@ -7,6 +7,7 @@ On a GPU nothing waits on the host, and all can be captured. What is launched wa
 where one is gone. `abort` ends it.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -134,7 +135,9 @@ class Collectives:
             return
         # NCCL has its kernels end at once, and then waits until all graphs with calls of it are gone.
         for end in [group.abort] if symmetric is None else [group.abort, symmetric.release]:
-            threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True).start()
+            thread = threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True)
+            thread.start()
+            atexit.register(thread.join, _RELEASE_S)  # in NCCL when Python ends it would abort the process
 
 
 def _attempt(end: Callable[[], None]) -> None:

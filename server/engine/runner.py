@@ -359,10 +359,16 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@functools.cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    """One for each GPU, since graphs of one pool share memory by stream. torch's own is on the GPU that captured first."""
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+
+
 def _captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
     """What replays the launches, and what they returned."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         result = launch()
     return graph.replay, result
 
