@@ -24,8 +24,9 @@ from vmmkv.server.console import end
 from vmmkv.server.engine.collectives import SYMMETRIC_BYTES, Collectives
 from vmmkv.units import KIB, MIB, format_bytes
 
-_SUMS_BYTES: Final = tuple(4 * KIB << shift for shift in range(12))
-"""4 KiB to 8 MiB: a step of Llama-3.1-8B has 8 KiB for each token."""
+_WIDTH: Final = 4096
+_SUMS_BYTES: Final = tuple(2 * _WIDTH << shift for shift in range(11))
+"""8 KiB to 8 MiB: a step of Llama-3.1-8B has 8 KiB for each token."""
 _BROADCAST_BYTES: Final = (256, 16 * KIB, 256 * KIB)
 """About those of a decode step of one row, of one of 256, and of a prefill of 8,192 tokens."""
 _GATHERS_BYTES: Final = (128 * KIB, 8 * MIB, 32 * MIB)
@@ -101,8 +102,7 @@ def _ways(collectives: Collectives, device: torch.device) -> Iterator[Way]:
     for size_bytes in _SUMS_BYTES if device.type == "cuda" else _SUMS_BYTES[:3]:
         yield Way("sum", library, size_bytes, collectives.sum_by_group)
         if symmetric is not None and size_bytes <= SYMMETRIC_BYTES:
-            yield Way("sum", "symmetric memory, one shot", size_bytes, symmetric.one_shot)
-            yield Way("sum", "symmetric memory, two shots", size_bytes, symmetric.two_shot)
+            yield Way("sum", "symmetric memory", size_bytes, lambda tensor: symmetric.sum(tensor.view(-1, _WIDTH)).flatten())
     for size_bytes in _GATHERS_BYTES if device.type == "cuda" else _GATHERS_BYTES[:1]:
         yield Way("gather", library, size_bytes, collectives.gather)
     for size_bytes in _BROADCAST_BYTES:

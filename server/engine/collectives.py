@@ -1,6 +1,6 @@
 """Sums, gathers and broadcasts over the ranks of one engine, on their devices.
 
-    on GPUs   NCCL; sums of few bytes by torch's symmetric memory, which takes a third of the time
+    on GPUs   NCCL; sums of few bytes by a kernel of ours over torch's symmetric memory
     on CPUs   gloo
 
 On a GPU nothing waits on the host, and all can be captured. What is launched waits on the device for all ranks, without end
@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import environ
@@ -22,22 +21,16 @@ import torch
 import torch.distributed
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from vmmkv.units import KIB, MIB
+from vmmkv.units import MIB
 
 log = logging.getLogger(__name__)
 
 _distributed: Any = torch.distributed  # whose types depend on the platform
 
 SYMMETRIC_BYTES: Final = 2 * MIB
-"""The largest sum by symmetric memory. On two H200, in a graph: 2 MiB in 13 us, by NCCL 39; 8 KiB in 6, by NCCL 15."""
-_ONE_SHOT_BYTES: Final = 256 * KIB
-"""The largest for which each rank reads all that the others have. For more each adds up a part, and reads the others' sums."""
-_SYMMETRIC_RANKS: Final = (2, 4, 8)
-"""Numbers of ranks that torch's kernels know."""
+"""The largest sum by symmetric memory."""
 _RELEASE_S: Final = 20.0
 """The longest time for which kernels are released that wait for a rank."""
-_IDLE_S: Final = 1.0
-"""The device is done when it has been for so long."""
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
@@ -76,17 +69,14 @@ class Collectives:
 
     def _open_symmetric(self, store: Any, device: torch.device) -> "SymmetricMemory | None":
         """Symmetric memory if all ranks can have it, else None on all, and a line in the log."""
-        found, reason = None, f"torch has kernels for {_SYMMETRIC_RANKS} ranks"
-        if self.num_ranks in _SYMMETRIC_RANKS:
-            try:
-                found = SymmetricMemory(self.rank, self.num_ranks, self._group, store, device)
-            except Exception as error:  # of many kinds: GPUs without a link, drivers, containers that hide processes
-                reason = f"{type(error).__name__}: {error}"
+        found, reason = None, "another rank has none"
+        try:
+            found = SymmetricMemory(self.rank, self.num_ranks, self._group, store, device)
+        except Exception as error:  # of many kinds: GPUs without a link, drivers, containers that hide processes
+            reason = f"{type(error).__name__}: {error}"
         num_ready = self.sum(torch.tensor([float(found is not None)], device=device))
         if round(num_ready.item()) == self.num_ranks:
             return found
-        if found is not None:
-            reason = "another rank has none"
         if not self.rank:
             log.warning("sums over ranks are all by NCCL, for symmetric memory cannot be had: %s", reason)
         return None
@@ -167,76 +157,46 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class SymmetricMemory:
-    """Sums by torch's kernels over a buffer on each GPU that the others map. bfloat16 and float32, on one stream.
-
-    Never by multicast. The kernels cannot be aborted; `release` makes them end, with sums that mean nothing.
-    """
+    """Sums by `sum_ranks` over a buffer on each GPU that the others map, on one stream. `release` makes all of them end."""
 
     def __init__(self, rank: int, num_ranks: int, group: Any, store: Any, device: torch.device) -> None:
         """Blocks until all ranks have come, or for as long as the store waits. Raises errors of many kinds."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        from vmmkv.kernels import sums  # not above: it imports triton
+
         self._store: Final = RenumberedStore(store)  # torch's own references do not keep what Python has of it
         self._named: Final = register(rank, num_ranks, group, self._store, device)
-        self._name: Final[str] = self._named.group_name
-        self._num_ranks: Final = num_ranks
-        self._device: Final = device
-        with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
-            self._buffer = symmetric_memory.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
-            self._handle = symmetric_memory.rendezvous(self._buffer, self._name)
-        self._operations = torch.ops.symm_mem
+        self._row_bytes: int | None = None
+
+        def map_all(num_words: int) -> list[int]:
+            with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
+                self._buffer = symmetric_memory.empty(num_words, dtype=torch.int64, device=device).zero_()
+                torch.cuda.synchronize(device)
+                self._handle = symmetric_memory.rendezvous(self._buffer, self._named.group_name)
+            return [self._handle.get_buffer(each, (1,), torch.int64).data_ptr() for each in range(num_ranks)]
+
+        self._region: Final = sums.Region.open(rank, num_ranks, SYMMETRIC_BYTES, map_all, device)
+        self._sum_ranks: Final = sums.sum_ranks
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Is it of a type and size that is summed so? All ranks must say the same, so its address does not matter."""
-        aligned_bytes = 16 * self._num_ranks
-        return (
-            tensor.dtype in (torch.bfloat16, torch.float32)
-            and 0 < tensor.nbytes <= SYMMETRIC_BYTES
-            and tensor.nbytes % aligned_bytes == 0
-        )
+        """Is it summed so? All ranks say the same: by its shape and type, and rows are as wide as those of the first sum."""
+        row_bytes = tensor.shape[-1] * tensor.element_size()
+        if not self._region.fits(tensor) or self._row_bytes not in (None, row_bytes):
+            return False
+        self._row_bytes = row_bytes
+        return True
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor that fits, in place. Its address is a multiple of 16 bytes for each rank."""
-        assert tensor.data_ptr() % (16 * self._num_ranks) == 0
-        return self.one_shot(tensor) if tensor.nbytes <= _ONE_SHOT_BYTES else self.two_shot(tensor)
-
-    def one_shot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Each rank reads all that the others have. One launch."""
-        place = self._buffer.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        self._operations.one_shot_all_reduce_copy_out(place, tensor, "sum", self._name, tensor)
-        return tensor
-
-    def two_shot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Each rank adds up a part, and reads the sums of the others. A copy and a launch."""
-        place = self._buffer.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        place.copy_(tensor)
-        self._operations.two_shot_all_reduce_out(place, "sum", self._name, tensor)
-        return tensor
+    def sum(self, tensor: torch.Tensor, **norm: Any) -> torch.Tensor:
+        """See `sum_ranks`, of a tensor that fits."""
+        return self._sum_ranks(tensor, self._region, **norm)
 
     def release(self) -> None:
-        """Have kernels end that wait for a rank which is gone. Blocks until the device is done, or for _RELEASE_S.
-
-        A kernel waits until flags are 0 that it sets for others, and until flags are 1 that others set for it.
-        """
-        with torch.cuda.device(self._device):
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.default_stream(self._device))
-            busy_s = time.monotonic()
-            until_s = busy_s + _RELEASE_S
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                flags = [self._handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self._num_ranks)]
-                for value in itertools.cycle((0, 1)):
-                    now_s = time.monotonic()
-                    if done.query():  # type: ignore[no-untyped-call]
-                        done.record(torch.cuda.default_stream(self._device))  # a step may be launched meanwhile
-                    else:
-                        busy_s = now_s
-                    if now_s > min(until_s, busy_s + _IDLE_S):
-                        return
-                    for of_rank in flags:
-                        of_rank.fill_(value)
-                    stream.synchronize()
+        """Have kernels end that wait for a rank which is gone, also those launched from now on."""
+        stream = torch.cuda.Stream(self._region.ended_1.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._region.ended_1.fill_(1)
+            stream.synchronize()
 
 
 _groups = itertools.count()

@@ -38,6 +38,7 @@ from vmmkv.kernels.norm import rms_norm
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
 from vmmkv.kernels.sampling import logits, sample
 from vmmkv.kernels.step import begin_step, end_step
+from vmmkv.kernels.sums import Region, sum_ranks
 
 H200 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -247,6 +248,9 @@ def rows() -> None:
         x_NE, weight_E = empty(16, width, dtype=dtype), empty(width, dtype=dtype)
         rms_norm(x_NE, weight_E, 1e-6)
         rms_norm(x_NE, weight_E, 1e-6, residual_NE=x_NE)
+        region = Region.open(1, 2, 2 << 20, lambda _: [0, 0], META)
+        sum_ranks(x_NE, region)
+        sum_ranks(x_NE, region, residual_NE=x_NE, weight_E=weight_E, eps=1e-6)
     for dtype, width, pitch in ((BF16, 28_672, 57_600), (FP16, 1111, 2224), (FP32, 111, 224)):
         silu_mul(empty(16, pitch, dtype=dtype)[:, : 2 * width])
     for dtype, num_rows in ((BF16, 1), (BF16, 8), (FP16, 3), (FP32, 2)):

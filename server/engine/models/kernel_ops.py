@@ -51,7 +51,7 @@ class _NarrowStream(Stream):
 
 
 class _WideStream(Stream):
-    """Of many tokens: the stream is `_x_NE`, plus `_due_NE` where that was not added yet; the next norm does it."""
+    """Of many tokens: the stream is `_x_NE`, plus `_due_NE` of all ranks until the next norm adds it."""
 
     _due_NE: torch.Tensor | None = None
 
@@ -60,8 +60,7 @@ class _WideStream(Stream):
 
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
         assert self._due_NE is None, "something is due already: norm between two additions"
-        due_NE = F.linear(x_NI, weight_EI, bias_E)
-        self._due_NE = due_NE if self._ranks is None else self._ranks.sum(due_NE)
+        self._due_NE = F.linear(x_NI, weight_EI, bias_E)
 
     def keep(self, rows_B: torch.Tensor) -> Stream:
         assert self._due_NE is None, "rows can be kept after a norm only"
@@ -71,4 +70,8 @@ class _WideStream(Stream):
         due_NE, self._due_NE = self._due_NE, None
         if due_NE is None:
             return rms_norm(self._x_NE, norm_E, self._norm_eps)
+        if self._ranks is not None:
+            if (symmetric := self._ranks.symmetric) is not None and symmetric.fits(due_NE):
+                return symmetric.sum(due_NE, residual_NE=self._x_NE, weight_E=norm_E, eps=self._norm_eps)
+            self._ranks.sum(due_NE)
         return rms_norm(due_NE, norm_E, self._norm_eps, residual_NE=self._x_NE)

@@ -1,0 +1,121 @@
+"""Laws of sums over ranks. The ranks take turns here: what the others will write is written for them before."""
+
+import pytest
+import torch
+
+from tests.kernels.cases import DEVICE, dtypes
+from vmmkv.kernels import reference
+from vmmkv.kernels.sums import MAX_ROWS, Region, sum_ranks
+
+EPS = 1e-5
+SIZE_BYTES = 1 << 14
+
+
+def regions(num_ranks: int) -> tuple[list[Region], list[torch.Tensor]]:
+    """Of all ranks, and their memory [2, R, words]."""
+    memory: list[torch.Tensor] = []
+
+    def map_all(num_words: int) -> list[int]:
+        while len(memory) < num_ranks:
+            memory.append(torch.zeros(num_words, dtype=torch.int64, device=DEVICE))
+        return [each.data_ptr() for each in memory]
+
+    opened = [Region.open(rank, num_ranks, SIZE_BYTES, map_all, DEVICE) for rank in range(num_ranks)]
+    return opened, [each.view(2, num_ranks, -1) for each in memory]
+
+
+def words(x_NE: torch.Tensor, number: int) -> torch.Tensor:
+    """What a rank writes for the others in the sum of this number."""
+    return x_NE.view(torch.int32).flatten().long() & 0xFFFFFFFF | number << 32
+
+
+def summed(
+    parts: list[torch.Tensor], opened: list[Region], memory: list[torch.Tensor], number: int, **norm
+) -> list[torch.Tensor]:
+    """The sum as each rank has it; each finds what the others write, and writes what it should."""
+    results = []
+    for rank, region in enumerate(opened):
+        for peer, x_NE in enumerate(parts):
+            if peer != rank:
+                memory[rank][number % 2, peer, : len(words(x_NE, number))] = words(x_NE, number)
+        own = {name: given[rank].clone() if name == "residual_NE" else given for name, given in norm.items()}
+        result = sum_ranks(parts[rank].clone(), region, **own)
+        results.append((result, own["residual_NE"]) if own else result)
+        for peer, of_peer in enumerate(memory):
+            if peer != rank:
+                wanted = words(parts[rank], number)
+                assert torch.equal(of_peer[number % 2, rank, : len(wanted)], wanted)
+    return results
+
+
+@dtypes
+@pytest.mark.parametrize(("num_ranks", "rows", "columns"), [(2, 1, 64), (2, 5, 576), (3, 2, 104)])
+def test_all_ranks_have_the_same_sum_again_and_again(num_ranks, rows, columns, dtype):
+    opened, memory = regions(num_ranks)
+    for number in range(1, 4):
+        parts = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(9 * number + rank)).to(DEVICE, dtype)
+                 for rank in range(num_ranks)]  # fmt: skip
+        results = summed(parts, opened, memory, number)
+        total = torch.stack(parts).float().cumsum(0)[-1]
+        assert all(torch.equal(result, results[0]) for result in results)
+        torch.testing.assert_close(results[0], total.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@dtypes
+@pytest.mark.parametrize(("num_ranks", "rows", "columns"), [(2, 3, 576), (3, 1, 104)])
+def test_a_sum_is_added_to_the_residual_and_normed(num_ranks, rows, columns, dtype):
+    opened, memory = regions(num_ranks)
+    draw = torch.Generator().manual_seed(1)
+    parts = [torch.randn(rows, columns, generator=draw).to(DEVICE, dtype) for _ in range(num_ranks)]
+    residual_NE, weight_E = (
+        torch.randn(rows, columns, generator=draw).to(DEVICE, dtype),
+        torch.randn(columns, generator=draw).to(DEVICE, dtype),
+    )
+    results = summed(parts, opened, memory, 1, residual_NE=[residual_NE] * num_ranks, weight_E=weight_E, eps=EPS)
+    stream_NE = (residual_NE.float() + torch.stack(parts).float().cumsum(0)[-1]).to(dtype)
+    for normed_NE, residual_NE in results:
+        assert torch.equal(normed_NE, results[0][0]) and torch.equal(residual_NE, results[0][1])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(results[0][1], stream_NE, rtol=eps, atol=1e-6)
+    torch.testing.assert_close(results[0][0], reference.rms_norm(results[0][1], weight_E, EPS), rtol=4 * eps, atol=1e-6)
+
+
+def test_sums_of_other_numbers_of_rows_follow_each_other():
+    opened, memory = regions(2)
+    for number, rows in enumerate((1, 4, 2), 1):
+        numbers = torch.arange(1, rows + 1) * 0 + number
+        parts = [torch.full((rows, 64), 1.0 + rank, dtype=torch.bfloat16, device=DEVICE) for rank in range(2)]
+        counts = [opened[0].counts_N[:rows] + 1][0]
+        for rank in range(2):
+            for row, count in enumerate(counts.tolist()):
+                place = memory[rank][count % 2, 1 - rank, row * 32 : row * 32 + 32]
+                place.copy_(words(parts[1 - rank][row : row + 1], count))
+        assert [sum_ranks(part.clone(), region).unique().item() for part, region in zip(parts, opened, strict=True)] == [
+            3.0,
+            3.0,
+        ]
+        assert torch.equal(opened[0].counts_N, opened[1].counts_N) and len(numbers) == rows
+
+
+def test_nothing_waits_for_a_rank_once_it_has_ended():
+    opened, _ = regions(2)
+    opened[0].ended_1.fill_(1)
+    sum_ranks(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), opened[0])
+
+
+def test_what_does_not_fit_is_refused():
+    (region, _), _ = regions(2)
+    for x_NE in (
+        torch.ones(1, 12, dtype=torch.bfloat16, device=DEVICE),
+        torch.ones(MAX_ROWS + 1, 8, dtype=torch.bfloat16, device=DEVICE),
+        torch.ones(3, 4096, dtype=torch.bfloat16, device=DEVICE),
+        torch.ones(1, 64, dtype=torch.int32, device=DEVICE),
+    ):
+        assert not region.fits(x_NE)
+        with pytest.raises(ValueError, match="fits the region"):
+            sum_ranks(x_NE, region)
+    with pytest.raises(ValueError, match="contiguous"):
+        sum_ranks(torch.ones(64, 2, dtype=torch.bfloat16, device=DEVICE).T, region)
+    with pytest.raises(ValueError, match="weight_E"):
+        x_NE = torch.ones(1, 64, dtype=torch.bfloat16, device=DEVICE)
+        sum_ranks(x_NE, region, residual_NE=x_NE)
