@@ -27,6 +27,7 @@ from vmmkv.server.engine import fetches, ranks, worker
 from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
 from vmmkv.server.engine.worker import Worker
 from vmmkv.server.models import UnsupportedModel
+from vmmkv.units import ceil_div
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_budget_bytes": 64 * MIB}
@@ -415,14 +416,21 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_i
         (shared, SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=8)),
         ("The capital of France is", SamplingParams(temperature=0.0, beam_width=3, max_tokens=8)),
         ("A fox as JSON:", SamplingParams(temperature=0.0, max_tokens=16, structured_outputs=schema)),
+        # Of these three begin. When they have grown to 135 tokens, of 409 in all, one is preempted.
+        *[
+            (list(range(first, first + 120)), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+            for first in (0, 1000, 2000, 3000)
+        ],
     ]
     found = []
     for count in (1, num_ranks):
-        options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_tokens": 1024, "kv_budget_bytes": 64 * MIB}
+        options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_tokens": 400}
+        options["kv_budget_bytes"] = 3 * ceil_div(3, count) * 2 * MIB  # 409 tokens
         with LLM(smollm2, tensor_parallel_size=count, model_impl=model_impl, **options) as llm:  # type: ignore[arg-type]
             llm.generate([shared], GREEDY)
             outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
             assert outputs[0].cached_tokens > 50
+            assert llm.snapshot is not None and llm.snapshot.preemptions
             found.append([[each.token_ids for each in output.outputs] for output in outputs])
     assert found[0] == found[1]
 
