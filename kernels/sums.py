@@ -69,11 +69,11 @@ def _sum_and_norm(
         words = own
         if r != RANK:
             p_words = p_region + first + r * num_words + i_w
-            is_late = 1
-            while is_late:
+            num_late = W
+            while num_late > 0:
                 words = tl.load(p_words, mask=m_w, other=0, volatile=True)
-                is_wrong = m_w & ((words >> 32).to(tl.int32) != number) & (tl.load(p_ended, volatile=True) == 0)
-                is_late = tl.max(is_wrong.to(tl.int32), 0)
+                is_late = m_w & ((words >> 32).to(tl.int32) != number) & (tl.load(p_ended, volatile=True) == 0)
+                num_late = tl.sum(is_late.to(tl.int32), 0)
         total += _values(words, dtype)
     if p_residual is None:
         tl.store(p_x + i_n * E + i_e, total.to(dtype), mask=m_e)
