@@ -124,6 +124,8 @@ class LLM(Closing):
     no text; without weights, `load_format="dummy"` is needed. `seed` is for dummy weights, and for requests without a seed.
 
     On a CPU, set OMP_WAIT_POLICY=PASSIVE before Python starts: OpenMP's threads spin as they wait.
+    Python's full garbage collections walk the prefix tree: 0.3 s for 50,000 nodes. `gc.freeze()` between calls spares that, but
+    keeps cycles of objects that your process has then.
 
     Raises: TypeError for an unknown option, ValueError for a wrong one; ModelUnavailable; UnsupportedModel (a ValueError);
     DriverUnavailable, OutOfPages.

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.nightly
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     resolve("smollm2-135m")
-    with server_process(tmp_path_factory.mktemp("page") / "log", "smollm2-135m") as one:
+    with server_process(tmp_path_factory.mktemp("page") / "log", "smollm2-135m", "--kv-host-budget", "1GiB") as one:
         yield one
 
 
@@ -104,6 +104,16 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: ServerProcess,
         expect(meta).to_have_text(re.compile(r"^\d+ tokens? · first after"), timeout=20_000)
         known = re.search(r"(\d+) of (\d+) prompt tokens known", meta.inner_text())
         assert known is not None and int(known[1]) >= 3 * 91
+
+
+def test_each_tier_has_a_bar_beside_what_it_holds_and_gave(served: ServerProcess, browser: Browser) -> None:
+    with opened(browser, served.url) as page:
+        ask(page, "What is kept on the host?", 4)
+        tier = page.locator("#tiers li")
+        expect(tier).to_have_text(re.compile(r"^host[1-9].* MiB of 1 GiB.* loaded, .* hit$"), timeout=20_000)
+        widths = tier.locator(".bar").evaluate("bar => [bar.firstChild.getBoundingClientRect().width, bar.clientWidth]")
+        held = httpx.get(f"{served.url}/kv").json()["memory"]["tiers"]["host"]["held"]
+        assert widths[0] / widths[1] == pytest.approx(held / (1 << 30), abs=0.01) and held >= 3 << 21
 
 
 @pytest.mark.parametrize("width", [PHONE, 700, 1280])

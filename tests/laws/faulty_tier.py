@@ -1,16 +1,20 @@
-"""A tier that fails, by turns: it is slow, has to find out what it has, forgets, refuses, lies, or raises.
+"""Tiers that fail.
 
-With chance 1 of that it is gone.
+FaultyTier   is slow, has to find out what it has, forgets, refuses, lies, or raises, by turns; with chance 1 it is gone
+FaultyDisk   writes are torn or refused, reads are short or wrong
+FaultyStore  is full, does not answer, or gives wrong records
 """
 
+import errno
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 
-from vmmkv.tiers import Tier, TierStats, Transfer
-from vmmkv.tiers.tier import missed
+from vmmkv.tiers import DiskTier, Tier, TierStats, Transfer
+from vmmkv.tiers.shared import Refused, SharedTier
+from vmmkv.tiers.tier import MissedError, missed
 
 FAULTS = ("slow", "asks", "forgets", "refuses", "lies", "raises")
 
@@ -60,7 +64,8 @@ class FaultyTier:
             raise Gone
         if self.strikes("asks"):
             return None
-        return [has != self.strikes("lies") for has in self.tier.lookup(keys)]
+        found = self.tier.lookup(keys)
+        return found and [has != self.strikes("lies") for has in found]
 
     def store(self, key: bytes) -> Transfer | None:
         if self.strikes("raises"):
@@ -107,3 +112,82 @@ class FaultyTier:
 
     def close(self) -> None:
         self.tier.close()
+
+
+DISK_FAULTS = ("full", "error", "torn", "silently torn", "index torn", "gone", "short", "corrupted")
+
+
+class FaultyDisk(DiskTier):
+    """A disk that fails: `fault` is what happens to the next writes and reads of records."""
+
+    fault: str | None = None
+
+    def write_at(self, fd, data, offset):
+        if fd == self._fd and self.fault in ("full", "error"):
+            raise OSError(errno.ENOSPC if self.fault == "full" else errno.EIO, "injected")
+        if fd == self._fd and self.fault == "torn":
+            super().write_at(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.EIO, "injected")
+        if fd == self._fd and self.fault == "silently torn":
+            data = data[: len(data) // 2]
+        if fd == self._index_fd and self.fault == "index torn":
+            super().write_at(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, "injected")
+        super().write_at(fd, data, offset)
+
+    def read_at(self, fd, data, offset):
+        if self.fault == "gone":
+            raise OSError(errno.EIO, "injected")
+        if self.fault == "short":
+            data = data[: len(data) // 2]
+        super().read_at(fd, data, offset)
+        if self.fault == "short":
+            raise OSError(errno.EIO, "injected")
+        if self.fault == "corrupted":
+            data[len(data) // 3] ^= 1
+
+
+STORE_FAULTS = ("full", "gone", "short", "corrupted", "another's")
+
+
+class FaultyStore(SharedTier):
+    """A dictionary of at most `most` values: `fault` is what happens to the next calls."""
+
+    name = "store"
+    fault: str | None = None
+
+    def __init__(self, most):
+        super().__init__("a dictionary", timeout_s=60.0)
+        self.most = most
+        self.values = {}
+
+    def ask(self, names):
+        self._answer()
+        return [name in self.values for name in names]
+
+    def get(self, name):
+        self._answer()
+        if name not in self.values:
+            raise MissedError
+        value = bytearray(self.values[name])
+        if self.fault == "corrupted":
+            value[len(value) // 3] ^= 1
+        if self.fault == "another's":
+            value[:] = random.Random(name).choice([*self.values.values()])
+        return value[: len(value) // 2] if self.fault == "short" else value
+
+    def put(self, name, header, record):
+        self._answer()
+        if self.fault == "full":
+            raise Refused
+        self.values[name] = header + record
+        if len(self.values) > self.most:
+            del self.values[next(iter(self.values))]
+
+    def remove(self, name):
+        self._answer()
+        self.values.pop(name, None)
+
+    def _answer(self):
+        if self.fault == "gone":
+            raise ConnectionError("injected")

@@ -4,23 +4,31 @@ Whatever comes back from a tier, a sequence reads the bytes that were written fo
 of the pool or of a tier's memory; and no step waits for a tier.
 """
 
+import random
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from tests.laws.faulty_tier import FAULTS, FaultyTier
+from tests.laws.faulty_tier import DISK_FAULTS, FAULTS, STORE_FAULTS, FaultyDisk, FaultyStore, FaultyTier
 from tests.laws.machine import MAX_TOKENS, picks, walks
 from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
 from tests.laws.simulated_driver import SimulatedDriver
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
-from vmmkv import DiskTier, HostTier, KVCache, Pool
+from tests.laws.test_stores import Clock
+from vmmkv import HostTier, KVCache, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.transfers import Fetch
+from vmmkv.tiers import shared
+from vmmkv.tiers.tier import ThreadedTier
 from vmmkv.units import PAGE_BYTES
+
+turns = st.lists(st.sampled_from([5, 5, 6]), min_size=4, max_size=12)
 
 
 class TierMachine(PrefixMachine):
@@ -79,11 +87,7 @@ class TierMachine(PrefixMachine):
         if fetch.done:
             self.fetches.remove(fetch)
 
-    @rule(
-        pick=picks,
-        own=st.lists(st.sampled_from([5, 5, 6]), min_size=4, max_size=12),
-        waits=st.sampled_from([True, True, False]),
-    )
+    @rule(pick=picks, own=turns, waits=st.sampled_from([True, True, False]))
     def come_back(self, pick, own, waits):
         """A conversation goes on after all that can be evicted was; perhaps without waiting for what is fetched."""
         namespace, said = self.said[-1 - pick % min(4, len(self.said))]
@@ -156,15 +160,27 @@ class PromptThread:
             except Exception as error:
                 future.set_exception(error)
 
-    def shutdown(self, wait):
+    def shutdown(self, wait, cancel_futures=False):
         self.go_on()
 
 
-class PromptDisk(DiskTier):
-    """A disk that has read or written before a call returns."""
+class Prompt(ThreadedTier):
+    """Has read or written before a call returns. Each time one of its faults strikes, or none."""
+
+    faults: Sequence[str] = ()
+    random: random.Random
+
+    def read(self, key, data):
+        self.fault = self.random.choice((None, *self.faults))
+        super().read(key, data)
+
+    def write(self, key, data):
+        self.fault = self.random.choice((None, *self.faults))
+        super().write(key, data)
 
     def open(self, device):
         super().open(device)
+        self._threads.shutdown(wait=True)
         self._threads = PromptThread()
 
     def load(self, key):
@@ -177,20 +193,97 @@ class PromptDisk(DiskTier):
         self._threads.go_on()
 
 
+class PromptDisk(Prompt, FaultyDisk):
+    pass
+
+
+class PromptStore(Prompt, FaultyStore):
+    """Has answered before it is asked again."""
+
+    def open(self, device):
+        super().open(device)
+        self._asker.shutdown(wait=True)
+        self._asker = PromptThread()
+
+    def lookup(self, keys):
+        self._asker.go_on()
+        return super().lookup(keys)
+
+
 class DiskMachine(TierMachine):
-    """Over the host driver, with a disk behind a small host tier."""
+    """Over the host driver, with a disk behind a small host tier, and perhaps a store behind it."""
 
     real_memory = True
 
     def new_prefix(self, seed):
         self.fetches = []
+        self.clock = Clock()
+        self.closing.enter_context(mock.patch.object(shared, "time", self.clock))
         self.folder = self.closing.enter_context(tempfile.TemporaryDirectory())
-        disk = PromptDisk(self.folder, (10 + seed % 30) * PAGE_BYTES)
+        self.disk = PromptDisk(self.folder, (10 + seed % 30) * PAGE_BYTES)
+        self.store = PromptStore(10 + seed % 40)
+        for tier in (self.disk, self.store):
+            tier.random = random.Random(seed)
+            self.closing.callback(tier.close)
         self.tiers = [
             FaultyTier(HostTier((1 + seed % 5) * PAGE_BYTES), seed, FAULTS if seed % 3 else ()),
-            FaultyTier(disk, seed + 1, FAULTS if seed % 2 else ()),
+            FaultyTier(self.disk, seed + 1, FAULTS if seed % 2 else ()),
+            FaultyTier(self.store, seed + 2, FAULTS if seed % 5 == 0 else ()),
         ]
+        used = [[0, 1], [0, 1, 2], [0, 2], [2]][seed % 4]
+        self.tiers = [self.tiers[number] for number in used]
         return PrefixCache(self.cache, self.tiers, fingerprint="model")
+
+    @rule(
+        disk=st.sets(st.sampled_from(DISK_FAULTS), max_size=2),
+        store=st.sets(st.sampled_from(STORE_FAULTS), max_size=2),
+        seconds=st.sampled_from([0.0, 1.0, 60.0]),
+        pick=picks,
+        own=turns,
+    )
+    def come_back_from_what_breaks(self, disk, store, seconds, pick, own):
+        self.disk.faults, self.store.faults = sorted(disk), sorted(store)
+        self.clock.pass_for(seconds)
+        self.come_back(pick, own, waits=True)
+
+    @rule(num_left=st.integers(0, 10))
+    def other_engines_take_the_room_of_the_store(self, num_left):
+        while len(self.store.values) > num_left:
+            self.store.values.pop(next(iter(self.store.values)))
+
+    @rule(pick=picks, is_gone=st.booleans())
+    def a_tier_goes_or_comes_back(self, pick, is_gone):
+        self.tiers[pick % len(self.tiers)].chance = 1.0 if is_gone else 0.2
+
+
+NIGHTS = [pytest.param(seed, 20, marks=pytest.mark.nightly) for seed in range(2, 40)]
+
+
+@pytest.mark.parametrize(("seed", "num_turns"), [(1, 5), *NIGHTS])
+def test_what_comes_from_a_disk_and_a_store_that_break_is_right(seed, num_turns):
+    """Conversations go on in turn; a walk over all rules rarely comes back from a fault."""
+    machine, chance = DiskMachine(), random.Random(seed)
+    try:
+        machine.make(layout=chance.choice(sorted(PREFIX_LAYOUTS)), guard=0, pages=24, large=chance.choice([2, 4]), seed=seed)
+        for _ in range(num_turns):
+            machine.come_back_from_what_breaks(
+                disk=chance.sample(DISK_FAULTS, 2),
+                store=chance.sample(STORE_FAULTS, 2),
+                seconds=chance.choice([0.0, 1.0, 60.0]),
+                pick=chance.randrange(4),
+                own=chance.choices([5, 5, 6], k=chance.randint(4, 12)),
+            )
+            machine.verify(machine.live)
+            machine.laws_hold()
+            machine.what_is_lent_is_under_way()
+            if chance.random() < 0.2:
+                machine.other_engines_take_the_room_of_the_store(chance.randint(0, 10))
+            if chance.random() < 0.2:
+                machine.a_tier_goes_or_comes_back(chance.randrange(3), chance.random() < 0.5)
+            while machine.live:
+                machine.close(0)
+    finally:
+        machine.teardown()
 
 
 def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pages():
@@ -342,7 +435,7 @@ class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
 
 
 @pytest.mark.nightly
-class TestWithADisk(DiskMachine.TestCase):
+class TestWithADiskAndAStore(DiskMachine.TestCase):
     settings = walks(20, 500)
 
 

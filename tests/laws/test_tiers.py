@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.laws.faulty_tier import FaultyTier
+from tests.laws.faulty_tier import FaultyDisk, FaultyTier
 from tests.stores import mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
 from vmmkv.tiers import open_store
@@ -39,32 +39,6 @@ def key_of(number: int) -> bytes:
 def payload(number: int) -> bytes:
     """A record's bytes, all of which tell its number."""
     return number.to_bytes(8, "big") * (RECORD_BYTES // 8)
-
-
-class FaultyDisk(DiskTier):
-    """A disk that fails: `fault` is what happens to the next writes and reads of records."""
-
-    fault: str | None = None
-
-    def write_at(self, fd, data, offset):
-        if fd == self._fd and self.fault in ("full", "error"):
-            raise OSError(errno.ENOSPC if self.fault == "full" else errno.EIO, "injected")
-        if fd == self._fd and self.fault == "torn":
-            super().write_at(fd, data[: len(data) // 2], offset)
-            raise OSError(errno.EIO, "injected")
-        if fd == self._fd and self.fault == "silently torn":
-            data = data[: len(data) // 2]
-        if fd == self._index_fd and self.fault == "index torn":
-            super().write_at(fd, data[: len(data) // 2], offset)
-            raise OSError(errno.ENOSPC, "injected")
-        super().write_at(fd, data, offset)
-
-    def read_at(self, fd, data, offset):
-        if self.fault == "gone":
-            raise OSError(errno.EIO, "injected")
-        super().read_at(fd, data, offset)
-        if self.fault == "corrupted":
-            data[len(data) // 3] ^= 1
 
 
 class Slow(ThreadedTier):

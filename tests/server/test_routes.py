@@ -340,7 +340,7 @@ class TestMap:
         found = server.http.get("/kv").json()
         assert (found["num_slots"], found["slot_pages"], found["page_bytes"]) == (8, [64], 2 << 20)
         assert found["memory"]["budget_bytes"] == 1 << 26
-        assert found["memory"]["tiers"] == {"host": {"held": 1 << 21, "budget": 1 << 30}}
+        assert found["memory"]["tiers"] == {"host": {"held": 1 << 21, "budget": 1 << 30, "loaded": 7, "hit_tokens": 4}}
         # What the tree alone holds too is not shared between slots.
         runs = [[0, 0, 4, "live", 2, 0], [0, 4, 2, "live", 1, None], [0, 6, 1, "ahead", 1, None]]
         others = [[0, 0, 4, "live", 2, 0], [0, 4, 1, "live", 1, None]]

@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +14,13 @@ import torch
 
 from bench.cli import load
 from bench.harness import SHAPES, Settings, Shape, WrongNumbers
-from bench.rows import Row
+from bench.rows import FAILED, Row
 from bench.suites import append, collectives, memory_efficiency, prefix, resize, tiers, transformers
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
+from bench.suites.serve import Context
+from bench.suites.serve.systems import Served, ServedRun
 from bench.workloads import Ask, Workload
 from tests.unit import fake_vllm
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
@@ -193,6 +198,22 @@ def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
     assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
 
 
+def test_another_answer_over_a_tier_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorder_in(tmp_path, "tiers", SETTINGS)
+    engine = SimpleNamespace(snapshot=SimpleNamespace(preemptions=0, fetches={}, resumed_tokens={}))
+    monkeypatch.setattr(tiers, "_engine", lambda *_: nullcontext(engine))
+    answers = iter([[1, 2], [1, 2], [1, 3]])
+
+    def serve(_: object) -> list[ServedRun]:
+        return [ServedRun([Served(prompt_tokens=1, tokens=next(answers), token_s=[0.1, 0.2])], 0.2)]
+
+    systems = {"none": ("no tier", {}), "host": ("host tier", {"host": 1}), "disk": ("disk tier", {"disk": 1})}
+    context, anything = Context(recorder, SHAPES["wide"]), cast(Any, None)
+    tiers._compare(context, "working_set", anything, anything, systems, serve)
+    assert found(recorder.rows, "same answers as the first system") == {("working_set", "host tier"): 100}
+    assert [(row.system, row.metric) for row in recorder.rows][-1] == ("disk tier", FAILED)
+
+
 @pytest.mark.nightly  # the machine's pace decides what is loaded
 def test_an_engine_answers_the_same_from_tiers_and_holds_more_conversations(tmp_path: Path) -> None:
     rows = measured(tmp_path, "tiers", "first", "beside", "working_set", "swap")
@@ -201,7 +222,8 @@ def test_an_engine_answers_the_same_from_tiers_and_holds_more_conversations(tmp_
         assert attached["tiny llama-3.1-8b first", tier] > 90
     working_set = "tiny llama-3.1-8b working_set"
     assert attached[working_set, "no tier"] < 20 < attached[working_set, "host tier"]
-    assert set(found(rows, "same answers as the first system").values()) == {100}
+    same = found(rows, "same answers as the first system")
+    assert len(same) == 3 and set(same.values()) == {100}
     assert all(count > 0 for (workload, _), count in found(rows, "preempted").items() if "swap" in workload)
     beside = {
         row.system: row.metric for row in rows if row.unit == "GB/s" and " beside" in row.workload and row.summary.p20 > 0

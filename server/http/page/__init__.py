@@ -167,12 +167,16 @@ class Dashboard:
 
 
 def memory_of(snapshot: Snapshot | None) -> dict[str, Any] | None:
-    """Physical memory by use, what each tier holds of its budget, and how many sequences run and wait."""
+    """Physical memory by use, what each tier holds and has given, and how many sequences run and wait."""
     if snapshot is None:
         return None
     names = [name for name in Snapshot.__struct_fields__ if name.startswith("kv_")]
     memory = {name.removeprefix("kv_"): getattr(snapshot, name) for name in names}
-    tiers = {name: {key: tier[f"{key}_bytes"] for key in ("held", "budget")} for name, tier in snapshot.tiers.items()}
+    tiers = {
+        name: {key: tier[f"{key}_bytes"] for key in ("held", "budget", "loaded")}
+        | {"hit_tokens": snapshot.hit_tokens.get(name, 0)}
+        for name, tier in snapshot.tiers.items()
+    }
     return memory | {"tiers": tiers, "running": snapshot.running, "waiting": snapshot.waiting}
 
 

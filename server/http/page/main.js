@@ -41,6 +41,12 @@ function setStatus(kind, text, reason) {
   if (status.textContent !== whole) status.textContent = whole;
 }
 
+function filled(className, size, whole) {
+  const part = element("span", { className });
+  part.style.width = `${(100 * size) / Math.max(1, whole)}%`;
+  return part;
+}
+
 function showMemory(memory) {
   const saved = Math.max(0, memory.mapped_bytes - memory.used_bytes);
   const parts = [
@@ -48,20 +54,19 @@ function showMemory(memory) {
     ["parked", "kept for others", memory.cached_bytes],
     ["pending", "pending reclaim", memory.pending_reclaim_bytes],
   ];
-  const bar = parts.map(([name, , size]) => {
-    const part = element("span", { className: name });
-    part.style.width = `${(100 * size) / Math.max(1, memory.budget_bytes)}%`;
-    return part;
-  });
-  find("budget").replaceChildren(...bar);
+  find("budget").replaceChildren(...parts.map(([name, , size]) => filled(name, size, memory.budget_bytes)));
   const left = memory.budget_bytes - memory.used_bytes - memory.cached_bytes - memory.pending_reclaim_bytes;
   const items = [...parts, ["free", "free", Math.max(0, left)]];
   find("legend").replaceChildren(...items.map(([name, text, size]) => {
     return element("li", {}, element("span", { className: `swatch ${name}` }), text, element("b", { text: bytes(size) }));
   }));
   find("saved").textContent = `${bytes(saved)} saved`;
-  const tiers = Object.entries(memory.tiers).map(([name, { held, budget }]) => `, ${name} ${bytes(held)}${budget ? ` of ${bytes(budget)}` : ""}`).join("");
-  find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget${tiers}`;
+  find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget`;
+  find("tiers").replaceChildren(...Object.entries(memory.tiers).map(([name, tier]) => {
+    const held = `${bytes(tier.held)}${tier.budget ? ` of ${bytes(tier.budget)}` : ""}`;
+    const bar = element("span", { className: "bar" }, filled("parked", tier.held, tier.budget || tier.held));
+    return element("li", {}, bar, name, element("b", { text: held }), `${bytes(tier.loaded)} loaded, ${plural(tier.hit_tokens, "token")} hit`);
+  }));
 }
 
 function showRequests({ memory, requests, num_requests: total }) {
