@@ -69,7 +69,7 @@ def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int
         return arguments | groups | {"firsts_B": index(4, 4), "workspace": zeros(1_000_000)}
     if launch is prefill:
         return arguments | {"query_starts": index(0, 1, 2)}
-    return arguments | {"workspace": zeros(100_000), "firsts_B": index(0, 0)}
+    return arguments | {"workspace": zeros(100_000)}
 
 
 def summing() -> Arguments:
@@ -150,12 +150,6 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("workspace", zeros(5), "at least"),
         ("workspace", doubles, "float32"),
         ("workspace", meta, "where the others are"),
-        ("firsts_B", shorter, "(2,)"),
-        ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
-        ("lse_BH", zeros(2, 2), "contiguous torch.float32 of shape (2, 4)"),
-        ("lse_BH", zeros(2, 4, dtype=FP16), "contiguous torch.float32 of shape (2, 4)"),
-        ("lse_BH", zeros(4, 2).T, "not contiguous"),
-        ("lse_BH", zeros(2, 4).to("meta"), "on meta; wanted"),
     ]),
     "token scales": (decode, attention(decode, "int8"), [
         ("k_scale", None, "both K and V"),
@@ -215,6 +209,7 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("prefix_rows_G", lambda rows: rows.float(), "int32"),
         ("prefix_rows_G", lambda rows: rows.repeat(5000), "at most 4096"),
         ("firsts_B", lambda firsts: firsts.repeat(2), "(2,)"),
+        ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
         ("limit_S", shorter, "(4,)"),
         ("softcap", float("inf"), "positive"),
         ("scale", -1.0, "positive"),

@@ -9,7 +9,6 @@ from tests.kernels.cases import DEVICE, FP16, FP32, SMALL, Case, make_case, some
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention import column_sums as kernels
 from vmmkv.kernels.attention.column_sums import column_sums
-from vmmkv.kernels.attention.decode import decode
 
 
 def log_sum_exp(case: Case, scale: float | None = None) -> torch.Tensor:
@@ -88,15 +87,6 @@ def test_the_log_sum_exp_is_that_of_the_reference(
     where = case.starts, case.lengths_B, case.slots_B
     (lse_NH,) = kernels.log_sum_exp(case.q_NHD[None], case.memory.k[None], *where, scale=scale)
     torch.testing.assert_close(lse_NH, log_sum_exp(case, scale), atol=1e-4, rtol=1e-3, equal_nan=True)
-
-
-def test_decode_gives_the_log_sum_exp_that_they_take() -> None:
-    case = make_case([50, 17], [1, 1], **SMALL)
-    lse_BH = torch.empty(2, SMALL["heads"], device=DEVICE)
-    q_BHD = case.q_NHD[:2]
-    decode(q_BHD, case.memory.k, case.memory.v, case.lengths_B, case.slots_B, lse_BH=lse_BH)
-    (sums_BT,) = column_sums(q_BHD[None], case.memory.k[None], lse_BH[None], case.starts, case.lengths_B, case.slots_B)
-    torch.testing.assert_close(sums_BT, expected(case, log_sum_exp(case)), atol=1e-4, rtol=1e-3)
 
 
 def test_layers_in_one_launch_are_layers_one_by_one() -> None:

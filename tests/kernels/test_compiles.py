@@ -184,7 +184,6 @@ def attention() -> None:
     """One of each kind of code, and each dtype in one of them."""
     llama = (32, 8, 128, BF16)
     Model(*llama).decode(settled=True)
-    Model(*llama).decode(firsts_B=empty(SLOTS), lse_BH=empty(SLOTS, 32, dtype=FP32))
     Model(*llama, block=16).decode(torch.int64, window=4096)
     Model(*llama, block=128).decode()
     Model(*llama, "fp8").decode()
