@@ -15,9 +15,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tests.adapters.models import MODELS, forward, gemma3, generated, ids_of, llama, mistral, prompts
 from tests.attending import attending_by
+from tests.kernels.cases import DEVICE
 from vmmkv import OutOfPages, Pool
 from vmmkv.adapters.transformers import VmmCache, attention, eviction
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies
 from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -43,7 +44,7 @@ KVPRESS = Path(__file__).parents[1] / "fixtures" / "kvpress.safetensors"
         ("streaming_llm", StreamingLLM(sinks=4, window=28), None),
         ("h2o", H2O(budget=32, recent=0), 3 * torch.arange(96, 0, -1)),  # by query that sees the row
         ("snapkv_unpooled", SnapKV(budget=32, window=16, kernel=1), 3 * 16),
-        ("snapkv", SnapKV(budget=32, window=16, kernel=5), None),
+        ("snapkv", SnapKV(budget=32, window=16, kernel=5), 3 * 16),
         ("tova", TOVA(budget=32), 6),  # all heads
     ],
 )
@@ -56,6 +57,9 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
         model = LlamaForCausalLM(LlamaConfig(**json.loads(file.metadata()["model"]), attn_implementation="vmmkv")).eval()
     model.load_state_dict(recorded, strict=False)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ranked: list[torch.Tensor] = []
+    highest = policies._highest
+    monkeypatch.setattr(policies, "_highest", lambda scores_T, *sizes: ranked.append(scores_T) or highest(scores_T, *sizes))
     monkeypatch.setattr(VmmCache, "attended", lambda self, layer, q, k, *_, **__: seen.append((q, k)))
     with VmmCache(model.config, pool, policy=policy) as cache:
         forward(model, cache, recorded["ids"])
@@ -68,13 +72,13 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
             scores_T = None
             if count:
                 part_BHND = q_BHND[:, heads, 96 - count :]
-                scores_T = eviction.column_sums(part_BHND, k_BKTD[:, kv_heads], eviction.Scoring(scale=None, softcap=None))[0]
-            if divisor is not None:
-                scores_T = scores_T / divisor
-                ranked = slice(96 - count if count < 96 else 96)
-                expected_T = recorded[f"{press}.scores"][layer, head]
-                torch.testing.assert_close(scores_T[ranked], expected_T[ranked], atol=1e-6, rtol=1e-4)
+                scores_T = eviction.column_sums(part_BHND, k_BKTD[:, kv_heads], attention.Scoring(None, None, None))[0]
+            scores_T = scores_T if divisor is None else scores_T / divisor
             assert policy.keep(96, scores_T).tolist() == recorded[f"{press}.kept"][layer, head].nonzero()[:, 0].tolist()
+            if divisor is not None:
+                own = slice(96 - count if count < 96 else 96)
+                expected_T = recorded[f"{press}.scores"][layer, head]
+                torch.testing.assert_close(ranked.pop()[own], expected_T[own], atol=1e-6, rtol=1e-4)
 
 
 class Masked:
@@ -184,17 +188,14 @@ def test_layers_with_windows_keep_theirs(pool: Pool) -> None:
         cache.check()
 
 
-@pytest.mark.parametrize(("queries", "softcap"), [(1, None), (5, 0.5), (40, None)])
-def test_sums_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int, softcap: float | None) -> None:
-    """In parts of 7 queries as at once. The reference has no soft cap, so that of one its attention to ones is taken."""
-    q_BHND, k_BKTD = torch.randn(2, 6, queries, 16), torch.randn(2, 3, 40, 16)
-    monkeypatch.setattr(eviction, "_MOST_SCORES", 7 * 2 * 6 * 40)
-    given_BT = eviction.column_sums(q_BHND, k_BKTD, eviction.Scoring(scale=0.4, softcap=softcap))
-    positions_N, eye_TKD = torch.arange(40 - queries, 40), torch.eye(40)[:, None].expand(-1, 3, -1)
-    for q_HND, k_KTD, sums_T in zip(q_BHND, k_BKTD, given_BT, strict=True):
-        rows = q_HND.transpose(0, 1), k_KTD.transpose(0, 1), eye_TKD, positions_N
-        expected_T = reference.attend(*rows, scale=0.4, softcap=softcap).sum((0, 1))
-        torch.testing.assert_close(sums_T, expected_T, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_scores_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    q_BHND, k_BKTD = torch.randn(2, 6, queries, 16, device=DEVICE), torch.randn(2, 3, 40, 16, device=DEVICE)
+    scoring = attention.Scoring(0.4, None, 2.0)
+    expected_BT = eviction.column_sums(q_BHND, k_BKTD, scoring)
+    monkeypatch.undo()
+    monkeypatch.delattr(reference, "column_sums")
+    torch.testing.assert_close(eviction.column_sums(q_BHND, k_BKTD, scoring), expected_BT, atol=1e-5, rtol=1e-4)
 
 
 class Uneven(StreamingLLM):

@@ -44,7 +44,7 @@ from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
-from vmmkv.adapters.transformers.eviction import Eviction, Scoring
+from vmmkv.adapters.transformers.eviction import Eviction
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
 from vmmkv.errors import Closed, LayoutError, OutOfPages
@@ -237,7 +237,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f"length, without padding"
             )
         if layer in full.layers:
-            eviction.observe(layer, q_BHND, k_BKTD, Scoring(scale=scale, softcap=softcap))
+            eviction.observe(layer, q_BHND, k_BKTD, attention.Scoring(scale, None, softcap))
         if self._written or layer != max(self._rows_of):
             return
         self._is_unattended = False
