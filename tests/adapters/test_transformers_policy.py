@@ -16,9 +16,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from tests.adapters.models import MODELS, forward, gemma3, generated, ids_of, llama, mistral, prompts
 from tests.attending import attending_by
 from tests.kernels.cases import DEVICE
-from vmmkv import OutOfPages, Pool
+from vmmkv import LayoutError, OutOfPages, Pool
 from vmmkv.adapters.transformers import VmmCache, attention, eviction
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies, turn
 from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -188,6 +188,48 @@ def test_layers_with_windows_keep_theirs(pool: Pool) -> None:
         cache.check()
 
 
+@pytest.mark.parametrize("policy", [StreamingLLM(window=44), TOVA(budget=48)], ids=str)
+def test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model(pool: Pool, policy: KVPolicy) -> None:
+    """As where transformers' own cache has rows dropped by indexing, their keys turned, and is told the positions of rows."""
+    model, own = llama(max_position_embeddings=64), DynamicCache()
+    inv_freq, num_rows = model.model.rotary_emb.inv_freq, 0
+    with VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq) as cache:
+        for step, num_new in enumerate((40, 20, *[1] * 70, 9, 1)):
+            ids, positions = ids_of(0, num_tokens=num_new, seed=step), torch.arange(num_rows, num_rows + num_new)[None]
+            with attending_by(model, "eager"), torch.inference_mode():
+                out = model(ids, past_key_values=own, position_ids=positions, output_attentions=True)
+            with attending_by(model, "vmmkv"):
+                torch.testing.assert_close(forward(model, cache, ids), out.logits, atol=1e-4, rtol=1e-3)
+            num_rows += num_new
+            if num_rows > policy.budget + (policy.budget // 8 if num_new == 1 else 0):
+                kept = policy.keep(num_rows, torch.cat(out.attentions)[:, :, -1].sum((0, 1)))
+                back_T, num_rows = kept - torch.arange(len(kept)), len(kept)
+                for layer in own.layers:
+                    layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+                    layer.keys = turn(layer.keys[0].transpose(0, 1), back_T, inv_freq).transpose(0, 1)[None]
+        assert cache.get_seq_length() == 140 > 2 * 64 and cache.states(0)[0].shape[2] == num_rows
+        cache.check()
+
+
+def test_with_inv_freq_batches_beams_and_deep_copies_go_on(pool: Pool) -> None:
+    """Equal prompts, which are kept once, say what one of them says alone."""
+    model = llama(max_position_embeddings=64)
+    model.set_attn_implementation("vmmkv")
+    given: dict[str, Any] = {"policy": StreamingLLM(window=28), "inv_freq": model.model.rotary_emb.inv_freq}
+    ids, options = ids_of(0, num_tokens=50), {"max_new_tokens": 80}
+    with VmmCache(model.config, pool, **given) as alone, VmmCache(model.config, pool, **given) as pair:
+        (expected,) = generated(model, alone, {"input_ids": ids}, **options)
+        assert generated(model, pair, {"input_ids": ids.expand(2, -1)}, **options) == [expected] * 2
+        pair.reorder_cache(torch.tensor([1, 1]))
+        with copy.deepcopy(pair) as other:
+            for token in expected[-1:] * 9:
+                logits, *others = (
+                    forward(model, each, torch.full((each.batch_size, 1), token)) for each in (alone, pair, other)
+                )
+                for given_logits in others:
+                    torch.testing.assert_close(given_logits, logits.expand(2, -1, -1), atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_scores_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     q_BHND, k_BKTD = torch.randn(2, 6, queries, 16, device=DEVICE), torch.randn(2, 3, 40, 16, device=DEVICE)
@@ -234,6 +276,14 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message) if message else nullcontext():
                 patch.setattr(VmmCache, "attended", lambda *_, **__: None)
                 forward(model, cache, ids_of(0, num_tokens=9))
+    inv_freq = model.model.rotary_emb.inv_freq
+    with pytest.raises(ValueError, match="inv_freq is for a policy"):
+        VmmCache(model.config, pool, inv_freq=inv_freq)
+    with (
+        VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq[:4]) as cache,
+        pytest.raises(LayoutError, match="inv_freq has 4 angles, and heads of 32 want half as many"),
+    ):
+        forward(model, cache, ids_of(0, num_tokens=9))
     with pytest.raises(ValueError, match="windows in all layers"):
         VmmCache(mistral(16).config, pool, policy=policy)
     with VmmCache(model.config, pool, policy=Uneven(window=3)) as cache, pytest.raises(ValueError, match="all have as many"):
