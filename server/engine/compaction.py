@@ -205,10 +205,10 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
 
 
 class Compactor:
-    """Compacts the sequences of one engine, and counts what it drops."""
+    """Compacts the sequences of one engine, and counts what it keeps and drops."""
 
     def __init__(self, cache: EngineCache, runner: "Runner", send: Callable[[Compacted], None]) -> None:
-        self.num_compactions = self.num_rows_dropped = 0
+        self.num_compactions = self.num_rows_kept = self.num_rows_dropped = 0
         self._cache = cache
         self._keys, self._state, self._uploads = runner.keys, runner.state, runner.uploads
         self._send = send
@@ -232,5 +232,6 @@ class Compactor:
         kept.num_dropped += length - len(rows)
         kept.chosen = None
         self.num_compactions += 1
+        self.num_rows_kept += len(rows)
         self.num_rows_dropped += length - len(rows)
         self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))
