@@ -40,6 +40,9 @@ COLDEST: Final = 1e-5
 LEAST_NORMAL: Final = 2.0**-126
 """Of float32. A min-p below it keeps every token."""
 
+_QUERIES: Final = 128
+"""Queries that are scored at once, in column sums: the scores of each take 4 bytes a row and head, several times over."""
+
 _ROWS: Final = 8
 """Rows drawn at once: the random words of a row take 8 bytes a token, several times over."""
 
@@ -61,22 +64,30 @@ def attend(
     h // (H / K). Scores are `softcap * tanh(scale * qk / softcap)`; `scale` defaults to 1 / sqrt(D). A query that
     attends to nothing gives zeros. Returns [N, H, D] of `dtype`.
     """
-    num_queries, num_heads, head_dim = q_NHD.shape
-    num_rows, num_kv_heads, _ = k_TKD.shape
-    if num_rows == 0:
-        return torch.zeros(num_queries, num_heads, head_dim, dtype=dtype, device=q_NHD.device)
-    k_THD = k_TKD.to(dtype).repeat_interleave(num_heads // num_kv_heads, dim=1)
-    v_THD = v_TKD.to(dtype).repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores_HNT = torch.einsum("nhd,thd->hnt", q_NHD.to(dtype), k_THD) * (head_dim**-0.5 if scale is None else scale)
+    v_THD = v_TKD.to(dtype).repeat_interleave(q_NHD.shape[1] // v_TKD.shape[1], dim=1)
+    return torch.einsum("hnt,thd->nhd", _weights(q_NHD, k_TKD, positions_N, scale, window, softcap, dtype), v_THD)
+
+
+def _weights(
+    q_NHD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    positions_N: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[H, N, T] by which `attend` adds up values."""
+    k_THD = k_TKD.to(dtype).repeat_interleave(q_NHD.shape[1] // k_TKD.shape[1], dim=1)
+    scores_HNT = torch.einsum("nhd,thd->hnt", q_NHD.to(dtype), k_THD) * (q_NHD.shape[2] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores_HNT = softcap * torch.tanh(scores_HNT / softcap)
-    rows_T = torch.arange(num_rows, device=q_NHD.device)
+    rows_T = torch.arange(len(k_TKD), device=q_NHD.device)
     seen_NT = rows_T[None, :] <= positions_N[:, None]
     if window is not None:
         seen_NT &= rows_T[None, :] > positions_N[:, None] - window
-    probabilities_HNT = torch.softmax(scores_HNT.masked_fill(~seen_NT, -math.inf), dim=-1)
-    probabilities_HNT = probabilities_HNT.masked_fill(~seen_NT.any(dim=-1)[:, None], 0.0)
-    return torch.einsum("hnt,thd->nhd", probabilities_HNT, v_THD)
+    weights_HNT = torch.softmax(scores_HNT.masked_fill(~seen_NT, -math.inf), dim=-1)
+    return weights_HNT.masked_fill(~seen_NT.any(dim=-1)[:, None], 0.0)
 
 
 def prefill(
@@ -117,43 +128,31 @@ def decode(
     return prefill(q_BHD, k_STKD, v_STKD, torch.ones_like(lengths_B), lengths_B, slots_B, **options)
 
 
-def log_sum_exp(
-    q_NHD: torch.Tensor, k_TKD: torch.Tensor, positions_N: torch.Tensor, *, scale: float | None = None
-) -> torch.Tensor:
-    """log2(sum(exp(score))) over the rows that each query sees, as for `attend`; [N, H], -inf where there is none."""
-    return torch.logsumexp(_scores(q_NHD, k_TKD, positions_N, scale), dim=-1).T / math.log(2.0)
-
-
 def column_sums(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    lse_NH: torch.Tensor,
-    counts_B: torch.Tensor,
+    q_LNHD: torch.Tensor,
+    k_LSTKD: torch.Tensor,
+    query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the last `counts_B[b]` tokens of each sequence attend to each row of its slot, over all heads: [B, T].
-
-    Queries as for `prefill`, and what `log_sum_exp` gives for them.
-    """
-    sums_BT = torch.zeros(len(lengths_B), k_STKD.shape[1], device=q_NHD.device)
-    start = 0
-    for b, (count, length, slot) in enumerate(zip(counts_B.tolist(), lengths_B.tolist(), slots_B.tolist(), strict=True)):
-        positions_N, own = torch.arange(length - count, length, device=q_NHD.device), slice(start, start + count)
-        scores_HNT = _scores(q_NHD[own], k_STKD[slot, :length], positions_N, scale)
-        sums_BT[b, :length] = torch.exp(scores_HNT - math.log(2.0) * lse_NH[own].T[:, :, None]).sum(dim=(0, 1))
-        start += count
-    return sums_BT
-
-
-def _scores(q_NHD: torch.Tensor, k_TKD: torch.Tensor, positions_N: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """[H, N, T] scaled, in float32; -inf for rows behind a query."""
-    k_THD = k_TKD.float().repeat_interleave(q_NHD.shape[1] // k_TKD.shape[1], dim=1)
-    scores_HNT = torch.einsum("nhd,thd->hnt", q_NHD.float(), k_THD) * (q_NHD.shape[2] ** -0.5 if scale is None else scale)
-    rows_T = torch.arange(len(k_TKD), device=q_NHD.device)
-    return scores_HNT.masked_fill(rows_T[None, :] > positions_N[:, None], -math.inf)
+    """How much the last tokens of each sequence attend to each row of its slot: see `attention.column_sums.column_sums`."""
+    if out is None:
+        out = torch.zeros(len(q_LNHD), len(lengths_B), k_LSTKD.shape[2], device=q_LNHD.device)
+    starts = query_starts.tolist()
+    for b, (start, end, length, slot) in enumerate(zip(starts, starts[1:], lengths_B.tolist(), slots_B.tolist(), strict=False)):
+        for first in range(start, end, _QUERIES):
+            last = min(first + _QUERIES, end)
+            num_rows = length - end + last  # that these queries see
+            positions_N = torch.arange(num_rows - last + first, num_rows, device=out.device)
+            for q_NHD, k_STKD, sums_BC in zip(q_LNHD, k_LSTKD, out, strict=True):
+                rows = q_NHD[first:last], k_STKD[slot, :num_rows], positions_N
+                sums_T = _weights(*rows, scale, None, softcap, torch.float32).sum(dim=(0, 1))
+                sums_BC[b, :num_rows] += sums_T[: sums_BC.shape[1]]
+    return out
 
 
 def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ _COUNTERS: Final = {
     "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
     "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
     "kv_compactions": ("kv_compactions", "Times that a kv_policy dropped rows of a sequence."),
+    "kv_kept_rows": ("kv_kept_rows", "Rows that they left, each time anew."),
     "kv_dropped_rows": ("kv_dropped_rows", "Rows that they dropped."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
     "tier_errors": ("tier_call_errors", "Calls of tiers that raised, which count as misses."),

@@ -283,6 +283,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     kv_budget_bytes: int
     kv_compactions: int = 0
     """Compactions of requests by their `kv_policy`, since the start."""
+    kv_kept_rows: int = 0
+    """Rows that they left, each time anew."""
     kv_dropped_rows: int = 0
     """Rows that they dropped."""
     stalls: int

@@ -30,6 +30,8 @@ FETCHES = "tests/engine/test_fetches.py"
 SWAPS = f"{FETCHES}::test_what_preempted_requests_generated_comes_back_from_a_tier"
 HOLDER = "tests/unit/test_holder.py"
 BORROWING = "tests/unit/test_borrowing.py"
+POLICIES = ("tests/engine/test_kv_policy.py::test_the_tokens_are_those_of_the_reference",)
+CACHE_POLICY = "tests/adapters/test_transformers_policy.py"
 
 
 class Mutant(NamedTuple):
@@ -49,6 +51,7 @@ class Mutant(NamedTuple):
 SEALED, BORROWED, SAVED = "prefix/sealed.py", "prefix/borrowed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
+COMPACTION = "server/engine/compaction.py"
 TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
 OTHERS = (f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record",)
 
@@ -185,6 +188,48 @@ MUTANTS = (
         "            cache.forget_rows(self.slot, first)\n",
         "",
         (PREFIX,),
+    ),
+    Mutant(
+        "a cut that leaves the positions of rows that are gone",
+        "cache.py",
+        "            self.known_positions = _cut(self.known_positions, num_tokens)\n            cache.memory",
+        "            cache.memory",
+        (PREFIX,),
+    ),
+    Mutant(
+        "keys turned from the first row on, not from the first that has moved",
+        COMPACTION,
+        "self._keys.turn(sequence.slot, first, back_T)",
+        "self._keys.turn(sequence.slot, 0, back_T)",
+        POLICIES,
+    ),
+    Mutant(
+        "scores of rows that have moved left where they were",
+        COMPACTION,
+        "self.scores_T = sums_T[rows] if",
+        "self.scores_T = sums_T[: len(rows)] if",
+        POLICIES,
+    ),
+    Mutant(
+        "a generated query that stands for no other",
+        COMPACTION,
+        "end - since if is_generated else 1)",
+        "1)",
+        POLICIES,
+    ),
+    Mutant(
+        "scores of rows that have moved in a cache of transformers left where they were",
+        "adapters/transformers/eviction.py",
+        "self._sums_BT.gather(1, chosen[list(parents)]) if",
+        "self._sums_BT[:, : chosen.shape[1]] if",
+        (f"{CACHE_POLICY}::test_the_logits_are_those_without_the_rows_that_the_policy_drops",),
+    ),
+    Mutant(
+        "queries that stay where their tokens are while keys are turned",
+        "adapters/transformers/attention.py",
+        "            query = _caches[number].turned(layer, query)\n",
+        "",
+        (f"{CACHE_POLICY}::test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model",),
     ),
     Mutant(
         "a fork that forgets which tokens its rows hold",

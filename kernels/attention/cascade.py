@@ -398,7 +398,7 @@ def cascade(
 
     Group g is the sequences [group_starts_G1[g], group_starts_G1[g + 1]) of the batch. Their first prefix_rows_G[g] rows are
     the same, and no sequence has fewer. They attend to those rows in slot leaders_G[g], and to the others in their own slots.
-    There the rows of the prefix must be mapped and finite nevertheless (see `firsts_B` of `decode`). The leader need not be one
+    There the rows of the prefix must be mapped and finite nevertheless (see `attend_singles`). The leader need not be one
     of them. A group without sequences or rows is left out. A sequence in no group attends as in `decode`. A length of 0, or a
     slot outside [0, S), gives zeros.
 

@@ -1,8 +1,10 @@
 """Column sums of attention's weights: how much the last queries of each sequence attend to each row, over all heads.
 
-Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). The log-sum-exp of each
-query's scores is known from its attention, so a weight is one product and one exponential. A program owns a tile of rows and
-walks the queries that see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
+Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). Two launches:
+
+1. `_log_sum_exp` reduces the scores of each query. Attention keeps no such number, so they are computed anew.
+2. `_column_sums` then has a weight by one product and one exponential. A program owns a tile of rows and walks the queries that
+   see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
 
 All layers may go in one launch. Each has sums of its own then, for the same reason.
 
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.kv_memory import LayerKV, kv_memory
+from vmmkv.kernels.attention.kv_memory import kv_memory
 from vmmkv.units import ceil_div
 
 _PART_ROWS = 2048
@@ -28,12 +30,22 @@ _FEW_PROGRAMS = 512
 """Fewer leave a GPU idle: an H200 has 132 multiprocessors."""
 
 
+@triton.jit
+def _scores(q, k, scale_log2, softcap, HAS_SOFTCAP: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if HAS_SOFTCAP:
+        # The launcher folded 2 / softcap into scale_log2 and log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    return scores
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_columns"])
 def _column_sums(
-    p_q, p_k, p_lse, p_out, p_starts, p_lengths, p_slots, p_limits,
-    scale_log2, num_queries, num_slots, num_columns,
+    p_q, p_k, p_lse, p_out, p_starts, p_lengths, p_slots,
+    scale_log2, softcap, num_queries, num_slots, num_columns,
     stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """TILE columns of a sequence in a layer. A row of a product is one query under one head; its G heads are neighbours."""
     b = tl.program_id(1)
@@ -45,8 +57,6 @@ def _column_sums(
     length = tl.minimum(tl.maximum(tl.load(p_lengths + b), 0), 2147483647).to(tl.int32)
     m_slot = (slot >= 0) & (slot < num_slots) & (start >= 0)
     end = tl.where(m_slot, tl.minimum(length, num_columns), 0)
-    if p_limits is not None:
-        end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
     if first >= end:
         return
 
@@ -69,7 +79,7 @@ def _column_sums(
             p_heads = p_queries + i_n.to(tl.int64) * stride_qn + i_h * stride_qh
             q = tl.load(p_heads[:, None] + i_d[None, :], mask=m_n[:, None] & (i_d < D)[None, :], other=0.0)
             lse = tl.load(p_lses + i_n.to(tl.int64) * (K * G) + i_h, mask=m_n, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None]
+            scores = _scores(q, k, scale_log2, softcap, HAS_SOFTCAP) - lse[:, None]
             m_seen = m_n[:, None] & m_t[None, :] & (i_t[None, :] <= (position + i_n)[:, None])
             sums += tl.sum(tl.exp2(tl.where(m_seen, scores, float("-inf"))), 0)
     p_sums = p_out + (layer * tl.num_programs(1) + b) * num_columns + i_t
@@ -79,9 +89,10 @@ def _column_sums(
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_rows", "part_rows", "num_blocks"])
 def _log_sum_exp(
     p_q, p_k, p_lse, p_starts, p_lengths, p_slots,
-    scale_log2, num_queries, num_slots, num_rows, part_rows, num_blocks,
+    scale_log2, softcap, num_queries, num_slots, num_rows, part_rows, num_blocks,
     stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """QUERIES rows of a product, as of `_column_sums`, of a sequence under a kv head of a layer, over a part of its rows."""
     part = tl.program_id(0) // num_blocks
@@ -111,7 +122,7 @@ def _log_sum_exp(
         m_t = i_t < end
         p_tile = p_rows + tl.cast(first, tl.int64) * stride_kt + (tl.arange(0, TILE) * stride_kt)[:, None] + i_d[None, :]
         k = tl.load(p_tile, mask=m_t[:, None] & (i_d < D)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = _scores(q, k, scale_log2, softcap, HAS_SOFTCAP)
         scores = tl.where(m_t[None, :] & (i_t[None, :] <= position[:, None]), scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
@@ -121,105 +132,31 @@ def _log_sum_exp(
     tl.store(p_own, highest + tl.log2(tl.maximum(total, 1e-30)), mask=m_n)  # a query may see no row of the part
 
 
-def log_sum_exp(
-    q_LNHD: torch.Tensor,
-    k_LSTKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """log2(sum(exp(score))) over the rows that each query sees: [L, N, H] float32, for queries whose attention has kept none.
-
-    Arguments are as for `column_sums`. NaN for queries of no sequence.
-
-    Cost: one launch, and where queries are few, of which each goes over rows in parts, a few of torch; a product of all queries
-    with all rows; no synchronisation; safe while a graph is captured.
-    Raises: ValueError naming the argument.
-    """
-    memory, layer_stride, options, group = _checked(q_LNHD, k_LSTKD, query_starts, lengths_B, slots_B, None, scale)
-    num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
-    tile = _tile(q_LNHD)
-    num_blocks = ceil_div(num_queries * group, tile)
-    is_parted = num_blocks * len(lengths_B) * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
-    part_rows = _PART_ROWS if is_parted else max(1, memory.num_rows)
-    num_parts = max(1, ceil_div(memory.num_rows, part_rows))
-    shape = (num_parts, num_layers, num_queries, num_heads)
-    lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=q_LNHD.device)
-    lse_PLNH[0] = torch.nan
-    memory.check_tile_offsets(tile)
-    if num_queries and len(lengths_B):
-        with checks.on_device(q_LNHD.device):
-            _log_sum_exp[(num_blocks * num_parts, len(lengths_B), num_layers * memory.num_kv_heads)](
-                q_LNHD, memory.k, lse_PLNH, query_starts, lengths_B, slots_B,
-                options.scale_log2, num_queries, memory.num_slots, memory.num_rows, part_rows, num_blocks,
-                *q_LNHD.stride()[:3], layer_stride, *memory.strides[:3],
-                K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
-                num_warps=4, num_stages=2,
-            )  # fmt: skip
-    return lse_PLNH[0] if num_parts == 1 else torch.logsumexp(lse_PLNH * math.log(2.0), 0) / math.log(2.0)
-
-
 def column_sums(
     q_LNHD: torch.Tensor,
     k_LSTKD: torch.Tensor,
-    lse_LNH: torch.Tensor,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
-    limit_S: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add to `out` how much the last tokens of each sequence attend to each of its rows, over all heads. Returns [L, B, C].
 
-    Queries, lengths and slots are as for `prefill`, causal, the same in all layers; K is plain. `lse_LNH` is
-    log2(sum(exp(score))) over the scaled scores of each query, as `decode` gives it. So in a layer the sums of a sequence add
-    up to its queries times the heads.
+    Queries, lengths and slots are as for `prefill`, causal, the same in all layers; K is plain. So in a layer the sums of a
+    sequence add up to its queries times the heads.
 
     - q_LNHD, k_LSTKD: of some layers, or of one: `q_NHD[None]`, `k_STKD[None]`.
-    - out: contiguous float32 [L, B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length, or
-      limit_S[slot], stay as they are. With fewer columns than rows the other rows are not looked at.
-    - scale: positive, 1 / sqrt(D) if None.
+    - out: contiguous float32 [L, B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length stay
+      as they are, and the rows past the last column get no sums.
+    - scale: positive, 1 / sqrt(D) if None. softcap: scores become softcap * tanh(score / softcap).
 
-    Cost: one launch of at least one program for each 64 columns of each sequence and layer; no synchronisation; safe while a
-    graph is captured, and the graph serves all counts and lengths.
+    Cost: two launches, and where queries are few, of which each goes over rows in parts, a few of torch; each multiplies all
+    queries with all rows. No synchronisation; safe while a graph is captured, and the graph serves all counts and lengths.
     Raises: ValueError naming the argument.
     """
-    memory, layer_stride, options, group = _checked(q_LNHD, k_LSTKD, query_starts, lengths_B, slots_B, limit_S, scale)
-    device, num_sequences = q_LNHD.device, len(lengths_B)
-    num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
-    checks.exactly("lse_LNH", lse_LNH, torch.float32, (num_layers, num_queries, num_heads), device)
-    if out is None:
-        out = torch.zeros(num_layers, num_sequences, memory.num_rows, dtype=torch.float32, device=device)
-    num_columns = out.shape[2] if out.dim() == 3 else 0
-    checks.exactly("out", out, torch.float32, (num_layers, num_sequences, min(num_columns, memory.num_rows)), device)
-    tile = _tile(q_LNHD)
-    memory.check_tile_offsets(tile)
-    if num_queries and out.numel():
-        with checks.on_device(device):
-            _column_sums[(ceil_div(num_columns, tile), num_sequences, num_layers)](
-                q_LNHD, memory.k, lse_LNH, out, query_starts, lengths_B, slots_B, limit_S,
-                options.scale_log2, num_queries, memory.num_slots, num_columns,
-                *q_LNHD.stride()[:3], layer_stride, *memory.strides[:3],
-                K=memory.num_kv_heads, G=group, D=head_dim, D_PAD=checks.padded(head_dim), QUERIES=tile, TILE=tile,
-                num_warps=4, num_stages=2,
-            )  # fmt: skip
-    return out
-
-
-def _checked(
-    q_LNHD: torch.Tensor,
-    k_LSTKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    limit_S: torch.Tensor | None,
-    scale: float | None,
-) -> tuple[LayerKV, int, checks.AttentionOptions, int]:
-    """The first layer, elements from one to the next (0 for one alone: any others compile anew), and G."""
     device = q_LNHD.device
     checks.runnable("q_LNHD", device)
     if q_LNHD.dim() != 4 or not len(q_LNHD):
@@ -230,16 +167,45 @@ def _checked(
     if k_LSTKD.dtype not in checks.FLOAT_DTYPES:
         checks.refuse("k_LSTKD", f"of {k_LSTKD.dtype}", "float16, bfloat16 or float32: quantised rows are not ranked")
     memory = kv_memory(k_LSTKD[0], k_LSTKD[0], None, None, None, q_LNHD.dtype, device)
-    options = checks.attention_options(scale, None, None, memory.head_dim)
+    options = checks.attention_options(scale, None, softcap, memory.head_dim)
     memory.check_queries("q_LNHD", q_LNHD[0], "queries")
     checks.aligned("q_LNHD", q_LNHD)
     checks.aligned("k_LSTKD", k_LSTKD)
-    group = memory.check_heads("q_LNHD", q_LNHD.shape[2])
+    num_layers, num_queries, num_heads, head_dim = q_LNHD.shape
+    group = memory.check_heads("q_LNHD", num_heads)
     num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
-    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
+    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, None)
     checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
-    return memory, k_LSTKD.stride(0) if len(k_LSTKD) > 1 else 0, options, group
+    num_rows = memory.num_rows
+    if out is None:
+        out = torch.zeros(num_layers, num_sequences, num_rows, dtype=torch.float32, device=device)
+    num_columns = out.shape[2] if out.dim() == 3 else 0
+    checks.exactly("out", out, torch.float32, (num_layers, num_sequences, min(num_columns, num_rows)), device)
+    tile = 32 if q_LNHD.element_size() == 4 or head_dim > 128 else 64
+    memory.check_tile_offsets(tile)
+    if not num_queries or not out.numel():
+        return out
 
-
-def _tile(q_LNHD: torch.Tensor) -> int:
-    return 32 if q_LNHD.element_size() == 4 or q_LNHD.shape[3] > 128 else 64
+    num_blocks = ceil_div(num_queries * group, tile)
+    is_parted = num_blocks * num_sequences * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
+    part_rows = _PART_ROWS if is_parted else num_rows
+    num_parts = ceil_div(num_rows, part_rows)
+    shape = (num_parts, num_layers, num_queries, num_heads)
+    lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
+    where = query_starts, lengths_B, slots_B
+    strides = *q_LNHD.stride()[:3], k_LSTKD.stride(0) if num_layers > 1 else 0, *memory.strides[:3]  # any others compile anew
+    constants = {
+        "K": memory.num_kv_heads, "G": group, "D": head_dim, "D_PAD": checks.padded(head_dim), "QUERIES": tile, "TILE": tile,
+        "HAS_SOFTCAP": softcap is not None, "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+    with checks.on_device(device):
+        _log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](
+            q_LNHD, memory.k, lse_PLNH, *where, options.scale_log2, options.softcap_log2,
+            num_queries, memory.num_slots, num_rows, part_rows, num_blocks, *strides, **constants,
+        )  # fmt: skip
+        lse_LNH = lse_PLNH[0] if num_parts == 1 else torch.logsumexp(lse_PLNH * math.log(2.0), 0) / math.log(2.0)
+        _column_sums[(ceil_div(num_columns, tile), num_sequences, num_layers)](
+            q_LNHD, memory.k, lse_LNH, out, *where, options.scale_log2, options.softcap_log2,
+            num_queries, memory.num_slots, num_columns, *strides, **constants,
+        )  # fmt: skip
+    return out

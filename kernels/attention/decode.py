@@ -621,8 +621,6 @@ def decode(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    firsts_B: torch.Tensor | None = None,
-    lse_BH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     settled: bool = False,
@@ -637,20 +635,15 @@ def decode(
     bits are those of slots. Table entries of rows that are not read are never loaded. Where U is a multiple of 128, whole tiles
     of a block are loaded by TMA, and rows that are not the sequence's are masked: its last tile then rounds otherwise.
 
-    With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
-    they must be mapped and finite, payloads of fp8 as well. `lse_BH` receives log2(sum(exp(score))) over the scaled and capped
-    scores, -inf where there are no rows. By it the output merges with that of other rows.
-
     - q_BHD: fp16, bf16 or fp32.
     - k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of q's dtype, or quantised (see quantise.py).
     - k_scale, v_scale: of quantised K and V: float16 [S, T, K] (over blocks [P, U, K]), or for fp8 also float32 [K].
-    - lengths_B, slots_B, firsts_B: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
+    - lengths_B, slots_B: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
     - scale: 1 / sqrt(D) if None. softcap: scores become softcap * tanh(score / softcap).
-    - lse_BH: float32 [B, H], contiguous.
     - workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap. If None it comes from
       torch's allocator, which is right under graph capture as well.
     - settled: at least one kernel or copy without programmatic dependent launch lies between this call and what wrote lengths,
-      slots, limits and first rows. They are then looked up while the kernel launched just before, such as `append`, still runs.
+      slots and limits. They are then looked up while the kernel launched just before, such as `append`, still runs.
 
     Cost: two launches, no synchronisation; safe while a graph is captured, and the graph serves every length.
     Raises: ValueError naming the argument.
@@ -660,16 +653,12 @@ def decode(
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_BHD.dtype, device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     memory.check_queries("q_BHD", q_BHD, "sequences")
-    num_sequences, num_heads, _ = q_BHD.shape
+    num_sequences = q_BHD.shape[0]
     memory.check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S)
-    if firsts_B is not None:
-        checks.index("firsts_B", firsts_B, num_sequences, device)
-    if lse_BH is not None:
-        checks.exactly("lse_BH", lse_BH, torch.float32, (num_sequences, num_heads), device)
     out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
     if num_sequences > 0:
         rows = memory, lengths_B, slots_B, None, limit_S
-        attend_singles(q_BHD, *rows, options, out, workspace, firsts_B, lse_BH, settled=settled)
+        attend_singles(q_BHD, *rows, options, out, workspace, settled=settled)
     return out
 
 
@@ -690,7 +679,10 @@ def attend_singles(
 ) -> None:
     """The two launches, of checked arguments. With `query_starts` (B + 1), of the sequences that have one query in `q_NHD`.
 
-    `lse_BH` has a row for each sequence, not for each query.
+    With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
+    they must be mapped and finite, payloads of fp8 as well. `lse_BH` (a row for each sequence, not for each query) receives
+    log2(sum(exp(score))) over the scaled and capped scores, -inf where there are no rows. By it the output merges with that of
+    other rows.
     """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
     num_sequences, num_kv_heads, num_rows, block = lengths_B.shape[0], memory.num_kv_heads, memory.num_rows, memory.block

@@ -30,7 +30,6 @@ import torch
 import vmmkv
 from vmmkv.cache import num_unmoved
 from vmmkv.eviction import H2O
-from vmmkv.kernels import reference
 from vmmkv.kernels.quantise import dequantise
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence
 from vmmkv.server.engine.models import EngineModel
@@ -139,7 +138,7 @@ class Ranking:
         starts = np.concatenate([[0], np.cumsum(counts)])
         columns = np.concatenate([np.arange(ends[each.slot] - each.num_queries, ends[each.slot]) for each in ranked])
         lengths, slots = [each.end for each in ranked], [each.slot for each in ranked]
-        self._columns_M, self._starts, self._lengths_B, self._slots_B = uploads.pack([columns, starts, lengths, slots])
+        self._columns_M, *self._where = uploads.pack([columns, starts, lengths, slots])
         self._sums_LBC: torch.Tensor | None = None
 
     def add(
@@ -160,25 +159,15 @@ class Ranking:
                 k_TKD = dequantise(k_LSTKD[0][rows], k_scale_STK[rows]).to(q_LNHD.dtype)
                 one.add(q_LNHD, k_TKD[None, None], scale)
             return
-        q_LMHD, where = q_LNHD.index_select(1, self._columns_M), (self._lengths_B, self._slots_B)
+        q_LMHD = q_LNHD.index_select(1, self._columns_M)
         if self._sums_LBC is None:
             num_columns = max(each.end for each in self._ranked)
             self._sums_LBC = torch.zeros(len(q_LMHD), len(self._ranked), num_columns, device=q_LMHD.device)
         if q_LMHD.is_cuda:
-            from vmmkv.kernels.attention.column_sums import column_sums, log_sum_exp
-
-            lse_LMH = log_sum_exp(q_LMHD, k_LSTKD, self._starts, *where, scale=scale)
-            column_sums(q_LMHD, k_LSTKD, lse_LMH, self._starts, *where, scale=scale, out=self._sums_LBC)
-            return
-        for sums_BC, q_MHD, k_STKD in zip(self._sums_LBC, q_LMHD, k_LSTKD, strict=True):
-            start = 0
-            for sums_C, each in zip(sums_BC, self._ranked, strict=True):
-                own, positions_N = slice(start, start + each.num_queries), torch.arange(each.end - each.num_queries, each.end)
-                rows_1TKD = k_STKD[each.slot, None, : each.end]
-                lse_NH = reference.log_sum_exp(q_MHD[own], rows_1TKD[0], positions_N, scale=scale)
-                where_1 = (torch.tensor([count]) for count in (each.num_queries, each.end, 0))
-                sums_C[: each.end] += reference.column_sums(q_MHD[own], rows_1TKD, lse_NH, *where_1, scale=scale)[0]
-                start += each.num_queries
+            from vmmkv.kernels.attention.column_sums import column_sums
+        else:
+            from vmmkv.kernels.reference import column_sums
+        column_sums(q_LMHD, k_LSTKD, *self._where, scale=scale, out=self._sums_LBC)
 
     def finish(self) -> None:
         """All layers have added theirs: their sequences are ranked by it."""
@@ -216,10 +205,10 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
 
 
 class Compactor:
-    """Compacts the sequences of one engine, and counts what it drops."""
+    """Compacts the sequences of one engine, and counts what it keeps and drops."""
 
     def __init__(self, cache: EngineCache, runner: "Runner", send: Callable[[Compacted], None]) -> None:
-        self.num_compactions = self.num_rows_dropped = 0
+        self.num_compactions = self.num_rows_kept = self.num_rows_dropped = 0
         self._cache = cache
         self._keys, self._state, self._uploads = runner.keys, runner.state, runner.uploads
         self._send = send
@@ -243,5 +232,6 @@ class Compactor:
         kept.num_dropped += length - len(rows)
         kept.chosen = None
         self.num_compactions += 1
+        self.num_rows_kept += len(rows)
         self.num_rows_dropped += length - len(rows)
         self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))

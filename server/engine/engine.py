@@ -620,6 +620,7 @@ class Engine:
                 kv_created_bytes=stats.pool_created_bytes,
                 kv_budget_bytes=stats.pool_budget_bytes,
                 kv_compactions=self._compactor.num_compactions,
+                kv_kept_rows=self._compactor.num_rows_kept,
                 kv_dropped_rows=self._compactor.num_rows_dropped,
                 stalls=stats.blocked_steps,
                 stall_us=stats.blocked_us,

@@ -55,16 +55,10 @@ class Scored:
             model(self.ids[None], past_key_values=self.cache, logits_to_keep=1)
         self.keys = [self.cache.states(layer)[0][0].transpose(0, 1) for layer in range(len(self.queries))]
 
-    def log_sum_exp(self, layer: int, num_queries: int) -> torch.Tensor:
-        positions_N = torch.arange(CONTEXT - num_queries, CONTEXT)
-        return reference.log_sum_exp(self.queries[layer][-num_queries:], self.keys[layer], positions_N).contiguous()
-
     def sums(self, layer: int, num_queries: int, heads: slice = slice(None), kv_heads: slice = slice(None)) -> torch.Tensor:
         """[T] how much the last queries attend to each row, over some heads of a layer; by the reference."""
         q_NHD, k_TKD = self.queries[layer][-num_queries:, heads], self.keys[layer][:, kv_heads]
-        lse_NH = self.log_sum_exp(layer, num_queries)[:, heads]
-        (sums_T,) = reference.column_sums(q_NHD, k_TKD[None], lse_NH, *map(torch.tensor, ([num_queries], [CONTEXT], [0])))
-        return sums_T
+        return reference.column_sums(q_NHD[None], k_TKD[None, None], *place_of(num_queries))[0, 0]
 
     def one_set(self, policy: KVPolicy) -> torch.Tensor:
         """The rows that a policy keeps by the scores of all heads and layers."""
@@ -141,6 +135,11 @@ def perplexity(losses: list[torch.Tensor]) -> float:
     return math.exp(torch.cat(losses).mean().item())
 
 
+def place_of(num_queries: int) -> list[torch.Tensor]:
+    """Of the last queries of the context: their starts, the length and the slot."""
+    return [torch.tensor(each, dtype=torch.int32) for each in ([0, num_queries], [CONTEXT], [0])]
+
+
 class Groups(SnapKV):
     """SnapKV by groups of 16 rows, as where memory comes in blocks."""
 
@@ -212,11 +211,9 @@ def test_one_set_of_rows_is_worth_more_than_the_newest_ones(contexts: list[Score
 def test_the_kernel_keeps_the_rows_that_the_reference_keeps(contexts: list[Scored], policy: KVPolicy) -> None:
     context, num_queries = contexts[0], policy.num_queries(CONTEXT)
     out = torch.zeros(1, 1, CONTEXT)
-    starts, lengths_B, slots_B = (torch.tensor(each, dtype=torch.int32) for each in ([0, num_queries], [CONTEXT], [0]))
     for layer, k_TKD in enumerate(context.keys):
         q_NHD = context.queries[layer][-num_queries:]
-        lse_LNH = context.log_sum_exp(layer, num_queries)[None]
-        column_sums(q_NHD[None], k_TKD[None, None], lse_LNH, starts, lengths_B, slots_B, out=out)
+        column_sums(q_NHD[None], k_TKD[None, None], *place_of(num_queries), out=out)
     assert torch.equal(policy.keep(CONTEXT, out[0, 0]), context.one_set(policy))
 
 

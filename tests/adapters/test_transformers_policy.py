@@ -15,9 +15,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tests.adapters.models import MODELS, forward, gemma3, generated, ids_of, llama, mistral, prompts
 from tests.attending import attending_by
-from vmmkv import OutOfPages, Pool
+from tests.kernels.cases import DEVICE
+from vmmkv import LayoutError, OutOfPages, Pool
 from vmmkv.adapters.transformers import VmmCache, attention, eviction
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies, turn
 from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -43,7 +44,7 @@ KVPRESS = Path(__file__).parents[1] / "fixtures" / "kvpress.safetensors"
         ("streaming_llm", StreamingLLM(sinks=4, window=28), None),
         ("h2o", H2O(budget=32, recent=0), 3 * torch.arange(96, 0, -1)),  # by query that sees the row
         ("snapkv_unpooled", SnapKV(budget=32, window=16, kernel=1), 3 * 16),
-        ("snapkv", SnapKV(budget=32, window=16, kernel=5), None),
+        ("snapkv", SnapKV(budget=32, window=16, kernel=5), 3 * 16),
         ("tova", TOVA(budget=32), 6),  # all heads
     ],
 )
@@ -56,6 +57,9 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
         model = LlamaForCausalLM(LlamaConfig(**json.loads(file.metadata()["model"]), attn_implementation="vmmkv")).eval()
     model.load_state_dict(recorded, strict=False)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ranked: list[torch.Tensor] = []
+    highest = policies._highest
+    monkeypatch.setattr(policies, "_highest", lambda scores_T, *sizes: ranked.append(scores_T) or highest(scores_T, *sizes))
     monkeypatch.setattr(VmmCache, "attended", lambda self, layer, q, k, *_, **__: seen.append((q, k)))
     with VmmCache(model.config, pool, policy=policy) as cache:
         forward(model, cache, recorded["ids"])
@@ -68,13 +72,13 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
             scores_T = None
             if count:
                 part_BHND = q_BHND[:, heads, 96 - count :]
-                scores_T = eviction.column_sums(part_BHND, k_BKTD[:, kv_heads], eviction.Scoring(scale=None, softcap=None))[0]
-            if divisor is not None:
-                scores_T = scores_T / divisor
-                ranked = slice(96 - count if count < 96 else 96)
-                expected_T = recorded[f"{press}.scores"][layer, head]
-                torch.testing.assert_close(scores_T[ranked], expected_T[ranked], atol=1e-6, rtol=1e-4)
+                scores_T = eviction.column_sums(part_BHND, k_BKTD[:, kv_heads], attention.Scoring(None, None, None))[0]
+            scores_T = scores_T if divisor is None else scores_T / divisor
             assert policy.keep(96, scores_T).tolist() == recorded[f"{press}.kept"][layer, head].nonzero()[:, 0].tolist()
+            if divisor is not None:
+                own = slice(96 - count if count < 96 else 96)
+                expected_T = recorded[f"{press}.scores"][layer, head]
+                torch.testing.assert_close(ranked.pop()[own], expected_T[own], atol=1e-6, rtol=1e-4)
 
 
 class Masked:
@@ -184,17 +188,56 @@ def test_layers_with_windows_keep_theirs(pool: Pool) -> None:
         cache.check()
 
 
-@pytest.mark.parametrize(("queries", "softcap"), [(1, None), (5, 0.5), (40, None)])
-def test_sums_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int, softcap: float | None) -> None:
-    """In parts of 7 queries as at once. The reference has no soft cap, so that of one its attention to ones is taken."""
-    q_BHND, k_BKTD = torch.randn(2, 6, queries, 16), torch.randn(2, 3, 40, 16)
-    monkeypatch.setattr(eviction, "_MOST_SCORES", 7 * 2 * 6 * 40)
-    given_BT = eviction.column_sums(q_BHND, k_BKTD, eviction.Scoring(scale=0.4, softcap=softcap))
-    positions_N, eye_TKD = torch.arange(40 - queries, 40), torch.eye(40)[:, None].expand(-1, 3, -1)
-    for q_HND, k_KTD, sums_T in zip(q_BHND, k_BKTD, given_BT, strict=True):
-        rows = q_HND.transpose(0, 1), k_KTD.transpose(0, 1), eye_TKD, positions_N
-        expected_T = reference.attend(*rows, scale=0.4, softcap=softcap).sum((0, 1))
-        torch.testing.assert_close(sums_T, expected_T, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("policy", [StreamingLLM(window=44), TOVA(budget=48)], ids=str)
+def test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model(pool: Pool, policy: KVPolicy) -> None:
+    """As where transformers' own cache has rows dropped by indexing, their keys turned, and is told the positions of rows."""
+    model, own = llama(max_position_embeddings=64), DynamicCache()
+    inv_freq, num_rows = model.model.rotary_emb.inv_freq, 0
+    with VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq) as cache:
+        for step, num_new in enumerate((40, 20, *[1] * 70, 9, 1)):
+            ids, positions = ids_of(0, num_tokens=num_new, seed=step), torch.arange(num_rows, num_rows + num_new)[None]
+            with attending_by(model, "eager"), torch.inference_mode():
+                out = model(ids, past_key_values=own, position_ids=positions, output_attentions=True)
+            with attending_by(model, "vmmkv"):
+                torch.testing.assert_close(forward(model, cache, ids), out.logits, atol=1e-4, rtol=1e-3)
+            num_rows += num_new
+            if num_rows > policy.budget + (policy.budget // 8 if num_new == 1 else 0):
+                kept = policy.keep(num_rows, torch.cat(out.attentions)[:, :, -1].sum((0, 1)))
+                back_T, num_rows = kept - torch.arange(len(kept)), len(kept)
+                for layer in own.layers:
+                    layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+                    layer.keys = turn(layer.keys[0].transpose(0, 1), back_T, inv_freq).transpose(0, 1)[None]
+        assert cache.get_seq_length() == 140 > 2 * 64 and cache.states(0)[0].shape[2] == num_rows
+        cache.check()
+
+
+def test_with_inv_freq_batches_beams_and_deep_copies_go_on(pool: Pool) -> None:
+    """Equal prompts, which are kept once, say what one of them says alone."""
+    model = llama(max_position_embeddings=64)
+    model.set_attn_implementation("vmmkv")
+    given: dict[str, Any] = {"policy": StreamingLLM(window=28), "inv_freq": model.model.rotary_emb.inv_freq}
+    ids, options = ids_of(0, num_tokens=50), {"max_new_tokens": 80}
+    with VmmCache(model.config, pool, **given) as alone, VmmCache(model.config, pool, **given) as pair:
+        (expected,) = generated(model, alone, {"input_ids": ids}, **options)
+        assert generated(model, pair, {"input_ids": ids.expand(2, -1)}, **options) == [expected] * 2
+        pair.reorder_cache(torch.tensor([1, 1]))
+        with copy.deepcopy(pair) as other:
+            for token in expected[-1:] * 9:
+                logits, *others = (
+                    forward(model, each, torch.full((each.batch_size, 1), token)) for each in (alone, pair, other)
+                )
+                for given_logits in others:
+                    torch.testing.assert_close(given_logits, logits.expand(2, -1, -1), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_scores_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    q_BHND, k_BKTD = torch.randn(2, 6, queries, 16, device=DEVICE), torch.randn(2, 3, 40, 16, device=DEVICE)
+    scoring = attention.Scoring(0.4, None, 2.0)
+    expected_BT = eviction.column_sums(q_BHND, k_BKTD, scoring)
+    monkeypatch.undo()
+    monkeypatch.delattr(reference, "column_sums")
+    torch.testing.assert_close(eviction.column_sums(q_BHND, k_BKTD, scoring), expected_BT, atol=1e-5, rtol=1e-4)
 
 
 class Uneven(StreamingLLM):
@@ -233,6 +276,14 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message) if message else nullcontext():
                 patch.setattr(VmmCache, "attended", lambda *_, **__: None)
                 forward(model, cache, ids_of(0, num_tokens=9))
+    inv_freq = model.model.rotary_emb.inv_freq
+    with pytest.raises(ValueError, match="inv_freq is for a policy"):
+        VmmCache(model.config, pool, inv_freq=inv_freq)
+    with (
+        VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq[:4]) as cache,
+        pytest.raises(LayoutError, match="inv_freq has 4 angles, and heads of 32 want half as many"),
+    ):
+        forward(model, cache, ids_of(0, num_tokens=9))
     with pytest.raises(ValueError, match="windows in all layers"):
         VmmCache(mistral(16).config, pool, policy=policy)
     with VmmCache(model.config, pool, policy=Uneven(window=3)) as cache, pytest.raises(ValueError, match="all have as many"):

@@ -44,7 +44,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
     holder.close()
 
 
-def prefill_engine(directory: Path, socket: Path, pipe: Connection, options: dict[str, Any] = OPTIONS) -> None:
+def prefill_engine(directory: Path, socket: Path, pipe: Connection, options: dict[str, Any]) -> None:
     """Computes prompts until it is killed."""
     with LLM(directory, **{**options, "kv_budget_bytes": None, "kv_holder": socket}) as one:
         while True:
@@ -53,10 +53,11 @@ def prefill_engine(directory: Path, socket: Path, pipe: Connection, options: dic
 
 
 @pytest.fixture
-def prefill(directory: Path, socket: Path) -> Iterator[Callable[..., None]]:
-    """Computes a prompt in another process; with `kill` it ends that one."""
+def prefill(request: pytest.FixtureRequest, directory: Path, socket: Path) -> Iterator[Callable[..., None]]:
+    """Computes a prompt in another process, with options of its own; with `kill` it ends that one."""
     pipe, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=(directory, socket, theirs), daemon=True)
+    arguments = directory, socket, theirs, OPTIONS | getattr(request, "param", {})
+    process = multiprocessing.get_context("spawn").Process(target=prefill_engine, args=arguments, daemon=True)
     process.start()
     theirs.close()
     assert pipe.recv() == "ready"
@@ -123,3 +124,21 @@ def test_an_engine_of_other_weights_computes_its_prompts_and_says_so(
         (output,) = one.generate([PROMPT], GREEDY)
     assert (output.cached_tokens, output.outputs[0].token_ids) == (0, expected(tmp_path / "other", PROMPT))
     assert "starting cold: the engine of the holder" in caplog.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("prefill", [{"kv_cache_dtype": "int8"}], indirect=True)
+def test_quantised_rows_are_borrowed_as_they_are_and_only_by_engines_that_quantise_so(
+    directory: Path, socket: Path, prefill: Callable[..., None]
+) -> None:
+    prompt = [token % 251 for token in range(6000)]  # a page of 5,461 tokens, and a rest
+    prefill(prompt)
+    found = []
+    for options in ({"kv_lender": socket}, {}):
+        with LLM(directory, **OPTIONS, kv_cache_dtype="int8", **options) as one:
+            found += one.generate([prompt], GREEDY)
+    borrowed, computed = found
+    assert (borrowed.cached_tokens, computed.cached_tokens) == (5461, 0)
+    assert borrowed.outputs[0].token_ids == computed.outputs[0].token_ids
+    with LLM(directory, **OPTIONS, kv_cache_dtype="fp8", kv_lender=socket) as other:
+        assert other.generate([prompt], GREEDY)[0].cached_tokens == 0

@@ -29,7 +29,7 @@ from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource, weights_identity
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Abort, Generate, Snapshot
+from vmmkv.server.protocol import Abort, Compacted, Generate, Snapshot
 from vmmkv.tiers import TierStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -113,6 +113,22 @@ def test_what_leaves_the_device_comes_back_from_the_host(directory: Path, expect
 def random_model(config: Any) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_the_next_turn_loads_the_rows_as_they_were_before_a_policy(harness: MakeHarness) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = serving(harness, tier)
+    answer = one.said(PROMPT, 10, kv_policy={"type": "snapkv", "budget": 100})
+    assert [(each.kept_rows, each.dropped_rows) for each in one.sent if isinstance(each, Compacted)] == [(100, 400)]
+    one.engine.store_all(30)
+    one.engine.forget()
+    turn_two = [*PROMPT, *answer, *prompt_of(9, 1)]
+    assert not one.prefix.match(turn_two)
+    one.ask("next", turn_two)
+    one.run()
+    assert one.outputs("next")[0].cached == (("host", 448),)
+    assert one.tokens("next") == one.expected(turn_two)
+    tier.close()
 
 
 HYBRID = {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 1}

@@ -14,7 +14,7 @@ from vmmkv.eviction import H2O, turn
 from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.protocol import Abort, Compacted, PromptLogprobs
+from vmmkv.server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 from vmmkv.units import PAGE_BYTES
 
 pytestmark = pytest.mark.parametrize("harness", ["exact"], indirect=True)
@@ -25,7 +25,7 @@ HEAVY = {"type": "h2o", "budget": 24, "recent": 10, "every": 9}
 SNAP = {"type": "snapkv", "budget": 24, "window": 8}
 LAST = {"type": "tova", "budget": 24, "every": 9}
 POLICIES = [STREAM, HEAVY, SNAP, LAST]
-RUN = [(100, 2)]
+RUN = [(100, 2), (24, 2)]
 """Lengths of prompts, and steps in flight, of the default run."""
 
 
@@ -99,7 +99,8 @@ CASES = [
 def test_the_tokens_are_those_of_the_reference(
     harness: MakeHarness, policy: dict[str, Any], num_prompt: int, lookahead: int
 ) -> None:
-    one, prompt = harness(ours=True, lookahead=lookahead, step_tokens=40), prompt_of(num_prompt)
+    model, prompt = tiny_model(initializer_range=0.25), prompt_of(num_prompt)  # by default it hardly reads its rows
+    one = harness(model, ours=True, lookahead=lookahead, step_tokens=40)
     one.ask("beside", prompt_of(30, 1), 60)
     assert one.said(prompt, 70, kv_policy=policy) == (reference := Reference(one.model, policy)).said(prompt, 70)
     assert one.tokens("beside") == one.expected(prompt_of(30, 1), 60)
@@ -139,7 +140,26 @@ def test_the_memory_of_dropped_rows_comes_back_while_the_request_runs(harness: M
         assert one.pool.used_bytes == SIZE_CLASSES[-1] * PAGE_BYTES, "one extent, which is never split"
     assert [kept for kept, _ in compacted(one, "a")] == [154] * 3
     assert compacted(one, "a")[-1][1] == 2000 - 154 + 2 * 60
+    one.engine.report()
+    snapshot = one.sent[-1]
+    assert isinstance(snapshot, Snapshot)
+    counts = snapshot.kv_compactions, snapshot.kv_kept_rows, snapshot.kv_dropped_rows
+    assert counts == (3, 3 * 154, 2000 - 154 + 2 * 60)
     one.run()
+
+
+def test_a_request_that_waits_for_memory_begins_when_another_is_compacted(harness: MakeHarness) -> None:
+    one = harness(wide_rows(), ours=True, step_tokens=1024, budget_pages=11)
+    one.ask("long", prompt_of(600), 60, kv_policy={"type": "snapkv", "budget": 100})  # 10 pages, and 2 of what it keeps
+    one.ask("waits", prompt_of(300, 1), 5)
+    while not compacted(one, "long"):
+        assert one.engine.num_running <= 1 and not one.outputs("waits")
+        one.step()
+    while "length" not in one.finish_reasons("waits"):
+        one.step()
+    assert "length" not in one.finish_reasons("long") and not one.engine._scheduler.num_preempted
+    one.run()
+    assert one.tokens("waits") == one.expected(prompt_of(300, 1), 5)
 
 
 def test_the_next_turn_attaches_the_rows_as_they_were(harness: MakeHarness) -> None:

@@ -278,11 +278,12 @@ def llm(tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> It
         yield one
 
 
-def test_quantised_rows_have_the_scores_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_rows_have_the_scores_of_one_rank(tmp_path: Path, threads: Threads, kind: str) -> None:
     path = saved(tiny_model(vocab_size=258), tmp_path)
     params, found = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), []
     for num_ranks in (1, 2):
-        with LLM(path, tensor_parallel_size=num_ranks, kv_cache_dtype="int8", **OPTIONS) as llm:
+        with LLM(path, tensor_parallel_size=num_ranks, kv_cache_dtype=kind, **OPTIONS) as llm:
             (output,) = checked(llm, threads).generate([list(range(150))], params)
             found.append(torch.tensor(output.prompt_logprobs[1:]))  # type: ignore[index]
     assert torch.allclose(*found, atol=0.02), (found[0] - found[1]).abs().max()

@@ -18,6 +18,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.holder_engines import start_holder
 from vmmkv import PAGE_BYTES, BudgetError, DiskTier, HostTier
 from vmmkv.driver.host import HostDriver
+from vmmkv.kernels.quantise import Kind
 from vmmkv.server.engine import fetches, scheduler
 from vmmkv.server.engine.kv_backend import SlotBackend
 from vmmkv.server.protocol import Abort, Beams, Compacted, Failed, Outputs, PromptLogprobs
@@ -35,6 +36,8 @@ POLICIES = [
     {"type": "snapkv", "budget": 150, "window": 10},
     {"type": "tova", "budget": 20, "every": 3},
 ]
+ONCE = [{"type": "snapkv", "budget": budget, "window": 10} for budget in (30, 150)]
+"""Policies for quantised rows, which are turned once."""
 WAITING = 24
 """Requests that are there at once, at most."""
 
@@ -73,7 +76,7 @@ class Asked(NamedTuple):
         return None
 
 
-def requests(chance: random.Random, count: int) -> list[Asked]:
+def requests(chance: random.Random, count: int, policies: list[dict[str, Any]]) -> list[Asked]:
     """What clients ask: prompts with beginnings in common, and one in twenty that cannot be served."""
     stems = [prompt_of(length, length) for length in (40, 130, 200, 330)]
     asked: list[Asked] = []
@@ -113,7 +116,7 @@ def requests(chance: random.Random, count: int) -> list[Asked]:
                 options["min_tokens"] = min(max_new_tokens, own.choice([0, 0, 0, 1, 4, 30]))
                 options["prompt_logprobs"] = own.choice([*[None] * 9, 2])
                 if own.random() < 0.25 and len(prompt) + max_new_tokens < MAX_TOKENS:  # it may have more than that
-                    options["kv_policy"] = own.choice(POLICIES)
+                    options["kv_policy"] = own.choice(policies)
             abort_after = chance.randrange(30) if chance.random() < 0.15 else None
             asked.append(Asked(str(len(asked)), prompt, max_new_tokens, options | sampling | penalties, abort_after))
     return asked
@@ -129,6 +132,12 @@ def model() -> Any:
 @pytest.mark.parametrize(("count", "seed", "lookahead"), SIZES)
 def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | None, lookahead: int) -> None:
     soak(count, seed, lookahead)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_same_over_quantised_rows(kind: Kind) -> None:
+    soak(500, 1, 2, kv_kind=kind)
 
 
 class LateFence:
@@ -253,7 +262,13 @@ def test_tokens_are_right_whatever_an_operator_does(seed: int | None, tmp_path: 
 
 
 def soak(
-    count: int, seed: int | None, lookahead: int, *, tick: Callable[[], object] = lambda: None, **options: Any
+    count: int,
+    seed: int | None,
+    lookahead: int,
+    *,
+    tick: Callable[[], object] = lambda: None,
+    kv_kind: Kind | None = None,
+    **options: Any,
 ) -> Counter[str]:
     """Serve so many requests, with a `tick` behind each step; how waits for tiers ended."""
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
@@ -261,9 +276,9 @@ def soak(
     chance, share = random.Random(seed), count / 2000
     one = Harness(
         model(), ours=True, share=True, lookahead=lookahead, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
-        step_tokens=200, eos_ids=EOS, **options,
+        step_tokens=200, eos_ids=EOS, kv_kind=kv_kind, **options,
     )  # fmt: skip
-    asked = requests(chance, count)
+    asked = requests(chance, count, POLICIES if kv_kind is None else ONCE)
     sent_before_abort = drive(one, asked, chance, tick)
     one.engine.settle()
     one.cache.check()
@@ -306,7 +321,7 @@ def soak(
     assert stats.pool_held_bytes == 0, "the pool has everything back"
     answered = [each for each in asked if ends[each.name].keys() & {"stop", "length"}]
     for each in chance.sample(answered, max(16, int(40 * share))):
-        assert one.tokens(each.name) == tokens_alone(each), each.name
+        assert one.tokens(each.name) == tokens_alone(each, kv_kind), each.name
     scored = [each for each in answered if each.options.get("prompt_logprobs")]
     assert len(scored) > 50 * share
     told = Counter[str]()
@@ -366,9 +381,9 @@ def endings(one: Harness) -> dict[str, Counter[str]]:
     return ends
 
 
-def tokens_alone(each: Asked) -> list[int]:
+def tokens_alone(each: Asked, kv_kind: Kind | None) -> list[int]:
     """What it is told in an engine of its own, which knows nothing and has enough."""
-    one = Harness(model(), ours=True, lookahead=0, slots=1, budget_pages=20, eos_ids=EOS)
+    one = Harness(model(), ours=True, lookahead=0, slots=1, budget_pages=20, eos_ids=EOS, kv_kind=kv_kind)
     tokens = one.said(each.prompt, each.max_new_tokens, **each.options)
     one.close()
     return tokens

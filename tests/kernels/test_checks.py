@@ -69,14 +69,14 @@ def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int
         return arguments | groups | {"firsts_B": index(4, 4), "workspace": zeros(1_000_000)}
     if launch is prefill:
         return arguments | {"query_starts": index(0, 1, 2)}
-    return arguments | {"workspace": zeros(100_000), "firsts_B": index(0, 0)}
+    return arguments | {"workspace": zeros(100_000)}
 
 
 def summing() -> Arguments:
     """Arguments of column_sums, of the queries of `attention`."""
     arguments = attention(prefill)
-    new = {"q_LNHD": arguments["q_NHD"][None], "k_LSTKD": arguments["k_STKW"][None], "lse_LNH": zeros(1, 2, 4)}
-    names = ("query_starts", "lengths_B", "slots_B", "limit_S")
+    new = {"q_LNHD": arguments["q_NHD"][None], "k_LSTKD": arguments["k_STKW"][None]}
+    names = ("query_starts", "lengths_B", "slots_B")
     return new | {name: arguments[name] for name in names} | {"out": zeros(1, 2, 6)}
 
 
@@ -150,12 +150,6 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("workspace", zeros(5), "at least"),
         ("workspace", doubles, "float32"),
         ("workspace", meta, "where the others are"),
-        ("firsts_B", shorter, "(2,)"),
-        ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
-        ("lse_BH", zeros(2, 2), "contiguous torch.float32 of shape (2, 4)"),
-        ("lse_BH", zeros(2, 4, dtype=FP16), "contiguous torch.float32 of shape (2, 4)"),
-        ("lse_BH", zeros(4, 2).T, "not contiguous"),
-        ("lse_BH", zeros(2, 4).to("meta"), "on meta; wanted"),
     ]),
     "token scales": (decode, attention(decode, "int8"), [
         ("k_scale", None, "both K and V"),
@@ -193,13 +187,13 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("k_LSTKD", first, "5 dimensions"),
         ("k_LSTKD", lambda k: k.repeat(2, 1, 1, 1, 1), "1 layers, as the queries have"),
         ("k_LSTKD", lambda k: k.view(torch.int8), "quantised rows are not ranked"),
-        ("lse_LNH", lambda lse: lse.half(), "contiguous torch.float32 of shape (1, 2, 4)"),
-        ("lse_LNH", zeros(1, 2, 2), "contiguous torch.float32 of shape (1, 2, 4)"),
         ("query_starts", shorter, "(3,)"),
         ("lengths_B", lambda lengths: lengths.float(), "int32"),
         ("slots_B", shorter, "(2,)"),
-        ("limit_S", shorter, "(4,)"),
         ("scale", -1.0, "positive"),
+        ("softcap", float("inf"), "positive"),
+        ("out", zeros(1, 2, 6).to("meta"), "on meta; wanted"),
+        ("out", zeros(1, 6, 2).mT, "not contiguous"),
         ("out", zeros(1, 2, 15), "contiguous torch.float32 of shape (1, 2, 14)"),
         ("out", zeros(1, 3, 4), "contiguous torch.float32 of shape (1, 2, 4)"),
         ("out", doubles, "contiguous torch.float32 of shape (1, 2, 6)"),
@@ -215,6 +209,7 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("prefix_rows_G", lambda rows: rows.float(), "int32"),
         ("prefix_rows_G", lambda rows: rows.repeat(5000), "at most 4096"),
         ("firsts_B", lambda firsts: firsts.repeat(2), "(2,)"),
+        ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
         ("limit_S", shorter, "(4,)"),
         ("softcap", float("inf"), "positive"),
         ("scale", -1.0, "positive"),

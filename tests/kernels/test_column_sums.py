@@ -9,94 +9,68 @@ from tests.kernels.cases import DEVICE, FP16, FP32, SMALL, Case, make_case, some
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention import column_sums as kernels
 from vmmkv.kernels.attention.column_sums import column_sums
-from vmmkv.kernels.attention.decode import decode
 
 
-def log_sum_exp(case: Case, scale: float | None = None) -> torch.Tensor:
-    """Of all queries, by the reference; NaN for those of no sequence."""
-    lse_NH = torch.full(case.q_NHD.shape[:2], torch.nan, device=DEVICE)
+def expected(case: Case, **options: Any) -> torch.Tensor:
+    return reference.column_sums(case.q_NHD[None], case.memory.k[None], *where(case), **options)[0]
+
+
+def summed(case: Case, **options: Any) -> torch.Tensor:
+    return column_sums(case.q_NHD[None], case.memory.k[None], *where(case), **options)[0]
+
+
+def where(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert case.starts is not None
-    places = zip(case.starts.tolist(), case.starts[1:].tolist(), case.lengths_B.tolist(), case.slots_B.tolist(), strict=False)
-    for start, end, length, slot in places:
-        positions_N = torch.arange(length - end + start, length, device=DEVICE)
-        lse_NH[start:end] = reference.log_sum_exp(case.q_NHD[start:end], case.memory.k[slot, :length], positions_N, scale=scale)
-    return lse_NH
-
-
-def expected(case: Case, lse_NH: torch.Tensor, **options: Any) -> torch.Tensor:
-    assert case.starts is not None
-    rows = case.memory.values()[0], lse_NH, case.starts.diff(), case.lengths_B, case.slots_B
-    return reference.column_sums(case.q_NHD, *rows, **options)
-
-
-def summed(case: Case, lse_NH: torch.Tensor, **options: Any) -> torch.Tensor:
-    assert case.starts is not None
-    if (out := options.pop("out", None)) is not None:
-        options["out"] = out[None]
-    where = case.starts, case.lengths_B, case.slots_B
-    return column_sums(case.q_NHD[None], case.memory.k[None], lse_NH[None], *where, **options)[0]
+    return case.starts, case.lengths_B, case.slots_B
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     some([(6, 2, 64, FP16), (3, 1, 80, FP32)], [(8, 8, 128, FP16), (4, 1, 256, FP16), (14, 2, 64, FP32)]),
 )
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_they_are_those_of_the_reference(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize(("options", "part_rows"), [({}, 2048), ({"scale": 0.3, "softcap": 2.0}, 32)])
+def test_they_are_those_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: Any, part_rows: int
+) -> None:
+    """Each query's log-sum-exp in one part as in three."""
+    monkeypatch.setattr(kernels, "_PART_ROWS", part_rows)
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
-    lse_NH = log_sum_exp(case, scale)
-    sums_BT = summed(case, lse_NH, scale=scale)
-    torch.testing.assert_close(sums_BT, expected(case, lse_NH, scale=scale), atol=1e-4, rtol=1e-3)
+    sums_BT = summed(case, **options)
+    torch.testing.assert_close(sums_BT, expected(case, **options), atol=1e-4, rtol=1e-3)
     counts = torch.tensor([1, 32, 40, 5], device=DEVICE)
     torch.testing.assert_close(sums_BT.sum(1), heads * counts.float(), atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("queries", "softcap"), [(1, None), (5, 0.5), (40, None)])
+def test_the_reference_adds_up_what_attention_gives_each_row(
+    monkeypatch: pytest.MonkeyPatch, queries: int, softcap: float | None
+) -> None:
+    """In parts of 7 queries, where each row has a value of its own."""
+    monkeypatch.setattr(reference, "_QUERIES", 7)
+    q_NHD, k_TKD, eye_TKD = torch.randn(queries, 6, 16), torch.randn(40, 3, 16), torch.eye(40)[:, None].expand(-1, 3, -1)
+    place = (torch.tensor(each) for each in ([0, queries], [40], [0]))
+    sums_LBT = reference.column_sums(q_NHD[None], k_TKD[None, None], *place, scale=0.4, softcap=softcap)
+    given_NHT = reference.attend(q_NHD, k_TKD, eye_TKD, torch.arange(40 - queries, 40), scale=0.4, softcap=softcap)
+    torch.testing.assert_close(sums_LBT[0, 0], given_NHT.sum((0, 1)), atol=1e-5, rtol=1e-5)
+
+
 def test_the_rows_that_are_kept_are_those_of_the_reference() -> None:
     case = make_case([150], [32], **SMALL | {"dtype": FP32})
-    lse_NH = log_sum_exp(case)
-    ours, theirs = (sums.topk(40).indices.sort().values for sums in (summed(case, lse_NH)[0], expected(case, lse_NH)[0]))
+    ours, theirs = (sums_BT[0].topk(40).indices.sort().values for sums_BT in (summed(case), expected(case)))
     assert torch.equal(ours, theirs)
 
 
 def test_they_are_added_and_nothing_else_is_touched() -> None:
     case = make_case([70, 40, 20], [5, 7, 3], **SMALL)
-    lse_NH, truth = log_sum_exp(case), expected(case, log_sum_exp(case))
+    truth = expected(case)
     case.slots_B[2] = case.num_slots
-    out = torch.ones(3, 60, device=DEVICE)
-    assert summed(case, lse_NH, out=out, limit_S=case.limits(100, 100, 33)).data_ptr() == out.data_ptr()
+    out = torch.ones(1, 3, 60, device=DEVICE)
+    assert summed(case, out=out).data_ptr() == out.data_ptr()
     wanted = torch.ones(3, 60, device=DEVICE)
-    wanted[0] += truth[0, :60]
-    wanted[1, :33] += truth[1, :33]
-    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-3)
-    again = summed(case, lse_NH, limit_S=case.limits(100, 100, 33))
-    assert torch.equal(again, summed(case, lse_NH, limit_S=case.limits(100, 100, 33)))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype"),
-    some([(6, 2, 64, FP16), (3, 1, 80, FP32)], [(8, 8, 128, FP16), (4, 1, 256, FP16), (14, 2, 64, FP32)]),
-)
-@pytest.mark.parametrize(("scale", "part_rows"), [(None, 2048), (0.3, 32)])
-def test_the_log_sum_exp_is_that_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float, part_rows: int
-) -> None:
-    """In one part as in three."""
-    monkeypatch.setattr(kernels, "_PART_ROWS", part_rows)
-    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
-    where = case.starts, case.lengths_B, case.slots_B
-    (lse_NH,) = kernels.log_sum_exp(case.q_NHD[None], case.memory.k[None], *where, scale=scale)
-    torch.testing.assert_close(lse_NH, log_sum_exp(case, scale), atol=1e-4, rtol=1e-3, equal_nan=True)
-
-
-def test_decode_gives_the_log_sum_exp_that_they_take() -> None:
-    case = make_case([50, 17], [1, 1], **SMALL)
-    lse_BH = torch.empty(2, SMALL["heads"], device=DEVICE)
-    q_BHD = case.q_NHD[:2]
-    decode(q_BHD, case.memory.k, case.memory.v, case.lengths_B, case.slots_B, lse_BH=lse_BH)
-    (sums_BT,) = column_sums(q_BHD[None], case.memory.k[None], lse_BH[None], case.starts, case.lengths_B, case.slots_B)
-    torch.testing.assert_close(sums_BT, expected(case, log_sum_exp(case)), atol=1e-4, rtol=1e-3)
+    wanted[:2] += truth[:2, :60]
+    torch.testing.assert_close(out[0], wanted, atol=1e-4, rtol=1e-3)
+    assert torch.equal(summed(case), summed(case))
 
 
 def test_layers_in_one_launch_are_layers_one_by_one() -> None:
@@ -106,12 +80,8 @@ def test_layers_in_one_launch_are_layers_one_by_one() -> None:
     rows_STLKD = torch.randn(*shape[:2], 3, *shape[2:], generator=generator).to(DEVICE)
     k_LSTKD = rows_STLKD.permute(2, 0, 1, 3, 4)
     q_LNHD = torch.randn(3, *case.q_NHD.shape, generator=generator).to(DEVICE)
-    where = case.starts, case.lengths_B, case.slots_B
-    lse_LNH = kernels.log_sum_exp(q_LNHD, k_LSTKD, *where)
-    sums_LBT = column_sums(q_LNHD, k_LSTKD, lse_LNH, *where)
+    sums_LBT = column_sums(q_LNHD, k_LSTKD, *where(case))
     for layer in range(3):
         own = slice(layer, layer + 1)
-        alone_LNH = kernels.log_sum_exp(q_LNHD[own], k_LSTKD[own], *where)
-        assert torch.equal(lse_LNH[own].nan_to_num(), alone_LNH.nan_to_num())
-        assert torch.equal(sums_LBT[own], column_sums(q_LNHD[own], k_LSTKD[own], lse_LNH[own], *where))
+        assert torch.equal(sums_LBT[own], column_sums(q_LNHD[own], k_LSTKD[own], *where(case)))
     assert not torch.equal(sums_LBT[0], sums_LBT[1])

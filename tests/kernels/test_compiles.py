@@ -166,12 +166,10 @@ class Model:
             options["q_NHD"] = self.q_NHD
         append.append(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **self.tables, **options)
 
-    def column_sums(self, index: torch.dtype = torch.int32, *, limit: bool = True) -> None:
-        """Its one launch, and those of the log-sum-exp before it and of the turn behind."""
-        lse_LNH, where = empty(1, *self.q_NHD.shape[:2], dtype=FP32), (empty(9), empty(8, dtype=index), empty(8, dtype=index))
-        q_LNHD, k_LSTKD = self.q_NHD[None], self.kv[0][None]
-        column_sums.column_sums(q_LNHD, k_LSTKD, lse_LNH, *where, limit_S=empty(SLOTS) if limit else None)
-        column_sums.log_sum_exp(q_LNHD, k_LSTKD, *where)
+    def column_sums(self, index: torch.dtype = torch.int32, **options: Any) -> None:
+        """Its two launches, and that of the turn behind them."""
+        where = empty(9), empty(8, dtype=index), empty(8, dtype=index)
+        column_sums.column_sums(self.q_NHD[None], self.kv[0][None], *where, **options)
         turn.turn(self.kv[0], empty(ROWS), empty(self.q_NHD.shape[2] // 2, dtype=FP32))
 
     def cascade(self, **options: Any) -> None:
@@ -184,7 +182,6 @@ def attention() -> None:
     """One of each kind of code, and each dtype in one of them."""
     llama = (32, 8, 128, BF16)
     Model(*llama).decode(settled=True)
-    Model(*llama).decode(firsts_B=empty(SLOTS), lse_BH=empty(SLOTS, 32, dtype=FP32))
     Model(*llama, block=16).decode(torch.int64, window=4096)
     Model(*llama, block=128).decode()
     Model(*llama, "fp8").decode()
@@ -207,7 +204,7 @@ def attention() -> None:
     Model(9, 3, 64, FP16, "int8").cascade(softcap=30.0)
     Model(9, 3, 64, FP16, "fp8", "head").cascade()
     Model(*llama).column_sums()
-    Model(9, 3, 64, FP16).column_sums(limit=False)
+    Model(9, 3, 64, FP16).column_sums(softcap=30.0)
     Model(4, 1, 80, FP32).column_sums(torch.int64)
 
 

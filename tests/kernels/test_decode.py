@@ -1,14 +1,12 @@
 """Laws of the decode kernel, over slots and blocks, plain and quantised."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, FORMATS, FP16, FP32, NAN, NO_BLOCK, SMALL, Case, index, make_case, some
-from vmmkv.kernels import reference
 from vmmkv.kernels.attention.decode import decode, launches_of, workspace_elements
 from vmmkv.kernels.quantise import KINDS, Kind
 
@@ -22,58 +20,6 @@ def test_a_window_reads_nothing_before_it_at_a_limit_either() -> None:
     # Past its limit a sequence has few rows left in its window. Their output is dropped, but they are read.
     case = make_case([200], window=100, **SMALL)
     assert case.attend(window=100, limit_S=case.limits(110)).isfinite().all()
-
-
-@pytest.mark.parametrize(("dtype", "window"), [(torch.int32, None), (torch.int64, 40)])
-def test_rows_before_the_first_are_not_attended_to(
-    dtype: torch.dtype, window: int | None, cut_decode: Cut, by_pointers: Callable[[], None]
-) -> None:
-    cut_decode()
-    lengths, firsts = [130, 100, 70, 70, 64, 5, 5, 0, 100], [0, 77, 1, 69, 64, 9, 2**31 - 1, 3, -7]
-    case = make_case(lengths, window=window, **SMALL)
-    firsts_B, slots = index(*firsts, dtype=dtype), case.slots_B.tolist()
-    starts = [min(max(first, length - (window or length), 0), length) for first, length in zip(firsts, lengths, strict=True)]
-    rows = []
-    for b, (slot, start) in enumerate(zip(slots, starts, strict=True)):
-        own = (view[slot : slot + 1, start:] for view in case.memory.values())
-        rows.append(reference.decode(case.q_NHD[b : b + 1], *own, case.lengths_B[b : b + 1] - start, index(0)))
-    out = case.attend(window=window, firsts_B=firsts_B)
-    torch.testing.assert_close(out.float(), torch.cat(rows), rtol=2e-3, atol=2e-3)
-    by_pointers()
-    for slot, start in zip(slots, starts, strict=True):
-        case.memory.k[slot, :start] = case.memory.v[slot, :start] = NAN
-    assert torch.equal(case.attend(window=window, firsts_B=firsts_B), out)
-
-
-@pytest.mark.parametrize("num_splits", some([4], [1]))
-def test_two_parts_of_a_sequence_merge_by_their_log_sum_exp(num_splits: int, cut_decode: Cut, set_splits: SetSplits) -> None:
-    cut_decode()
-    set_splits(num_splits)
-    case = make_case([300, 77, 1, 16, 500], **SMALL)
-    cuts_B, parts = index(100, 76, 1, 0, 444), []
-    for lengths_B, firsts_B in ((cuts_B, 0 * cuts_B), (case.lengths_B, cuts_B)):
-        lse_BH = torch.full((5, 2), NAN, device=DEVICE)
-        out = dataclasses.replace(case, lengths_B=lengths_B).attend(firsts_B=firsts_B, lse_BH=lse_BH)
-        parts.append((out.float(), lse_BH))
-    (out, lse_BH), (suffix, suffix_lse_BH) = parts
-    assert lse_BH[3].eq(-float("inf")).all()
-    assert suffix_lse_BH[2].eq(-float("inf")).all()
-    weights_BH1 = torch.sigmoid((suffix_lse_BH - lse_BH) * math.log(2)).unsqueeze(2)
-    case.assert_right((out * (1 - weights_BH1) + suffix * weights_BH1).half())
-
-
-@pytest.mark.parametrize(("kind", "scale", "softcap"), some([("int4", "token", 3.0)], [("fp8", "head", None), (None, "", 3.0)]))
-def test_the_log_sum_exp_is_that_of_the_scores(kind: Kind | None, scale: str, softcap: float | None, cut_decode: Cut) -> None:
-    cut_decode()
-    case = make_case([200, 0, 1, 40], kind=kind, scale=scale, **SMALL)
-    lse_BH = torch.full((4, 2), NAN, device=DEVICE)
-    assert torch.equal(case.attend(softcap=softcap, lse_BH=lse_BH), case.attend(softcap=softcap))
-    k_SHTD = case.memory.values()[0].repeat_interleave(2, dim=2).transpose(1, 2)
-    for b, (slot, length) in enumerate(zip(case.slots_B.tolist(), case.lengths_B.tolist(), strict=True)):
-        scores_HT = torch.einsum("hd,htd->ht", case.q_NHD[b].float(), k_SHTD[slot, :, :length]) / 8
-        scores_HT = softcap * torch.tanh(scores_HT / softcap) if softcap else scores_HT
-        wanted_H = torch.logsumexp(scores_HT, 1) / math.log(2)
-        torch.testing.assert_close(lse_BH[b], wanted_H, rtol=2e-3, atol=2e-3)
 
 
 def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(cut_decode: Cut) -> None:

@@ -131,10 +131,13 @@ def attention(
         rows = pending.k_BKND, pending.v_BKND, attention_mask, pending.cache, pending.layer, pending.num_past
         return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
     if reason is None:
+        place = getattr(key, PLACE, None)
+        if place is not None:
+            number, layer = place
+            query = _caches[number].turned(layer, query)
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
         out = attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap)
-        if (place := getattr(key, PLACE, None)) is not None:
-            number, layer = place
+        if place is not None:
             is_plain = attention_mask is None or hasattr(attention_mask, WINDOW)
             _caches[number].attended(layer, query, key, scaling, softcap, is_plain=is_plain)
         return out, None

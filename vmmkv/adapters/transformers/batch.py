@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vmmkv.cache import KVCache, Sequence, num_unmoved
 from vmmkv.errors import LayoutError, RowsUnmapped
+from vmmkv.eviction import turn
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
@@ -485,6 +486,18 @@ class WindowRows:
         self._dropped += self.sequences[0].length - len(kept[0])
         for sequence, rows in zip(self.sequences, kept, strict=True):
             sequence.compact(rows)
+
+    def turn_keys(self, kept: Seq[npt.NDArray[np.int64]], num_tokens: int, inv_freq_R: Tensor) -> None:
+        """Turn the keys that `compact` has moved back to the positions of their rows, of `num_tokens` tokens in all.
+
+        Cost: about 15 launches for each sequence and layer.
+        """
+        for place, rows in enumerate(kept):
+            first = num_unmoved(rows)
+            back_T = torch.from_numpy(rows[first:] - np.arange(first, len(rows))).to(self.cache.device)
+            for layer in self.layers:
+                moved_TKD = self.view(layer, num_tokens, num_tokens)[0][place, :, first:].transpose(0, 1)
+                moved_TKD.copy_(turn(moved_TKD, back_T, inv_freq_R))
 
     def check_kept(self, num_tokens: int) -> None:
         """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""

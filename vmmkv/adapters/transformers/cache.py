@@ -44,11 +44,11 @@ from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
-from vmmkv.adapters.transformers.eviction import Eviction, Scoring
+from vmmkv.adapters.transformers.eviction import Eviction
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
 from vmmkv.errors import Closed, LayoutError, OutOfPages
-from vmmkv.eviction import KVPolicy
+from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.tiers.saved import Offloaded
@@ -71,9 +71,14 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     False if rows of equal tokens differ past it (a hook or an adapter for one row), or in the attention mask alone.
 
     `policy` drops rows in layers of full attention at the end of a pass that leaves more than its budget, or an eighth more in
-    steps of one token; each sequence has its own. `max_tokens` then bounds rows. Tokens keep their positions. The model must
-    attend by "vmmkv", which shows the queries. Refused with a message: padding, graphs of torch.compile, layers that read
-    others' rows, taking tokens back and so drafts of tokens.
+    steps of one token; each sequence has its own. `max_tokens` then bounds rows. The model must attend by "vmmkv", which shows
+    the queries. Refused with a message: padding, graphs of torch.compile, layers that read others' rows, taking tokens back and
+    so drafts of tokens.
+
+    Tokens keep their positions, unless `inv_freq` is given: the model's angles for one position, as Llama's
+    `model.model.rotary_emb.inv_freq`. Positions in these layers are then those of rows: keys that move are turned back, and so
+    are the keys and queries of new tokens. So a sequence may go past the length that the model was trained for. For models that
+    turn elements j and j + D / 2 of a head together, by the same angle at any length.
 
     `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. Several caches can share a pool. `close`
     gives the memory back; `reset` does too, and keeps the addresses.
@@ -92,6 +97,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         slots: int = 64,
         share_prompts: bool = True,
         policy: KVPolicy | None = None,
+        inv_freq: Tensor | None = None,
     ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
@@ -114,7 +120,10 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._share_prompts = share_prompts
         if policy is not None and None not in by_window:
             raise ValueError(f"{config.model_type} has windows in all layers: policy={policy} finds no rows to drop")
+        if inv_freq is not None and policy is None:
+            raise ValueError("inv_freq is for a policy, which moves rows: give both, or neither")
         self._eviction = None if policy is None else Eviction(policy)
+        self._inv_freq_R = None if inv_freq is None else inv_freq.to(pool.device)
         self._is_unattended = False
         """With a policy: have all layers been written, and has the last one's attention not shown its queries yet?"""
         rows_of = functools.partial(WindowRows, pool=pool, slots=slots, max_tokens=max_tokens)
@@ -198,6 +207,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f"the loop around it"
             )
         rows = self._rows(layer)
+        k_BKTD = self.turned(layer, k_BKTD)
         if layer in self._written:
             raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}")
         self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
@@ -222,6 +232,14 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             self._is_unattended = self._eviction is not None
         return seen
 
+    def turned(self, layer: int, new_BHTD: Tensor) -> Tensor:
+        """Queries or keys of new tokens, turned back from the tokens seen to the rows held; as they are without `inv_freq`."""
+        rows = self._rows(layer)
+        if self._inv_freq_R is None or rows.window is not None or not (num_dropped := rows.first_token(self._num_tokens)):
+            return new_BHTD
+        back_1 = torch.full((1,), num_dropped, device=new_BHTD.device)
+        return turn(new_BHTD.flatten(0, 1), back_1, self._inv_freq_R).view(new_BHTD.shape)
+
     def attended(
         self, layer: int, q_BHND: Tensor, k_BKTD: Tensor, scale: float | None, softcap: float | None, *, is_plain: bool
     ) -> None:
@@ -237,7 +255,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f"length, without padding"
             )
         if layer in full.layers:
-            eviction.observe(layer, q_BHND, k_BKTD, Scoring(scale=scale, softcap=softcap))
+            eviction.observe(layer, q_BHND, k_BKTD, attention.Scoring(scale, None, softcap))
         if self._written or layer != max(self._rows_of):
             return
         self._is_unattended = False
@@ -272,6 +290,11 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f'policy={self._eviction.policy} sees queries in attention by "{attention.NAME}" alone: '
                 f'model.set_attn_implementation("{attention.NAME}"). No layer may read another one\'s rows, keep latents '
                 f"or have sinks"
+            )
+        if self._inv_freq_R is not None and 2 * len(self._inv_freq_R) != k_BKTD.shape[3]:
+            raise LayoutError(
+                f"inv_freq has {len(self._inv_freq_R)} angles, and heads of {k_BKTD.shape[3]} want half as many: models that "
+                f"turn a part of each head go without it"
             )
         if self._lineage is None or not self._num_tokens:
             self._end()  # a first pass may have failed
@@ -517,6 +540,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         assert self._lineage is not None, "there are tokens"
         (full,) = (rows for rows in self._groups if rows.window is None)
         full.compact(kept)
+        if self._inv_freq_R is not None:
+            full.turn_keys(kept, self._num_tokens, self._inv_freq_R)
         self._compacted_tokens, self._lineage = self._num_tokens, self._lineage.share(self._num_tokens)
 
     def _check_uncut(self, what: str) -> None:

@@ -8,8 +8,7 @@ Legend: B rows of the batch; H query heads; K kv heads; N queries; T rows of a s
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vmmkv.adapters.transformers import attention
+from vmmkv.adapters.transformers.attention import Scoring
 from vmmkv.eviction import MARGIN, KVPolicy
 
 _WAITING_QUERIES: Final = 64
 """Of policies that count all queries, so many are scored together while no rows are to be dropped."""
-
-_MOST_SCORES: Final = 2**26
-"""Queries times rows times heads at once: 256 MiB of temporary memory, and as much again for their softmax."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """How a layer makes scores of a query times a key."""
-
-    scale: float | None
-    softcap: float | None
 
 
 class Eviction:
@@ -111,22 +101,18 @@ class Eviction:
 
 
 def column_sums(q_BHND: Tensor, k_BKTD: Tensor, scoring: Scoring) -> Tensor:
-    """How much the last N tokens attend to each of T rows, over all heads: float32 [B, T]. In plain torch, for any device.
+    """[B, T] how much the last N tokens attend to each of T rows, over all heads: by vmmkv's kernel if it can, else in torch.
 
-    Cost: as eager attention without values; temporary memory for 64 million scores.
+    Cost: see `vmmkv.kernels.attention.column_sums`.
     """
+    if isinstance(attention.plan_of(q_BHND, k_BKTD, k_BKTD, scoring), attention.AttentionPlan):
+        from vmmkv.kernels.attention.column_sums import column_sums
+    else:
+        from vmmkv.kernels.reference import column_sums
     num_sequences, num_heads, num_queries, head_dim = q_BHND.shape
-    num_kv_heads, num_rows = k_BKTD.shape[1:3]
-    sums_BT = torch.zeros(num_sequences, num_rows, device=q_BHND.device)
-    rows_T = torch.arange(num_rows, device=q_BHND.device)
-    at_once = max(1, _MOST_SCORES // (num_sequences * num_heads * num_rows))
-    parts = zip(torch.split(q_BHND, at_once, dim=2), torch.split(rows_T[-num_queries:], at_once), strict=True)
-    for part_BHND, rows_N in parts:
-        part_BKND = part_BHND.reshape(num_sequences, num_kv_heads, -1, head_dim)
-        scores_BHNT = (part_BKND @ k_BKTD.mT).float().view(num_sequences, num_heads, -1, num_rows)
-        scores_BHNT *= head_dim**-0.5 if scoring.scale is None else scoring.scale
-        if scoring.softcap is not None:
-            scores_BHNT = scoring.softcap * torch.tanh(scores_BHNT / scoring.softcap)
-        scores_BHNT.masked_fill_(rows_T > rows_N[:, None], float("-inf"))
-        sums_BT += scores_BHNT.softmax(dim=-1).sum(dim=(1, 2))
-    return sums_BT
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": q_BHND.device}
+    starts = torch.arange(0, num_sequences * num_queries + 1, num_queries, **integers)
+    lengths_B = torch.full((num_sequences,), k_BKTD.shape[2], **integers)
+    q_LNHD, k_LBTKD = q_BHND.transpose(1, 2).reshape(1, -1, num_heads, head_dim), k_BKTD.transpose(1, 2)[None]
+    where = starts, lengths_B, torch.arange(num_sequences, **integers)
+    return column_sums(q_LNHD, k_LBTKD, *where, scale=scoring.scale, softcap=scoring.softcap)[0]
