@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One replica for each device behind vllm-router, which sends a prompt to the replica that has most of it cached.
 #     deploy/vllm-router.sh smollm2-135m "cuda:0 cuda:1" --kv-budget 60GiB      MODEL, DEVICES, options of vmmkv serve
-# The router listens at $HOST:$PORT (127.0.0.1:8000), the replicas at 127.0.0.1 on the ports behind it. Their KV events, which hold the
-# prompts, come from ports 100 and 200 further, of all networks: close these to others.
+# The router listens at $HOST:$PORT (127.0.0.1:8000), the replicas at 127.0.0.1 on the ports behind it, with their KV events, which hold the
+# prompts, on any that are free.
 set -euo pipefail
 model=$1 devices=$2 port=${PORT:-8000} policy=${POLICY:-kv_aware}
 shift 2
@@ -10,18 +10,13 @@ shift 2
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 0' INT TERM
 
-workers=() sources=() i=0
+workers=() i=0
 for device in $devices; do
     i=$((i + 1))
-    url=http://127.0.0.1:$((port + i)) events=$((port + 100 + i)) replay=$((port + 200 + i))
     vmmkv serve --model "$model" --device "$device" --port $((port + i)) \
-        --kv-events "tcp://*:$events" --kv-events-replay "tcp://*:$replay" "$@" &
-    workers+=("$url")
-    sources+=(--kv-event-source "$url=tcp://127.0.0.1:$events" --kv-event-replay-source "$url=tcp://127.0.0.1:$replay")
+        --kv-events "tcp://127.0.0.1:*" --kv-events-replay "tcp://127.0.0.1:*" "$@" &
+    workers+=("http://127.0.0.1:$((port + i))")
 done
-
-# A conversation that names itself in X-Session-ID stays with its replica, until it is idle for an hour.
-[ "$policy" = kv_aware ] && sources+=(--kv-event-model "${model##*/}" --kv-aware-session-affinity-ttl-secs 3600) || sources=()
 
 # The router starts when one replica is healthy, and sends requests to the others too: wait for all.
 for url in "${workers[@]}"; do
@@ -30,6 +25,17 @@ for url in "${workers[@]}"; do
         sleep 1
     done
 done
+
+sources=()
+if [ "$policy" = kv_aware ]; then
+    for url in "${workers[@]}"; do
+        read -r events replay < <(curl --silent --fail "$url/kv_event_sources" |
+            sed -E 's/.*"endpoint":"([^"]+)".*"replay_endpoint":"([^"]+)".*/\1 \2\n/')
+        sources+=(--kv-event-source "$url=$events" --kv-event-replay-source "$url=$replay")
+    done
+    # A conversation that names itself in X-Session-ID stays with its replica, until it is idle for an hour.
+    sources+=(--kv-event-model "${model##*/}" --kv-aware-session-affinity-ttl-secs 3600)
+fi
 
 # A replica whose health is asked for every few seconds is left out soon after it has gone.
 vllm-router --host "${HOST:-127.0.0.1}" --port "$port" --prometheus-port $((port + i + 1)) \

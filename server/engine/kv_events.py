@@ -1,10 +1,11 @@
-"""KV events: what the prefix tree gains and loses, published over ZeroMQ as vLLM does, for routers that follow an engine.
+"""KV events: what the prefix tree and tiers gain and lose, published over ZeroMQ as vLLM does, for routers.
 
-    tree ── stored, removed ── pending, bounded ── thread: hash, pack ── PUB      topic, number, batch
-                                                         └── the last batches ── ROUTER      a number in, those since out
+    tree ── stored, removed ───┬── pending, bounded ── thread: hash, pack ── PUB      topic, number, batch
+    tiers ── described, held ──┘                             └── the last batches ── ROUTER      a number in, those since out
 
-The tree has no blocks: an event names the blocks of BLOCK_TOKENS tokens whose last token came or went. The engine's thread
-appends references to the tokens, and nothing else: beside a busy thread a driver call takes 5 ms, so this one works in pieces.
+The tree has no blocks: an event names the blocks of BLOCK_TOKENS tokens whose last token came or went. Nor have tiers: a block
+is in a tier while all records with rows of it are. The engine's thread appends references to tokens and keys, and nothing else:
+beside a busy thread a driver call takes 5 ms, so this one works in pieces.
 
 The first batch, the last one, and the next one after changes were lost say that all blocks are gone.
 """
@@ -12,8 +13,9 @@ The first batch, the last one, and the next one after changes were lost say that
 import hashlib
 import threading
 import time
-from collections import deque
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -22,11 +24,13 @@ import numpy.typing as npt
 import zmq
 
 from vmmkv.server.protocol import BLOCK_TOKENS, KV_EVENTS_HWM, KV_EVENTS_PENDING, KV_EVENTS_REPLAYED, KVEventSource
+from vmmkv.tiers.record import RECORD_BYTES, KeyChain
+from vmmkv.units import ceil_div
 
 PERIOD_MS: Final = 20
 """Between two looks at what is pending."""
 PAUSE_S: Final = 5e-5
-"""After each event, without the interpreter's lock."""
+"""After each event, and each change without any, without the interpreter's lock."""
 MOST_BLOCKS: Final = 64
 """Of one event: its tokens are packed in some 20 us."""
 MOST_EVENTS: Final = 16
@@ -81,15 +85,8 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int = 0
 
 
-class _Change(NamedTuple):
-    is_stored: bool
-    namespace: Hashable
-    edges: list[bytes]
-    """The tokens of a path, as int32; the tree has gained or lost those of the last edge."""
-
-
 class KVEventPublisher:
-    """A listener of one prefix tree, and the thread that publishes what it hears.
+    """The PrefixListener of one prefix cache, and the thread that publishes what it hears.
 
     An endpoint with `*` or `::`, or of ipc, is bound; another one is connected to. If more than KV_EVENTS_PENDING changes wait,
     all are dropped: a batch's number is left out then, and what subscribers know is cleared.
@@ -98,8 +95,10 @@ class KVEventPublisher:
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
         self._topic = topic.encode()
-        self._pending: deque[_Change | None] = deque()
-        """None: what came before is lost."""
+        self._pending: deque[Callable[[], Iterator[Event]] | None] = deque()
+        """Changes, each as the function that makes its events. None: what came before is lost."""
+        self._tiers: Final = {"host": TierBlocks("CPU"), "disk": TierBlocks("STORAGE")}
+        """By name those of this engine alone. A shared store is no engine's, and evicts by itself."""
         self._number = -1
         """Of the last batch."""
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=KV_EVENTS_REPLAYED)
@@ -122,11 +121,21 @@ class KVEventPublisher:
 
     def stored(self, namespace: Hashable, edges: list[bytes]) -> None:
         """The tree has another leaf, at the end of these edges. For the engine's thread."""
-        self._add(_Change(True, namespace, edges))
+        self._add(partial(_events, namespace, edges, is_stored=True))
 
     def removed(self, namespace: Hashable, edges: list[bytes]) -> None:
         """The tree has lost the leaf at the end of these edges. For the engine's thread."""
-        self._add(_Change(False, namespace, edges))
+        self._add(partial(_events, namespace, edges, is_stored=False))
+
+    def described(self, tier: str, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+        """See PrefixListener. For the engine's thread."""
+        if tier in self._tiers:
+            self._add(partial(self._tiers[tier].describe, path, places))
+
+    def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
+        """See PrefixListener. For any thread."""
+        if tier in self._tiers:
+            self._add(partial(self._tiers[tier].hold, keys, is_held=is_held))
 
     def close(self) -> None:
         """Publish that all is gone, in place of what waits. Idempotent."""
@@ -134,7 +143,7 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy()
 
-    def _add(self, change: _Change) -> None:
+    def _add(self, change: Callable[[], Iterator[Event]]) -> None:
         if len(self._pending) >= KV_EVENTS_PENDING:
             self._pending.clear()
             self._pending.append(None)
@@ -176,9 +185,14 @@ class KVEventPublisher:
             if change is None:
                 self._number += 1  # a gap stands for what was lost
                 events = [AllBlocksCleared()]
+                for tier in self._tiers.values():
+                    tier.clear()
                 continue
-            for event in _events(change):
+            before = len(events)
+            for event in change():
                 events.append(event)
+                time.sleep(PAUSE_S)
+            if len(events) == before:
                 time.sleep(PAUSE_S)
         return events
 
@@ -201,31 +215,150 @@ class KVEventPublisher:
         self._replayer.send_multipart((client, b"", b"", LAST_NUMBER, b""))
 
 
-def _events(change: _Change) -> Iterator[Event]:
-    """The events of a change, of MOST_BLOCKS blocks at most."""
-    tokens = np.frombuffer(b"".join(change.edges), np.int32)
-    first = (len(tokens) - len(change.edges[-1]) // tokens.itemsize) // BLOCK_TOKENS
-    hashes = block_hashes(change.namespace, tokens)
+def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event]:
+    """What the tree has gained or lost: the blocks that end in the last of these edges, which hold tokens as int32."""
+    tokens = np.frombuffer(b"".join(edges), np.int32)
+    first = (len(tokens) - len(edges[-1]) // tokens.itemsize) // BLOCK_TOKENS
+    hashes = block_hashes(namespace, tokens)
     for start in range(first, len(hashes), MOST_BLOCKS):
         some = hashes[start : start + MOST_BLOCKS].tolist()
-        if not change.is_stored:
+        if not is_stored:
             yield BlockRemoved(block_hashes=some, medium="GPU", group_idx=0)
             continue
-        extra_keys: list[tuple[str] | None] = [None] * len(some)
-        if not start and change.namespace is not None:
-            extra_keys[0] = (str(change.namespace).removeprefix("salt:"),)
-        yield BlockStored(
-            block_hashes=some,
-            parent_block_hash=int(hashes[start - 1]) if start else None,
-            token_ids=tokens[start * BLOCK_TOKENS : (start + len(some)) * BLOCK_TOKENS].tolist(),
-            block_size=BLOCK_TOKENS,
-            lora_id=None,
-            medium="GPU",
-            lora_name=None,
-            extra_keys=extra_keys,
-            group_idx=0,
-            kv_cache_spec_kind="full_attention",
-        )
+        parent = int(hashes[start - 1]) if start else None
+        yield _stored("GPU", namespace, parent, some, tokens[start * BLOCK_TOKENS : (start + len(some)) * BLOCK_TOKENS])
+
+
+def _stored(
+    medium: str, namespace: Hashable, parent: int | None, hashes: list[int], tokens: npt.NDArray[np.int32]
+) -> BlockStored:
+    extra_keys: list[tuple[str] | None] = [None] * len(hashes)
+    if parent is None and namespace is not None:
+        extra_keys[0] = (str(namespace).removeprefix("salt:"),)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=tokens.tolist(),
+        block_size=BLOCK_TOKENS,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        extra_keys=extra_keys,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+class _Block(NamedTuple):
+    """A block, and the records of a tier that together hold its rows."""
+
+    hash: int
+    parent: int | None
+    namespace: Hashable
+    tokens: npt.NDArray[np.int32]
+    keys: tuple[bytes, ...]
+    """In order of the records' last tokens."""
+
+
+class TierBlocks:
+    """The blocks that a tier has: those of which it has all records. For the publisher's thread.
+
+    Rows of layers with a window do not count, unless there are no others. Memory: some 0.5 KiB for each block.
+    """
+
+    def __init__(self, medium: str) -> None:
+        self._medium = medium
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all: until its path is described again, no record is known."""
+        self._held: set[bytes] = set()
+        self._ending: dict[bytes, list[_Block]] = {}
+        """By key of a described record: the blocks of which it is the last."""
+        self._spanning: defaultdict[bytes, dict[tuple[int, bytes], _Block]] = defaultdict(dict)
+        """By key of any record: the blocks that have rows in it and a later last one, by hash and the key of that."""
+        self._copies: Counter[int] = Counter()
+        """By hash of a block: as many times the tier has it, in records of prompts that part behind it."""
+        self._path: KeyChain | None = None
+        """The last one that was described, and its blocks' hashes."""
+        self._hashes: Sequence[int] = ()
+
+    def describe(self, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> Iterator[Event]:
+        """See PrefixListener.described. Without places, of the records that the tier has."""
+        if places is None:
+            by_group = enumerate(path.by_group)
+            places = [(index, page) for index, keys in by_group for page, key in enumerate(keys) if key in self._held]
+        places = [(index, page) for index, page in places if path.by_group[index][page] not in self._ending]
+        if places and path is not self._path:
+            self._path, self._hashes = path, block_hashes(path.namespace, path.tokens).tolist()
+        for index, page in places:
+            blocks = self._ending[path.by_group[index][page]] = [*self._blocks_of(path, index, page)]
+            for block in blocks:
+                for key in block.keys[:-1]:
+                    self._spanning[key][block.hash, block.keys[-1]] = block
+            yield from self._events(blocks, is_stored=True)
+
+    def hold(self, keys: Sequence[bytes], *, is_held: bool) -> Iterator[Event]:
+        """See PrefixListener.held."""
+        for key in keys:
+            blocks = [*self._ending.get(key, ()), *self._spanning.get(key, {}).values()]
+            if is_held:
+                self._held.add(key)
+            yield from self._events(blocks, is_stored=is_held)
+            if not is_held:
+                self._held.discard(key)
+                for block in self._ending.pop(key, ()):
+                    for other in block.keys[:-1]:
+                        del self._spanning[other][block.hash, key]
+                        if not self._spanning[other]:
+                            del self._spanning[other]
+
+    def _blocks_of(self, path: KeyChain, index: int, page: int) -> Iterator[_Block]:
+        """The blocks of which the record at this page of a group is the last."""
+        groups = path.layout.groups
+        sizes = {each: group.row_bytes * BLOCK_TOKENS for each, group in enumerate(groups) if group.window is None}
+        sizes = sizes or {each: group.row_bytes * BLOCK_TOKENS for each, group in enumerate(groups)}
+        if index not in sizes:
+            return
+        for number in range(page * RECORD_BYTES // sizes[index], (page + 1) * RECORD_BYTES // sizes[index]):
+            records = sorted(
+                (path.end(each, at), each, at)
+                for each, size in sizes.items()
+                for at in range(number * size // RECORD_BYTES, ceil_div((number + 1) * size, RECORD_BYTES))
+            )
+            if records[-1][1:] == (index, page):
+                yield _Block(
+                    hash=self._hashes[number],
+                    parent=self._hashes[number - 1] if number else None,
+                    namespace=path.namespace,
+                    tokens=path.tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].copy(),
+                    keys=tuple(path.by_group[each][at] for _, each, at in records),
+                )
+
+    def _events(self, blocks: list[_Block], *, is_stored: bool) -> Iterator[Event]:
+        """Of those blocks whose records are all held, one event for MOST_BLOCKS that follow each other."""
+        run: list[_Block] = []
+        for block in blocks:
+            if not self._held.issuperset(block.keys):
+                continue
+            self._copies[block.hash] += 1 if is_stored else -1
+            if self._copies[block.hash] != is_stored:
+                continue  # there was another, or there still is
+            if not is_stored:
+                del self._copies[block.hash]
+            if run and (block.parent != run[-1].hash or len(run) == MOST_BLOCKS):
+                yield self._event(run, is_stored=is_stored)
+                run = []
+            run.append(block)
+        if run:
+            yield self._event(run, is_stored=is_stored)
+
+    def _event(self, run: list[_Block], *, is_stored: bool) -> Event:
+        hashes = [block.hash for block in run]
+        if not is_stored:
+            return BlockRemoved(block_hashes=hashes, medium=self._medium, group_idx=0)
+        tokens = np.concatenate([block.tokens for block in run])
+        return _stored(self._medium, run[0].namespace, run[0].parent, hashes, tokens)
 
 
 def block_hashes(namespace: Hashable, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:

@@ -1,19 +1,25 @@
-"""Laws of KV events: a subscriber knows what the prefix tree knows, after a gap too, and nothing that is gone."""
+"""Laws of KV events: a subscriber knows what the prefix tree and tiers have, after a gap too, and nothing that is gone."""
 
 import contextlib
+import dataclasses
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from tests.engine.conftest import tiny_model
+from tests.unit.support import LAYOUT, WINDOWED
+from vmmkv import DiskTier, HostTier, KVCache, KVLayout, Pool, PrefixCache
 from vmmkv.prefix.radix_tree import RadixTree
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import kv_events
@@ -21,7 +27,8 @@ from vmmkv.server.engine.kv_events import KVEventPublisher, block_hashes
 from vmmkv.server.engine.loading import load
 from vmmkv.server.protocol import BLOCK_TOKENS, Generate
 from vmmkv.server.sampling_params import SamplingParams
-from vmmkv.units import MIB
+from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv.units import MIB, PAGE_BYTES
 
 WAIT_S = 60.0
 Block = tuple[str | None, tuple[int, ...]]
@@ -40,7 +47,10 @@ class Router:
         if publisher.source.replay_endpoint is not None:
             self.replay.connect(publisher.source.replay_endpoint)
         self.next_number = 0
-        self.blocks: dict[int, Block] = {}
+        self.known: dict[int, Block] = {}
+        """All blocks of which it has heard since it was told that all are gone."""
+        self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        """Those that are there now, by medium."""
         self.events: list[dict[str, Any]] = []
         self.num_heard = self.num_gaps = 0
         self.is_deaf = False
@@ -48,11 +58,18 @@ class Router:
     def close(self) -> None:
         self.context.destroy(linger=0)
 
+    def at(self, medium: str) -> set[Block]:
+        return {self.known[each] for each in self.held[medium]}
+
+    @property
+    def blocks(self) -> dict[int, Block]:
+        return {each: self.known[each] for each in self.held["GPU"]}
+
     def listen(self, until: Callable[[], bool]) -> None:
         """Apply what comes, until that is so."""
         end_s = time.monotonic() + WAIT_S
         while not until():
-            assert time.monotonic() < end_s, f"after {self.next_number} batches: {len(self.blocks)} blocks"
+            assert time.monotonic() < end_s, f"after {self.next_number} batches: {self.held}"
             if not self.subscriber.poll(20):
                 continue
             _, number, batch = self.subscriber.recv_multipart()
@@ -88,25 +105,27 @@ class Router:
         self.events += events
         for event in events:
             if event["type"] == "AllBlocksCleared":
-                self.blocks.clear()
+                self.known.clear()
+                for held in self.held.values():
+                    held.clear()
             elif event["type"] == "BlockRemoved":
-                for each in event["block_hashes"]:
-                    self.blocks.pop(each, None)
+                self.held[event["medium"]].difference_update(event["block_hashes"])
             else:
                 self.store(event)
 
     def store(self, event: dict[str, Any]) -> None:
         parent, tokens = event["parent_block_hash"], event["token_ids"]
         assert len(tokens) == len(event["block_hashes"]) * BLOCK_TOKENS == len(event["extra_keys"]) * event["block_size"]
-        salt, before = self.blocks.get(parent, (None, None)) if parent is not None else (None, ())
+        salt, before = self.known.get(parent, (None, None)) if parent is not None else (None, ())
         if before is None:
             return  # what it goes on from was lost
         if parent is None:
             salt = event["extra_keys"][0] and event["extra_keys"][0][0]
         for index, each in enumerate(event["block_hashes"]):
-            assert each not in self.blocks, "a block is stored once"
+            assert each not in self.held[event["medium"]], f"stored twice: {event}"
             before += tuple(tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
-            self.blocks[each] = salt, before
+            assert self.known.setdefault(each, (salt, before)) == (salt, before)
+            self.held[event["medium"]].add(each)
 
 
 @contextlib.contextmanager
@@ -193,7 +212,7 @@ def test_changes_that_were_dropped_leave_a_gap_and_no_block_that_is_gone(
     tree, rng, goes_on, events_of = clocked_tree(), random.Random(0), threading.Event(), kv_events._events
     with published(tmp_path) as (publisher, router):
         monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 8)
-        monkeypatch.setattr(kv_events, "_events", lambda change: (goes_on.wait(WAIT_S), events_of(change))[1])
+        monkeypatch.setattr(kv_events, "_events", lambda *args, **kind: (goes_on.wait(WAIT_S), events_of(*args, **kind))[1])
         router.replay.close()
         tree.listen(publisher)
         for _ in walk(tree, rng, 300):
@@ -261,6 +280,178 @@ def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> Non
         router.listen(lambda: (router.ask(), set(router.blocks.values()) == known(tree))[1])
         prefixes.evict()
         router.listen(lambda: (router.ask(), not router.blocks and not known(tree))[1])
+
+
+class Tiered:
+    """A prefix cache over tiers, so small that all of them evict, whose changes a router hears."""
+
+    def __init__(self, path: Path, layout: KVLayout, publisher: KVEventPublisher, *, records: int = 9) -> None:
+        self.stack = contextlib.ExitStack()
+        self.pool = self.stack.enter_context(Pool("cpu", 64 * PAGE_BYTES))
+        self.host, self.disk = HostTier(records * RECORD_BYTES), DiskTier(path, 2 * records * RECORD_BYTES)
+        for tier in (self.host, self.disk):
+            self.stack.callback(tier.close)
+        cache = self.stack.enter_context(KVCache(layout, self.pool, slots=4, max_tokens=512))
+        self.prefix = PrefixCache(cache, tiers=[self.host, self.disk], fingerprint="one")
+        self.prompts: list[tuple[Hashable, list[int]]] = [(None, []), ("salt:red", [])]
+        self.prefix.listen(publisher)
+
+    def insert(self, namespace: Hashable, prompt: list[int]) -> None:
+        sequence = self.prefix.attach(prompt, namespace=namespace).sequence
+        sequence.grow(len(prompt))
+        sequence.advance(len(prompt) - sequence.length)
+        self.prefix.release(sequence, prompt)
+        self.prompts.append((namespace, prompt))
+
+    def flush(self) -> None:
+        assert self.prefix.flush()
+        self.disk.flush()
+
+    def held(self) -> dict[str, set[Block]]:
+        """The blocks that there are, by medium."""
+        keys, layout = self.prefix._index.transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
+        found: dict[str, set[Block]] = {"GPU": known(self.prefix._index.tree), "CPU": set(), "STORAGE": set()}
+        for namespace, prompt in self.prompts:
+            path = keys.of(namespace, np.array(prompt, np.int32))
+            path.hash_some(None)
+            for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
+                needed = set()
+                for group, of_group in zip(layout.groups, path.by_group, strict=True):
+                    first, last = (end - BLOCK_TOKENS) * group.row_bytes, end * group.row_bytes - 1
+                    if group.window is None:
+                        needed |= {*[*of_group, b"a page that is not full"][first // PAGE_BYTES : last // PAGE_BYTES + 1]}
+                for medium, tier in (("CPU", self.host), ("STORAGE", self.disk)):
+                    if needed <= tier._records.keys():
+                        found[medium].add((namespace and "red", tuple(prompt[:end])))
+        return found
+
+    def walk(self, rng: random.Random, num_steps: int) -> None:
+        """Prompts that share prefixes come and go, and come back from tiers."""
+        for _ in range(num_steps):
+            namespace, prompt = rng.choice(self.prompts)
+            prompt = prompt[: rng.randint(0, len(prompt))] + [rng.randrange(50) for _ in range(rng.choice((1, 40, 100)))]
+            self.insert(namespace, prompt[:300])
+            self.prefix.poll(rng.choice((0.0, 1e3, 1e6)))
+            if rng.random() < 0.3:
+                self.prefix.evict(rng.choice((1, 4, None)))
+            if rng.random() < 0.3:
+                namespace, prompt = rng.choice(self.prompts)
+                self.prefix.fetch(prompt, namespace=namespace)
+
+
+LAYOUTS = {
+    "42.7 tokens a page": KVLayout.uniform(layers=3, kv_heads=4, head_dim=512, dtype=torch.float32),
+    "6.4 tokens a page": KVLayout.uniform(layers=5, kv_heads=8, head_dim=1024, dtype=torch.float32),
+    "a window": WINDOWED,
+    "two groups": dataclasses.replace(
+        WINDOWED, groups=tuple(dataclasses.replace(each, window=None) for each in WINDOWED.groups)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_router_has_the_blocks_of_device_and_tiers_by_medium(tmp_path: Path, layout: str) -> None:
+    rng, num_held = random.Random(layout), Counter[str]()
+    with published(tmp_path) as (publisher, router):
+        tiered = Tiered(tmp_path / "disk", LAYOUTS[layout], publisher)
+        with tiered.stack:
+            for step in range(12):
+                router.is_deaf = step % 4 == 2  # the replay tells it of tiers too
+                tiered.walk(rng, 6)
+                tiered.flush()
+                if router.is_deaf:
+                    before = router.num_heard
+                    router.listen(lambda before=before: router.num_heard > before)
+                    continue
+                held = tiered.held()
+                num_held += Counter({medium: len(blocks) for medium, blocks in held.items()})
+                router.listen(lambda held=held: held == {medium: router.at(medium) for medium in held})
+            assert router.num_gaps and min(num_held.values()) > 10, num_held
+            assert any(tier.stats().evicted_records for tier in (tiered.host, tiered.disk))
+            tiered.prefix.evict()
+            held = tiered.held()
+            router.listen(lambda: held == {medium: router.at(medium) for medium in held})
+            assert not held["GPU"] and held["CPU"]
+
+
+def test_a_record_left_on_a_disk_is_told_when_its_path_is_known_again(tmp_path: Path) -> None:
+    prompt = list(range(50))
+    for times in range(2):
+        (tmp_path / str(times)).mkdir()
+        with published(tmp_path / str(times)) as (publisher, router):
+            tiered = Tiered(tmp_path / "disk", LAYOUT, publisher)
+            with tiered.stack:
+                tiered.insert("salt:red", prompt)
+                tiered.flush()
+                blocks = {("red", tuple(prompt[:end])) for end in (16, 32, 48)}
+                router.listen(lambda router=router, blocks=blocks: router.at("STORAGE") == router.at("CPU") == blocks)
+                assert bool(tiered.disk.stats().stored_bytes) != times, "it is not stored again"
+
+
+def test_tiers_on_the_wire_are_as_vllms_connector_tells_them(tmp_path: Path) -> None:
+    """vLLM's own `medium`s; and with tokens and parents, without which Dynamo takes no notice."""
+    prompt = list(range(50))
+    with published(tmp_path) as (publisher, router):
+        tiered = Tiered(tmp_path / "disk", LAYOUT, publisher, records=2)
+        with tiered.stack:
+            tiered.insert("salt:red", prompt[:40])
+            tiered.flush()
+            tiered.prefix.evict()
+            tiered.insert("salt:red", [50, *prompt[1:20]])
+            tiered.flush()
+            router.listen(lambda: sum(event.get("medium") == "CPU" for event in router.events) == 4)
+        first, second = block_hashes("salt:red", np.array(prompt, np.int32)).tolist()[:2]
+        common = {"block_size": 16, "lora_id": None, "lora_name": None, "medium": "CPU", "group_idx": 0}
+        common["kv_cache_spec_kind"] = "full_attention"
+        assert [event for event in router.events if event.get("medium") == "CPU"][:3] == [
+            {"type": "BlockStored", "block_hashes": [second], "parent_block_hash": first, "token_ids": prompt[16:32],
+             "extra_keys": [None], **common},
+            {"type": "BlockStored", "block_hashes": [first], "parent_block_hash": None, "token_ids": prompt[:16],
+             "extra_keys": [["red"]], **common},
+            {"type": "BlockRemoved", "block_hashes": [second], "medium": "CPU", "group_idx": 0},
+        ]  # fmt: skip
+        assert {event.get("medium") for event in router.events} == {None, "GPU", "CPU", "STORAGE"}
+
+
+def test_what_a_tier_could_not_store_is_not_told_and_not_remembered(tmp_path: Path) -> None:
+    with published(tmp_path) as (publisher, router):
+        tiered = Tiered(tmp_path / "disk", LAYOUT, publisher)
+        with tiered.stack, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiered.disk, "write_at", Mock(side_effect=OSError))
+            tiered.insert(None, list(range(50)))
+            tiered.flush()
+            patch.undo()
+            tiered.prefix.evict()
+            tiered.insert(None, list(range(60, 76)))
+            tiered.flush()
+            router.listen(lambda: len(router.held["STORAGE"]) == 1 and len(router.held["CPU"]) == 4)
+            assert router.at("STORAGE") == {(None, tuple(range(60, 76)))}
+            assert len(publisher._tiers["disk"]._ending) == 1
+
+
+def test_the_engine_never_waits_for_a_publisher_that_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, send = threading.Event(), KVEventPublisher._send
+    with published(tmp_path) as (publisher, router):
+        monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 50)
+        monkeypatch.setattr(publisher, "_send", lambda events: (goes_on.wait(WAIT_S), send(publisher, events)))
+        router.replay.close()
+        tiered = Tiered(tmp_path / "disk", LAYOUT, publisher)
+        with tiered.stack:
+            start_s = time.monotonic()
+            tiered.walk(random.Random(0), 60)
+            tiered.flush()
+            assert time.monotonic() - start_s < WAIT_S / 2 and len(publisher._pending) <= 51
+            monkeypatch.undo()
+            goes_on.set()
+            for seed in range(2):
+                tiered.walk(random.Random(seed), 20)
+                last = list(range(100 + 16 * seed, 116 + 16 * seed))
+                tiered.insert(None, last)
+                tiered.flush()
+                router.listen(lambda last=last: all((None, tuple(last)) in router.at(medium) for medium in router.held))
+                held = tiered.held()
+                assert all(router.at(medium) <= held[medium] for medium in held), "none that is gone"
+            assert {"type": "AllBlocksCleared"} in router.events[1:]
 
 
 def test_an_endpoint_that_is_taken_is_refused_and_port_0_is_any() -> None:

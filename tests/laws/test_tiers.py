@@ -246,6 +246,23 @@ def test_random_use_gives_right_bytes_or_misses(tier):
     assert stats.held_bytes <= (stats.budget_bytes or 2 * NUM_RECORDS * RECORD_BYTES)
 
 
+@pytest.mark.parametrize("tier", ["host", "faulty disk"], indirect=True)
+def test_a_listener_hears_what_becomes_of_each_record(tier):
+    def drop(tier, number):
+        if (transfer := tier.store(key_of(number))) is not None:
+            tier.drop(transfer)
+            assert heard[key_of(number)] is False
+
+    chance, heard, numbers = random.Random(5), {}, range(2 * NUM_RECORDS)
+    assert store(tier, 1)
+    tier.listen(lambda keys, is_held: heard.update(dict.fromkeys(keys, is_held)))
+    for _ in range(200):
+        tier.fault = chance.choice([None, None, None, "error", "corrupted"])
+        chance.choice([store, store, load, drop])(tier, chance.choice(numbers))
+        assert [heard.get(key_of(number), False) for number in numbers] == found(tier, *numbers)
+    assert False in heard.values() and True in heard.values()
+
+
 # the disk
 
 

@@ -12,7 +12,6 @@ radix_tree   the tree over token ids; it knows nothing of memory
 from vmmkv.prefix.attach import Attached, AttachMethod
 from vmmkv.prefix.borrowed import Borrowed
 from vmmkv.prefix.cache import PrefixCache, PrefixStats
-from vmmkv.prefix.radix_tree import TreeListener
-from vmmkv.prefix.transfers import Fetch
+from vmmkv.prefix.transfers import Fetch, PrefixListener
 
-__all__ = ["AttachMethod", "Attached", "Borrowed", "Fetch", "PrefixCache", "PrefixStats", "TreeListener"]
+__all__ = ["AttachMethod", "Attached", "Borrowed", "Fetch", "PrefixCache", "PrefixListener", "PrefixStats"]

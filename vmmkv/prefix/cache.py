@@ -28,9 +28,9 @@ from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, TreeListener, pack
+from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.prefix.sealed import SealedPrefixes
-from vmmkv.prefix.transfers import Fetch, Transfers
+from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
 from vmmkv.tiers.record import Keys, checked_namespace
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import counted, format_bytes
@@ -440,13 +440,16 @@ class PrefixCache:
                 tier_errors=0 if transfers is None else transfers.errors,
             )
 
-    def listen(self, listener: TreeListener) -> None:
-        """Tell one listener which tokens become known and which are forgotten, at first all that are known.
+    def listen(self, listener: PrefixListener) -> None:
+        """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.
 
-        It is called under the pool's lock. Cost: host work by the number of nodes, now and at each leaf that comes or goes.
+        It is called under locks of the pool and of tiers. Cost: host work by the number of nodes and records, now, and at each
+        leaf and record that comes or goes.
         """
         with self.cache.pool.lock:
             self._index.tree.listen(listener)
+            if self._index.transfers is not None:
+                self._index.transfers.listen(listener)
 
     def free_slots(self, count: int) -> None:
         """Evict parked slots, the oldest first, until `count` slots are free or closing; the tree keeps their full extents.

@@ -10,13 +10,14 @@ An extent is mapped in a window while it is copied. The window holds it: nothing
 ended. The caller holds the pool's lock.
 """
 
+import functools
 import itertools
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +28,9 @@ from vmmkv.errors import OutOfPages
 from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
-from vmmkv.prefix.radix_tree import Lookup, Node, Piece, piece_place
+from vmmkv.prefix.radix_tree import Lookup, Node, Piece, TreeListener, piece_place
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
-from vmmkv.tiers.tier import Tier, TierStats, Transfer, missed
+from vmmkv.tiers.tier import ListenedTier, Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 T = TypeVar("T")
@@ -165,6 +166,19 @@ class _Copy:
     failed: bool
 
 
+class PrefixListener(TreeListener, Protocol):
+    """Hears also which records tiers have, of those that know when they go (`ListenedTier`): keys, and what these stand for.
+
+    It must return at once, from any thread, and must not use the tree or a tier.
+    """
+
+    def described(self, tier: str, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+        """A tier, by name, is about to get the records at these groups and pages of a path. None: it may have any of them."""
+
+    def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
+        """A tier has these records from now on, or has them no more. Either follows for what it was about to get."""
+
+
 class Transfers:
     """The stores and loads of one prefix cache."""
 
@@ -183,6 +197,7 @@ class Transfers:
         """Another stream than that of loads: the link carries both directions at once."""
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
         """For each tier the paths to store there, the oldest first: see `_storing`."""
+        self._listener: PrefixListener | None = None
         self._newest: dict[int, KeyChain] = {}
         """By slot of a running sequence: its inserted tokens with their hashes, so that none is hashed twice."""
         self._parts: dict[_Part, None] = {}
@@ -228,6 +243,13 @@ class Transfers:
     def leave(self, slot: int) -> None:
         """The sequence in a slot has ended."""
         self._newest.pop(slot, None)
+
+    def listen(self, listener: PrefixListener) -> None:
+        """See PrefixCache.listen."""
+        self._listener = listener
+        for tier in self.tiers:
+            if isinstance(tier, ListenedTier):
+                tier.listen(functools.partial(listener.held, tier.name))
 
     def fetch(
         self,
@@ -595,6 +617,9 @@ class Transfers:
             has.update(itertools.compress(keys, found))
             if end > _MOST_KEYS:
                 yield True
+        listener = self._listener if isinstance(tier, ListenedTier) else None
+        if listener is not None:
+            listener.described(tier.name, chain, None)
         lookup: Lookup[Placed] = Lookup(chain.namespace, chain.tokens)
         done: tuple[float, float] = (math.inf, 0)
         while len(has) < len(chain.in_order) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
@@ -611,6 +636,9 @@ class Transfers:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
+            if moves and listener is not None:
+                pages = [placed.page + move.offset_bytes // RECORD_BYTES for move in moves]
+                listener.described(tier.name, chain, [(piece.group, page) for page in pages])
             if moves:
                 self._launch(placed.extent, moves)
                 has.update(move.transfer.key for move in moves)

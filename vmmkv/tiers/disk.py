@@ -25,7 +25,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
 from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES, checksum_of
-from vmmkv.tiers.tier import MissedError, ThreadedTier, touch
+from vmmkv.tiers.tier import MissedError, RecordListener, ThreadedTier, touch
 from vmmkv.units import format_bytes
 
 _HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
@@ -112,6 +112,7 @@ class DiskTier(ThreadedTier):
             self.write_at(self._index_fd, memoryview(_packed(key, slot)), _entry_at(number))
             with self.lock:
                 self._records[key] = slot
+                self.tell(key, is_held=True)
         except BaseException:
             with self.lock:
                 self._free.append(number)
@@ -135,8 +136,15 @@ class DiskTier(ThreadedTier):
                 if not is_right and not slot.num_reads and self._records.get(key) is slot:
                     del self._records[key]
                     self._free.append(slot.number)
+                    self.tell(key, is_held=False)
         if not is_right:
             raise OSError(errno.EIO, f"{self.path}: slot {slot.number} does not hold what was written there")
+
+    def listen(self, listener: RecordListener) -> None:
+        """See ListenedTier.listen."""
+        with self.lock:
+            self.listener = listener
+            listener([*self._records], True)
 
     def close(self) -> None:
         """See Tier.close."""
@@ -243,6 +251,7 @@ class DiskTier(ThreadedTier):
             self.counts["refused_records"] += 1
             raise OSError(errno.ENOSPC, f"{self.path}: every record is being read")
         self.counts["evicted_records"] += 1
+        self.tell(key, is_held=False)
         return self._records.pop(key).number
 
     def __repr__(self) -> str:

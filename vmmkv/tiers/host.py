@@ -12,7 +12,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import TierStats, Transfer, check_returned, host_memory, missed, read_counts, touch
+from vmmkv.tiers.tier import RecordListener, TierStats, Transfer, check_returned, host_memory, missed, read_counts, touch
 from vmmkv.units import format_bytes
 
 
@@ -45,6 +45,7 @@ class HostTier:
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
         """The least recently used first."""
         self._storing: set[bytes] = set()
+        self._listener: RecordListener = lambda keys, is_held: None
 
     def open(self, device: torch.device) -> None:
         """See Tier.open."""
@@ -100,6 +101,7 @@ class HostTier:
             if transfer.is_store:
                 self._storing.remove(transfer.key)
                 self._records[transfer.key] = _Held(transfer.address)
+                self._listener([transfer.key], True)
                 self._counts["stored_bytes"] += RECORD_BYTES
             elif transfer.address:
                 self._records[transfer.key].num_loads -= 1
@@ -111,8 +113,15 @@ class HostTier:
             if transfer.is_store:
                 self._storing.remove(transfer.key)
                 self._free.append(transfer.address)
+                self._listener([transfer.key], False)
             elif transfer.address:
                 self._records[transfer.key].num_loads -= 1
+
+    def listen(self, listener: RecordListener) -> None:
+        """See ListenedTier.listen."""
+        with self._lock:
+            self._listener = listener
+            listener([*self._records], True)
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
@@ -135,6 +144,7 @@ class HostTier:
         if key is None:
             return False
         self._free.append(self._records.pop(key).address)
+        self._listener([key], False)
         self._counts["evicted_records"] += 1
         return True
 

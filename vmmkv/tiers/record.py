@@ -61,11 +61,11 @@ class KeyChain:
     def __init__(self, layout: KVLayout, identity: bytes, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> None:
         self.namespace: Final = namespace
         self.tokens: Final = tokens
+        self.layout: Final = layout
         self.in_order: list[bytes] = []
         """The keys that are hashed by now, in the order of the last tokens of their pages."""
         self.by_group: list[list[bytes]] = [[] for _ in layout.groups]
         """The same by group and page; an empty one of a page that was skipped."""
-        self._layout = layout
         self._identity = identity
         self._state = hashlib.blake2b(identity, digest_size=KEY_BYTES)
         """After `_num_hashed` tokens."""
@@ -77,7 +77,7 @@ class KeyChain:
         """The chain of more tokens, with the keys that are hashed by now; None if they do not begin with these."""
         if not np.array_equal(self.tokens, tokens[: len(self.tokens)]):
             return None
-        chain = KeyChain(self._layout, self._identity, self.namespace, tokens)
+        chain = KeyChain(self.layout, self._identity, self.namespace, tokens)
         chain.in_order, chain.by_group = self.in_order.copy(), [keys.copy() for keys in self.by_group]
         chain._state, chain._num_hashed = self._state.copy(), self._num_hashed
         return chain
@@ -102,17 +102,17 @@ class KeyChain:
     def key(self, index: int, page: int) -> bytes:
         """The key of one page of a group. Cost: 1 us for each 1,000 tokens."""
         state = hashlib.blake2b(self._identity, digest_size=KEY_BYTES)
-        state.update(self.tokens[: self._end(index, page)].data)
+        state.update(self.tokens[: self.end(index, page)].data)
         return _digest(state, index, page)
 
-    def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
-        num_pages = len(self.tokens) * self._layout.groups[index].row_bytes // PAGE_BYTES
-        for page in range(len(self.by_group[index]), num_pages):
-            yield self._end(index, page), index, page
+    def end(self, index: int, page: int) -> int:
+        """How many tokens must be known for a page of a group to be."""
+        return ceil_div((page + 1) * PAGE_BYTES, self.layout.groups[index].row_bytes)
 
-    def _end(self, index: int, page: int) -> int:
-        """How many tokens must be known for a page to be."""
-        return ceil_div((page + 1) * PAGE_BYTES, self._layout.groups[index].row_bytes)
+    def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
+        num_pages = len(self.tokens) * self.layout.groups[index].row_bytes // PAGE_BYTES
+        for page in range(len(self.by_group[index]), num_pages):
+            yield self.end(index, page), index, page
 
 
 def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:

@@ -12,10 +12,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
@@ -123,6 +123,19 @@ class Tier(Protocol):
         ...
 
 
+RecordListener: TypeAlias = Callable[[Sequence[bytes], bool], None]
+"""Hears keys of records, and whether the tier has them now. It must return at once; a tier may call it under its lock."""
+
+
+@runtime_checkable
+class ListenedTier(Protocol):
+    """A tier that knows when its records go, and says so."""
+
+    def listen(self, listener: RecordListener) -> None:
+        """Tell one listener which records there are, and then of each that is kept, goes, or could not be stored."""
+        ...
+
+
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that begins on a page, which `device` copies from and to; untouched until it is used if that is the host.
 
@@ -218,6 +231,8 @@ class ThreadedTier(ABC):
         """The last record for which no buffer was free. It is asked about again and again, and counts once."""
         self._num_writes = 0
         self._written = threading.Condition(self.lock)
+        self.listener: RecordListener | None = None
+        """What a subclass that can `listen` tells of its records; failed stores are told by this class."""
         self._threads: ThreadPoolExecutor | None = None
 
     # what a subclass does
@@ -293,6 +308,8 @@ class ThreadedTier(ABC):
             return
         with self.lock:
             self._num_lent -= 1
+        if transfer.is_store:
+            self.tell(transfer.key, is_held=False)
         if transfer.future is not None:
             transfer.future.cancel()
             transfer.future.add_done_callback(lambda _: self._give_back(transfer))  # a thread may still write to it
@@ -333,11 +350,17 @@ class ThreadedTier(ABC):
             self._count("stored_bytes", RECORD_BYTES)
         except Exception:  # whatever it is: the record is not there, and will be computed
             self._count("errors", 1)
+            self.tell(transfer.key, is_held=False)
         finally:
             self._give_back(transfer)
             with self.lock:
                 self._num_writes -= 1
                 self._written.notify_all()
+
+    def tell(self, key: bytes, *, is_held: bool) -> None:
+        """Tell the listener, if there is one, of a record that is kept, or is not any more."""
+        if self.listener is not None:
+            self.listener([key], is_held)
 
     def flush(self) -> None:
         """Block until what was stored so far is written."""
