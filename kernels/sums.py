@@ -37,8 +37,9 @@ def _values(words, DTYPE: tl.constexpr):
     data = words.to(tl.int32)
     if DTYPE.primitive_bitwidth == 32:
         return data.to(DTYPE, bitcast=True).to(tl.float32)
-    low, high = data.to(tl.int16).to(DTYPE, bitcast=True), (data >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.interleave(low, high).to(tl.float32)
+    else:
+        low, high = data.to(tl.int16).to(DTYPE, bitcast=True), (data >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        return tl.interleave(low, high).to(tl.float32)
 
 
 @triton.jit

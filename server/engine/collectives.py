@@ -194,7 +194,7 @@ class SymmetricMemory:
     def release(self) -> None:
         """Have kernels end that wait for a rank which is gone, also those launched from now on."""
         stream = torch.cuda.Stream(self._region.ended_1.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             self._region.ended_1.fill_(1)
             stream.synchronize()
 
