@@ -277,6 +277,9 @@ class PagedPrefixes:
     def borrow(self, tokens: TokenIds, **_: object) -> None:
         """There is no other engine."""
 
+    def store_if(self, worth: object) -> None:
+        """There are no tiers."""
+
     def fetch(self, tokens: TokenIds, **_: object) -> None:
         """There are no tiers."""
 

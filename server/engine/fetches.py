@@ -8,7 +8,7 @@ and what they have loaded is attached before room is made for more.
 
 The bandwidth of each tier and the rate of prefill are measured while the engine runs. Where loading takes longer than computing
 the slowest tier is left out, with what is behind its records. Each request that leaves it out raises the estimate of its
-bandwidth a little, so that now and then a fetch measures it again.
+bandwidth a little, so that now and then a fetch measures it again. Little is stored meanwhile: stores take time from steps.
 """
 
 import math
@@ -39,6 +39,9 @@ _LEAST_MEASURED: Final = 256
 
 _KEPT: Final = 0.9
 """Weight of the earlier measurements beside a new one."""
+
+_TRIAL: Final = 16
+"""One path of so many is stored in a tier that is slower than computing, to find out when it is no longer."""
 
 _HOPE: Final = 1.01
 """Factor by which the estimate of a bandwidth rises with each request that declines to load from its tier."""
@@ -91,6 +94,10 @@ class Fetches:
         since there was `no_room` to begin one, or to borrow, counts too."""
         self.waited_s = 0.0
         self._prefix = prefix
+        if prefix is not None:
+            prefix.store_if(self._is_worth_storing)
+        self._slow: dict[str, int] = {}
+        """Tiers that took longer than computing when they were last asked about, and paths that were not stored there since."""
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes a second of each tier, by its name."""
@@ -147,13 +154,21 @@ class Fetches:
         loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items())
         if loading_s < self._computing_s(fetch, len(request.attachable)):
             request.unfetched = "no_room"  # if nothing comes of it
+            self._slow = {tier: number for tier, number in self._slow.items() if tier not in fetch.bytes_by_tier}
             return True
         slowest = next(reversed(fetch.bytes_by_tier))
+        self._slow.setdefault(slowest, 0)
         if slowest not in request.declined:
             self._loads[slowest].hope()
         request.declined.add(slowest)
         request.unfetched = "declined"
         return False
+
+    def _is_worth_storing(self, tier: str) -> bool:
+        if tier not in self._slow:
+            return True
+        self._slow[tier] += 1
+        return self._slow[tier] % _TRIAL == 0
 
     def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
         """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""

@@ -1,5 +1,6 @@
 """Tiers below the engine: what is evicted comes back, tokens are those without tiers, and no request waits in vain."""
 
+import itertools
 import logging
 import os
 import re
@@ -572,6 +573,9 @@ class FakePrefix:
         self._fetches = [*fetches]
         self._borrowed = borrowed
 
+    def store_if(self, worth: object) -> None:
+        pass
+
     def borrow(self, tokens: object, **options: object) -> Borrowed | None:
         return self._borrowed
 
@@ -670,6 +674,25 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     assert not is_worth(fetch)
     assert one._loads["host"].per_s == pytest.approx(100_000)
     assert is_worth(FakeFetch(Counter()))
+
+
+def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "_TRIAL", 3)
+    one = serving(harness, tier := HostTier(64 * PAGE_BYTES))
+    found = one.engine._scheduler.fetches
+    request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
+    fetch = FakeFetch(Counter(host=1000))
+    found._loads["host"].add(1, 0.0, 1000.0)
+    assert not found._is_worth(request, fetch)
+    held_bytes = [0]
+    for prompt in PROMPTS:
+        stored(one, prompt)
+        held_bytes.append(tier.stats().held_bytes)
+    assert 0 < sum(some < more for some, more in itertools.pairwise(held_bytes)) < len(PROMPTS)
+    found._loads["host"].add(1e9, 1000.0, 1000.1)
+    assert found._is_worth(request, fetch) and found._is_worth_storing("host") and found._is_worth_storing("host")
 
 
 def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(

@@ -440,6 +440,11 @@ class PrefixCache:
                 tier_errors=0 if transfers is None else transfers.errors,
             )
 
+    def store_if(self, worth: Callable[[str], bool]) -> None:
+        """From now on store what is inserted only in tiers, by name, for which `worth` says yes then. Without this, in all."""
+        if self._index.transfers is not None:
+            self._index.transfers.worth = worth
+
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.
 

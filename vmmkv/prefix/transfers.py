@@ -197,6 +197,8 @@ class Transfers:
         """Another stream than that of loads: the link carries both directions at once."""
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
         """For each tier the paths to store there, the oldest first: see `_storing`."""
+        self.worth: Callable[[str], bool] = lambda tier: True
+        """Is it worth it to store a path in a tier? Asked when the path is queued."""
         self._listener: PrefixListener | None = None
         self._newest: dict[int, KeyChain] = {}
         """By slot of a running sequence: its inserted tokens with their hashes, so that none is hashed twice."""
@@ -233,6 +235,8 @@ class Transfers:
             self._newest[slot] = chain
         self._num_queued += 1
         for tier, stores in zip(self.tiers, self._stores, strict=True):
+            if not self.worth(tier.name):
+                continue
             stores[chain] = self._storing(tier, chain, self._num_queued)
             first = next(iter(stores))
             if before is not None and before is not first:
