@@ -38,4 +38,8 @@ if __name__ == "__main__":
     # cores, beside another process, small models took ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(_run())
+    status = _run()
+
+    from vmmkv.server.console import end
+
+    end(status)  # not in the order in which Python forgets what NCCL waits for

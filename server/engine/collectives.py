@@ -7,7 +7,6 @@ On a GPU nothing waits on the host, and all can be captured. What is launched wa
 where one is gone. `abort` ends it.
 """
 
-import atexit
 import contextlib
 import itertools
 import logging
@@ -29,8 +28,6 @@ _distributed: Any = torch.distributed  # whose types depend on the platform
 
 SYMMETRIC_BYTES: Final = 2 * MIB
 """The largest sum by symmetric memory."""
-_RELEASE_S: Final = 20.0
-"""The longest time for which kernels are released that wait for a rank."""
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
@@ -125,9 +122,7 @@ class Collectives:
             return
         # NCCL has its kernels end at once, and then waits until all graphs with calls of it are gone.
         for end in [group.abort] if symmetric is None else [group.abort, symmetric.release]:
-            thread = threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True)
-            thread.start()
-            atexit.register(thread.join, _RELEASE_S)  # in NCCL when Python ends it would abort the process
+            threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True).start()
 
 
 def _attempt(end: Callable[[], None]) -> None:
