@@ -107,7 +107,7 @@ class Region(NamedTuple):
         cls, rank: int, num_ranks: int, size_bytes: int, map_all: Callable[[int], Sequence[int]], device: torch.device
     ) -> "Region":
         """For sums of `size_bytes` at most. `map_all` makes zeroed memory of so many words, and gives its addresses by rank."""
-        part_words = size_bytes // _DATA_BYTES
+        part_words = size_bytes // _DATA_BYTES // 16 * 16  # so that a place of 16 bytes is one store
         addresses_R = torch.tensor(map_all(2 * num_ranks * part_words), dtype=torch.int64, device=device)
         counts_N = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         return cls(rank, addresses_R, counts_N, torch.zeros(1, dtype=torch.int32, device=device), part_words)

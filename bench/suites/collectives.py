@@ -101,7 +101,7 @@ def _ways(collectives: Collectives, device: torch.device) -> Iterator[Way]:
     library, symmetric = "NCCL" if device.type == "cuda" else "gloo", collectives.symmetric
     for size_bytes in _SUMS_BYTES if device.type == "cuda" else _SUMS_BYTES[:3]:
         yield Way("sum", library, size_bytes, collectives.sum_by_group)
-        if symmetric is not None and size_bytes <= SYMMETRIC_BYTES:
+        if symmetric is not None and size_bytes * (collectives.num_ranks - 1) <= SYMMETRIC_BYTES:
             yield Way("sum", "symmetric memory", size_bytes, lambda tensor: symmetric.sum(tensor.view(-1, _WIDTH)).flatten())
     for size_bytes in _GATHERS_BYTES if device.type == "cuda" else _GATHERS_BYTES[:1]:
         yield Way("gather", library, size_bytes, collectives.gather)
