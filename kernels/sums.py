@@ -6,9 +6,9 @@
                  └──> x + words <───│──┘
                           └─────────┘
 
-A word is written at once, so a rank that finds the right number has the data too, and nothing waits for a fence (the protocol
-LL of NCCL). Its place is written again two sums later. By then it was read: a rank begins its next sum when the last one has
-ended, and the sender has waited for the words of that next sum.
+GPUs write 8 aligned bytes as one, so a rank that finds the right number has the data too, and nothing waits for a fence (the
+protocol LL of NCCL). The place of a word is written again two sums later. By then it was read: a rank begins its next sum when
+the last one has ended, and the sender has waited for the words of that next sum.
 
 Legend: N rows, E elements of a row, W words of a row, R ranks. Prefixes: p_ pointer, i_ index, m_ mask.
 """
@@ -25,9 +25,11 @@ from vmmkv.kernels import checks
 from vmmkv.kernels.norm import MAX_WIDTH
 
 MAX_ROWS = 1024
-"""Of one sum. Each is a program, and all of them should be on the device at once."""
-WORD_BYTES = 8
+"""Of one sum. Each is a program. Programs begin in order on all ranks, so none waits for one that cannot begin."""
+_MAX_THREADS = 1 << 17
+"""Of one sum: half of an H200's."""
 _DATA_BYTES = 4
+"""Of the 8 bytes of a word."""
 _MAX_WARPS = 16
 
 
@@ -100,14 +102,14 @@ class Region(NamedTuple):
     ended_1: torch.Tensor
     """[1] int32. If it is not 0, nothing waits any more, and sums mean nothing."""
     part_words: int
-    """Of what one rank writes."""
+    """Words that one rank may write in a sum."""
 
     @classmethod
     def open(
         cls, rank: int, num_ranks: int, size_bytes: int, map_all: Callable[[int], Sequence[int]], device: torch.device
     ) -> "Region":
         """For sums of `size_bytes` at most. `map_all` makes zeroed memory of so many words, and gives its addresses by rank."""
-        part_words = size_bytes // _DATA_BYTES // 16 * 16  # so that a place of 16 bytes is one store
+        part_words = size_bytes // _DATA_BYTES // 16 * 16  # so that stores are of 16 bytes
         addresses_R = torch.tensor(map_all(2 * num_ranks * part_words), dtype=torch.int64, device=device)
         counts_N = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         return cls(rank, addresses_R, counts_N, torch.zeros(1, dtype=torch.int32, device=device), part_words)
@@ -120,8 +122,13 @@ class Region(NamedTuple):
             and 0 < width <= MAX_WIDTH
             and not row_bytes % checks.ALIGNMENT_BYTES
             and 0 < x.numel() <= MAX_ROWS * width
+            and x.numel() // width * 32 * _num_warps(row_bytes) <= _MAX_THREADS
             and x.nbytes <= self.part_words * _DATA_BYTES
         )
+
+
+def _num_warps(row_bytes: int) -> int:
+    return max(1, min(_MAX_WARPS, int(triton.next_power_of_2(row_bytes)) // 512))  # four words a thread
 
 
 def sum_ranks(
@@ -151,14 +158,14 @@ def sum_ranks(
         if weight_E is None:
             checks.refuse("weight_E", "None", "the norm's weight, with a residual")
         checks.norm("weight_E", weight_E, "eps", eps, width, dtype, device)
-    num_words = width * x_NE.element_size() // _DATA_BYTES
-    padded = triton.next_power_of_2(num_words)
+    row_bytes = width * x_NE.element_size()
+    num_words = row_bytes // _DATA_BYTES
     with checks.on_device(device):
         _sum_and_norm[(x_NE.numel() // width,)](
             x_NE.view(torch.int32), x_NE, residual_NE, weight_E, float(eps),
             region.addresses_R, region.counts_N, region.ended_1,
             0 if residual_NE is None else residual_NE.stride(0), region.part_words,
-            RANK=region.rank, R=len(region.addresses_R), E=width, W=num_words, W_PAD=padded,
-            num_warps=max(1, min(_MAX_WARPS, padded // 128)), **checks.overlap(device),
+            RANK=region.rank, R=len(region.addresses_R), E=width, W=num_words, W_PAD=triton.next_power_of_2(num_words),
+            num_warps=_num_warps(row_bytes), **checks.overlap(device),
         )  # fmt: skip
     return x_NE

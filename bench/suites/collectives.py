@@ -1,6 +1,6 @@
 """Sums, gathers and broadcasts over ranks, each a process with a GPU of its own, by size and by way.
 
-    sum          by NCCL, and where the GPUs map each other's memory by torch's kernels: of one shot, and of two
+    sum          by NCCL, and where the GPUs map each other's memory by `sum_ranks`
     gather       of parts of logits, by NCCL
     broadcast    of a step's inputs, by NCCL
 

@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 _distributed: Any = torch.distributed  # whose types depend on the platform
 
 SYMMETRIC_BYTES: Final = 2 * MIB
-"""The largest sum by symmetric memory, times the other ranks: each has all of it. On two H200 8 KiB take 3 us, by NCCL 9; 2 MiB
-take 15, by NCCL 29."""
+"""What a rank may write to all others in one sum. On two H200 sums of 8 KiB take 3 us, by NCCL 9; of 2 MiB 15, by NCCL 29."""
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
@@ -42,6 +41,8 @@ class Collectives:
         self.num_ranks: Final = num_ranks
         self.symmetric: SymmetricMemory | None = None
         """None on a CPU, and where the GPUs cannot have it."""
+        self._released: SymmetricMemory | None = None
+        """Steps on their way, and graphs, still use its memory."""
         self._group: Any = None
         self._lock = threading.Lock()
         self._device: torch.device | None = None
@@ -81,9 +82,8 @@ class Collectives:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over all ranks, in place: the same bits on each."""
-        if self.symmetric is not None and self.symmetric.fits(tensor):
-            return self.symmetric.sum(tensor)
-        return self.sum_by_group(tensor)
+        symmetric = self.symmetric
+        return symmetric.sum(tensor) if symmetric is not None and symmetric.fits(tensor) else self.sum_by_group(tensor)
 
     def sum_by_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same by NCCL or gloo."""
@@ -116,6 +116,7 @@ class Collectives:
         with self._lock:
             group, self._group = self._group, None
             symmetric, self.symmetric = self.symmetric, None
+            self._released = symmetric or self._released
         if group is None:
             return
         if self._device is None or self._device.type != "cuda":
@@ -164,6 +165,8 @@ class SymmetricMemory:
         self._store: Final = RenumberedStore(store)  # torch's own references do not keep what Python has of it
         self._named: Final = register(rank, num_ranks, group, self._store, device)
         self._row_bytes: int | None = None
+        self._side_stream: Final = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._true_1: Final = torch.ones(1, dtype=torch.int32).pin_memory()
 
         def map_all(num_words: int) -> list[int]:
             with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
@@ -189,10 +192,10 @@ class SymmetricMemory:
 
     def release(self) -> None:
         """Have kernels end that wait for a rank which is gone, also those launched from now on."""
-        stream = torch.cuda.Stream(self._region.ended_1.device)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            self._region.ended_1.fill_(1)
-            stream.synchronize()
+        # A copy: the kernels may leave no room for another one.
+        with torch.inference_mode(), torch.cuda.stream(self._side_stream):
+            self._region.ended_1.copy_(self._true_1, non_blocking=True)
+            self._side_stream.synchronize()
 
 
 _groups = itertools.count()

@@ -59,8 +59,9 @@ MESSAGE_BYTES: Final = 1 << 17
 _MAX_LIMITS: Final = 4096
 """Limits in one message."""
 _LAST_WORDS_S: Final = 3.0
+"""Time for a rank that fails to say why."""
 _GONE_S: Final = 10.0
-"""Time for a rank that fails to say why, or to end."""
+"""Time for ranks that have said so to end."""
 _NAP_S: Final = 1e-4
 
 
@@ -139,8 +140,8 @@ class Peer:
     process: "subprocess.Popen[bytes] | None" = None
     """None in a thread of this process."""
 
-    def last_words(self) -> str:
-        """Why it has ended, of a rank that has, or has said so. Blocks for _GONE_S at most."""
+    def last_words(self, until_s: float) -> str:
+        """Why it has ended, of a rank that has, or has said so. Blocks until a time of time.monotonic() at most."""
         said: object = None
         with contextlib.suppress(OSError, ValueError):
             said = json.loads(self.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT))
@@ -149,7 +150,7 @@ class Peer:
         code: int | None = None
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self.process.wait(_GONE_S)
+                code = self.process.wait(max(0.0, until_s - time.monotonic()))
         return f"rank {self.rank} has ended" + ("" if code is None else f" with exit code {code}")
 
 
@@ -291,7 +292,8 @@ class Ranks:
         raise RankFailed(self._failure) from error
 
     def _give_up(self, error: Exception | None) -> None:
-        reasons = [peer.last_words() for peer in self._have_spoken(_LAST_WORDS_S)]
+        spoken, until_s = self._have_spoken(_LAST_WORDS_S), time.monotonic() + _GONE_S
+        reasons = [peer.last_words(until_s) for peer in spoken]
         late = f"the ranks have waited for one another for {self._timeout_s:g} s"
         self._failure = "; ".join(reasons) or (late if error is None else f"a rank failed, or was late: {error}")
         self._end()

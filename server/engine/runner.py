@@ -337,13 +337,13 @@ class _Graph:
         forward()  # compiles what is not compiled yet
         launch_s = time.perf_counter() - began_s
         runner.settle()
-        (replay, logits_RV), samples = _captured(forward, pool), {}
+        (replay, logits_RV), samples = captured(forward, pool), {}
         if runner.ranks is not None:
             replay = runner.ranks.replaying(replay)
         for greedy in (True, False):
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()
-            samples[greedy], _ = _captured(sample, pool)
+            samples[greedy], _ = captured(sample, pool)
         return cls(logits_RV, replay, samples, launch_s)
 
 
@@ -365,7 +365,7 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
-def _captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
+def captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
     """What replays the launches, and what they returned."""
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):

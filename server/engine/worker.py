@@ -32,6 +32,7 @@ from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.loading import ModelSource, choose_device, choose_dtype
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.ranks import MESSAGE_BYTES, Op, inputs_of
+from vmmkv.server.engine.runner import captured
 from vmmkv.server.engine.uploads import aligned_parts, packed_size
 from vmmkv.server.logs import configure_logging
 from vmmkv.tiers.tier import host_memory
@@ -228,14 +229,12 @@ class Worker:
         self._model.logits(self._states_WE[first:end])
 
     def _capture(self, *sizes: int) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            self._pass("forward", sizes)
-        self._graphs.append(graph)
+        replay, _ = captured(lambda: self._pass("forward", sizes), self._graph_pool)
+        self._graphs.append(replay)
 
     def _replay(self, number: int) -> None:
         self.driver.order()
-        self._graphs[number].replay()
+        self._graphs[number]()
 
     def _pass(self, method: str, sizes: tuple[int, ...]) -> torch.Tensor:
         assert self._model is not None, "rows come before passes"

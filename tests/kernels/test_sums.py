@@ -1,5 +1,8 @@
 """Laws of sums over ranks. The ranks take turns here: what the others will write is written for them before."""
 
+import itertools
+import threading
+
 import pytest
 import torch
 
@@ -81,26 +84,28 @@ def test_a_sum_is_added_to_the_residual_and_normed(num_ranks, rows, columns, dty
 
 
 def test_sums_of_other_numbers_of_rows_follow_each_other():
+    """Each row has its own number, and half of the places."""
     opened, memory = regions(2)
-    for number, rows in enumerate((1, 4, 2), 1):
-        numbers = torch.arange(1, rows + 1) * 0 + number
-        parts = [torch.full((rows, 64), 1.0 + rank, dtype=torch.bfloat16, device=DEVICE) for rank in range(2)]
-        counts = [opened[0].counts_N[:rows] + 1][0]
-        for rank in range(2):
-            for row, count in enumerate(counts.tolist()):
-                place = memory[rank][count % 2, 1 - rank, row * 32 : row * 32 + 32]
-                place.copy_(words(parts[1 - rank][row : row + 1], count))
-        assert [sum_ranks(part.clone(), region).unique().item() for part, region in zip(parts, opened, strict=True)] == [
-            3.0,
-            3.0,
-        ]
-        assert torch.equal(opened[0].counts_N, opened[1].counts_N) and len(numbers) == rows
+    for rows in (1, 4, 2, 4):
+        parts = [torch.randn(rows, 64, generator=torch.Generator().manual_seed(rank)).to(DEVICE) for rank in range(2)]
+        numbers_N = opened[0].counts_N[:rows].tolist()
+        for rank, row in itertools.product(range(2), range(rows)):
+            place = memory[rank][(numbers_N[row] + 1) % 2, 1 - rank, 64 * row : 64 * row + 64]
+            place.copy_(words(parts[1 - rank][row], numbers_N[row] + 1))
+        for part, region in zip(parts, opened, strict=True):
+            assert torch.equal(sum_ranks(part.clone(), region), parts[0] + parts[1])
+    assert opened[0].counts_N[:5].tolist() == [4, 3, 2, 2, 0]
 
 
-def test_nothing_waits_for_a_rank_once_it_has_ended():
-    opened, _ = regions(2)
-    opened[0].ended_1.fill_(1)
-    sum_ranks(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), opened[0])
+def test_a_sum_waits_for_the_others_until_it_is_told_that_they_have_ended():
+    (region, _), _ = regions(2)
+    waiting = threading.Thread(target=sum_ranks, args=(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), region))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    region.ended_1.fill_(1)
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_what_does_not_fit_is_refused():
