@@ -31,6 +31,7 @@ SWAPS = f"{FETCHES}::test_what_preempted_requests_generated_comes_back_from_a_ti
 HOLDER = "tests/unit/test_holder.py"
 BORROWING = "tests/unit/test_borrowing.py"
 POLICIES = ("tests/engine/test_kv_policy.py::test_the_tokens_are_those_of_the_reference",)
+SUMS_UNIT = "tests/kernels/test_sums.py"
 CACHE_POLICY = "tests/adapters/test_transformers_policy.py"
 
 
@@ -50,6 +51,7 @@ class Mutant(NamedTuple):
 
 SEALED, BORROWED, SAVED = "prefix/sealed.py", "prefix/borrowed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
+SUMS = "kernels/sums.py"
 
 COMPACTION = "server/engine/compaction.py"
 TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
@@ -544,6 +546,13 @@ MUTANTS = (
         "self._insert(self._prefix, request, request.tokens)",
         (SWAPS,),
     ),
+    Mutant(
+        "nothing stored any more in a tier that was slow",
+        "server/engine/fetches.py",
+        "return self._slow[tier] % _TRIAL == 0",
+        "return False",
+        (f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing",),
+    ),
     # rows in host memory
     Mutant(
         "limits of what was to be offloaded not taken back",
@@ -656,7 +665,26 @@ MUTANTS = (
     Mutant(
         "the room that one waits for taken", "server/engine/fetches.py", "return is_finding or len(", "return len(", (FETCHES,)
     ),
+    Mutant(
+        "what is borrowed counted for ever", POOL, "            self.borrowed_bytes -= extent.size_bytes\n", "", (BORROWING,)
+    ),
+    Mutant(
+        "lent memory released that was borrowed again",
+        POOL,
+        "            if self._borrowed[extent.serial]:\n",
+        "            if False:\n",
+        (BORROWING,),
+    ),
     Mutant("dropped seals borrowed", BORROWED, "if live.get(seals[place].serial) == place:", "if True:", (BORROWING,)),
+    # sums over ranks
+    Mutant(
+        "each sum written over the last one",
+        SUMS,
+        "tl.store(p_peer + first + RANK",
+        "tl.store(p_peer + R * num_words + i_n * W + RANK",
+        (SUMS_UNIT,),
+    ),
+    Mutant("words taken of an earlier sum", SUMS, "((words >> 32).to(tl.int32) != number)", "(words == 0)", (SUMS_UNIT,)),
 )
 
 

@@ -97,6 +97,26 @@ def test_sums_of_other_numbers_of_rows_follow_each_other():
     assert opened[0].counts_N[:5].tolist() == [4, 3, 2, 2, 0]
 
 
+def test_words_of_an_earlier_sum_are_not_taken():
+    """The peer writes late, and until then the words of two sums before are in their place."""
+    opened, memory = regions(2)
+    x_NE = torch.ones(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    for number in (1, 2):
+        summed([x_NE, x_NE], opened, memory, number)
+    place, late = memory[0][1, 1, :32], words(3 * x_NE, 3)
+    stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None  # the current one has the kernel that waits
+
+    def write() -> None:
+        with torch.cuda.stream(stream):
+            place.copy_(late)
+
+    timer = threading.Timer(0.2, write)
+    timer.start()
+    result = sum_ranks(x_NE.clone(), opened[0])
+    timer.join()
+    assert result.unique().item() == 4.0
+
+
 def test_a_sum_waits_for_the_others_until_it_is_told_that_they_have_ended():
     (region, _), _ = regions(2)
     waiting = threading.Thread(target=sum_ranks, args=(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), region))
