@@ -284,9 +284,9 @@ class Snapshot(Message, frozen=True, kw_only=True):
     kv_compactions: int = 0
     """Compactions of requests by their `kv_policy`, since the start."""
     kv_kept_rows: int = 0
-    """Rows that they left, each time anew."""
+    """Rows kept, summed over compactions."""
     kv_dropped_rows: int = 0
-    """Rows that they dropped."""
+    """Rows dropped by compactions."""
     stalls: int
     stall_us: float
     driver_calls: dict[str, int]
