@@ -284,8 +284,8 @@ class WindowRows:
     """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
 
     It has no cache until `open` sees keys and values, which tell the shape and the type. Row numbers are token numbers less
-    `_dropped`: of a first prompt longer than the window the first tokens are not written, and a compaction drops tokens. Then
-    that holds of the tokens behind it.
+    `num_dropped`: of a first prompt longer than the window the first tokens are not written, and a compaction drops tokens.
+    Then that holds of the tokens behind it.
     """
 
     def __init__(self, layers: tuple[int, ...], window: int | None, *, pool: Pool, slots: int, max_tokens: int) -> None:
@@ -298,7 +298,7 @@ class WindowRows:
         self._take([], 0)
 
     def _take(self, sequences: list[Sequence], dropped: int) -> None:
-        self.sequences, self._dropped = sequences, dropped
+        self.sequences, self.num_dropped = sequences, dropped
         self._views: BatchViews | None = None
 
     @property
@@ -355,13 +355,13 @@ class WindowRows:
     def replace(self, forks: list[Sequence]) -> list[Sequence]:
         """These forks of the sequences, or none, take their place. Returns the sequences, which the caller closes."""
         replaced = self.sequences
-        self._take(forks, self._dropped if forks else 0)
+        self._take(forks, self.num_dropped if forks else 0)
         return replaced
 
     def beside(self, forks: list[Sequence]) -> "WindowRows":
         """The rows of another batch in the same cache, whose sequences are these forks."""
         other = copy.copy(self)
-        other._take(forks, self._dropped)
+        other._take(forks, self.num_dropped)
         if self._shared is not None:
             self._shared.num_batches += 1
         return other
@@ -380,7 +380,7 @@ class WindowRows:
         """Reclaim whole pages that the window has passed, with so many tokens written, once no launch can read them."""
         if self.window is None or not self.sequences:
             return
-        start = num_tokens - self.window + 1 - self._dropped
+        start = num_tokens - self.window + 1 - self.num_dropped
         kept, (group, *_) = self.sequences[0].start(), self.cache.layout.groups
         if start > 0 and start * group.row_bytes // PAGE_BYTES > kept * group.row_bytes // PAGE_BYTES:
             for sequence in self.sequences:
@@ -389,7 +389,7 @@ class WindowRows:
 
     def missing_pages(self, num_tokens: int) -> int:
         """Pages that `grow` will ask for, for all sequences; 0 for more tokens than they may have, which it refuses."""
-        num_rows = num_tokens - self._dropped
+        num_rows = num_tokens - self.num_dropped
         if not self._is_short(num_rows) or num_rows > self._max_tokens:
             return 0
         with self.pool.lock:
@@ -402,7 +402,7 @@ class WindowRows:
 
     def grow(self, num_tokens: int) -> None:
         """Have memory for `num_tokens` tokens of each sequence. Raises: see Sequence.grow; what has grown by then stays."""
-        num_rows = num_tokens - self._dropped
+        num_rows = num_tokens - self.num_dropped
         if self._is_short(num_rows):
             if self.window is not None:
                 self.cache.map_ahead(lookahead_tokens=0)  # the pages that the window has left are the next ones
@@ -417,15 +417,15 @@ class WindowRows:
 
     def write(self, layer: int, num_tokens: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Write a layer's keys and values for the tokens from `num_tokens` on, without those before the first row."""
-        left_out, num_new = max(0, self._dropped - num_tokens), k_BKTD.shape[2]
+        left_out, num_new = max(0, self.num_dropped - num_tokens), k_BKTD.shape[2]
         if left_out:
             k_BKTD, v_BKTD = (states.narrow(2, left_out, num_new - left_out) for states in (k_BKTD, v_BKTD))
-        self._all_rows().write(layer, num_tokens - self._dropped + left_out, k_BKTD, v_BKTD)
+        self._all_rows().write(layer, num_tokens - self.num_dropped + left_out, k_BKTD, v_BKTD)
 
     def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """What a token with `num_past` before it sees of a layer, up to `num_tokens`: keys and values, [B, K, T, D]."""
-        first = self.first_token(num_past) - self._dropped
-        return self._all_rows().rows(first, num_tokens - self._dropped - first).of_layer[layer]
+        first = self.first_token(num_past) - self.num_dropped
+        return self._all_rows().rows(first, num_tokens - self.num_dropped - first).of_layer[layer]
 
     def _all_rows(self) -> BatchViews:
         if self._views is None:
@@ -434,13 +434,13 @@ class WindowRows:
 
     def first_token(self, num_past: int) -> int:
         """The first token seen by one with `num_past` before it; as if those that were dropped had been the first."""
-        return self._dropped if self.window is None else max(0, num_past - self.window + 1)
+        return self.num_dropped if self.window is None else max(0, num_past - self.window + 1)
 
     def advance(self, num_tokens: int) -> None:
         """All layers have been written up to `num_tokens` tokens."""
         assert self._shared is not None, "there are sequences"
         slots = [sequence.slot for sequence in self.sequences]
-        self._shared.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
+        self._shared.cache.advance(slots, num_tokens - self.num_dropped - self.sequences[0].length)
         self._shared.is_written = True
 
     def change_streams(self, *streams: torch.Stream | None) -> None:
@@ -465,8 +465,8 @@ class WindowRows:
         The rows to be written must be in pages of one sequence alone. The rows of the sources are read here, which takes as
         much memory. Cost: a kernel for each group of the layout, and another to write.
         """
-        first = max(first_token - self._dropped, self.sequences[0].start())
-        count = num_tokens - self._dropped - first
+        first = max(first_token - self.num_dropped, self.sequences[0].start())
+        count = num_tokens - self.num_dropped - first
         if count <= 0:
             return
         from_B, to_B = (torch.tensor(each, device=self.cache.device) for each in (sources, targets))
@@ -483,7 +483,7 @@ class WindowRows:
         with self.pool.lock:
             for sequence, rows in zip(self.sequences, kept, strict=True):  # all that can find no page
                 sharing.own_from(self.cache.memory, sequence.slot, num_unmoved(rows), len(rows))
-        self._dropped += self.sequences[0].length - len(kept[0])
+        self.num_dropped += self.sequences[0].length - len(kept[0])
         for sequence, rows in zip(self.sequences, kept, strict=True):
             sequence.compact(rows)
 
@@ -502,7 +502,7 @@ class WindowRows:
     def check_kept(self, num_tokens: int) -> None:
         """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""
         if self.sequences and num_tokens:
-            kept = self._dropped + max(sequence.start() for sequence in self.sequences)
+            kept = self.num_dropped + max(sequence.start() for sequence in self.sequences)
             if self.first_token(num_tokens) < kept:
                 raise RowsUnmapped(
                     f"with {num_tokens} tokens a window of {self.window} begins at token {self.first_token(num_tokens)}, and "
@@ -515,9 +515,9 @@ class WindowRows:
         On failure all tokens are as before. Cost and errors: see Sequence.own_from.
         """
         for sequence in self.sequences:
-            sequence.own_from(max(0, num_tokens - self._dropped))
+            sequence.own_from(max(0, num_tokens - self.num_dropped))
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
         for sequence in self.sequences:
-            sequence.truncate(max(0, num_tokens - self._dropped))
+            sequence.truncate(max(0, num_tokens - self.num_dropped))

@@ -235,9 +235,9 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     def turned(self, layer: int, new_BHTD: Tensor) -> Tensor:
         """Queries or keys of new tokens, turned back from the tokens seen to the rows held; as they are without `inv_freq`."""
         rows = self._rows(layer)
-        if self._inv_freq_R is None or rows.window is not None or not (num_dropped := rows.first_token(self._num_tokens)):
+        if self._inv_freq_R is None or rows.window is not None or not rows.num_dropped:
             return new_BHTD
-        back_1 = torch.full((1,), num_dropped, device=new_BHTD.device)
+        back_1 = torch.full((1,), rows.num_dropped, device=new_BHTD.device)
         return turn(new_BHTD.flatten(0, 1), back_1, self._inv_freq_R).view(new_BHTD.shape)
 
     def attended(
