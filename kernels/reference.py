@@ -41,7 +41,10 @@ LEAST_NORMAL: Final = 2.0**-126
 """Of float32. A min-p below it keeps every token."""
 
 _QUERIES: Final = 128
-"""Queries that are scored at once, in column sums: the scores of each take 4 bytes a row and head, several times over."""
+"""Most queries that are scored at once, in column sums: more are slower, since each is scored over the rows of the last one."""
+
+_WEIGHTS: Final = 2**26
+"""Most weights of these queries: one for each query, row and head takes 4 bytes, several times over."""
 
 _ROWS: Final = 8
 """Rows drawn at once: the random words of a row take 8 bytes a token, several times over."""
@@ -144,8 +147,9 @@ def column_sums(
         out = torch.zeros(len(q_LNHD), len(lengths_B), k_LSTKD.shape[2], device=q_LNHD.device)
     starts = query_starts.tolist()
     for b, (start, end, length, slot) in enumerate(zip(starts, starts[1:], lengths_B.tolist(), slots_B.tolist(), strict=False)):
-        for first in range(start, end, _QUERIES):
-            last = min(first + _QUERIES, end)
+        num_queries = max(1, min(_QUERIES, _WEIGHTS // (q_LNHD.shape[2] * max(1, length))))
+        for first in range(start, end, num_queries):
+            last = min(first + num_queries, end)
             num_rows = length - end + last  # that these queries see
             positions_N = torch.arange(num_rows - last + first, num_rows, device=out.device)
             for q_NHD, k_STKD, sums_BC in zip(q_LNHD, k_LSTKD, out, strict=True):

@@ -47,7 +47,7 @@ def test_the_reference_adds_up_what_attention_gives_each_row(
     monkeypatch: pytest.MonkeyPatch, queries: int, softcap: float | None
 ) -> None:
     """In parts of 7 queries, where each row has a value of its own."""
-    monkeypatch.setattr(reference, "_QUERIES", 7)
+    monkeypatch.setattr(reference, "_WEIGHTS", 7 * 6 * 40)
     q_NHD, k_TKD, eye_TKD = torch.randn(queries, 6, 16), torch.randn(40, 3, 16), torch.eye(40)[:, None].expand(-1, 3, -1)
     place = (torch.tensor(each) for each in ([0, queries], [40], [0]))
     sums_LBT = reference.column_sums(q_NHD[None], k_TKD[None, None], *place, scale=0.4, softcap=softcap)
