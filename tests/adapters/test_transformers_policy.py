@@ -240,6 +240,16 @@ def test_scores_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.Mon
     torch.testing.assert_close(eviction.column_sums(q_BHND, k_BKTD, scoring), expected_BT, atol=1e-5, rtol=1e-4)
 
 
+def test_with_inv_freq_no_query_attends_that_is_not_turned(pool: Pool) -> None:
+    """A call that vmmkv's kernels decline is refused, since they turn the queries."""
+    model = llama()
+    model.set_attn_implementation("vmmkv")
+    with VmmCache(model.config, pool, policy=StreamingLLM(window=28), inv_freq=model.model.rotary_emb.inv_freq) as cache:
+        forward(model, cache, ids_of(0, num_tokens=50))
+        with torch.inference_mode(), pytest.raises(NotImplementedError, match=r"^foo given to attention: .* without it, or"):
+            model(ids_of(0, num_tokens=1), past_key_values=cache, foo=1)
+
+
 class Uneven(StreamingLLM):
     """Keeps a row more of each sequence that comes."""
 
@@ -271,6 +281,11 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="leave the model uncompiled"):
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             cache.update(*torch.zeros(2, 1, 2, 1, 32), 0)
+        cache.reset()
+        with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"^dropout: a VmmCache with a policy"):
+            patch.setattr(model.model.layers[0].self_attn, "attention_dropout", 0.5)
+            patch.setattr(model.model.layers[0].self_attn, "training", True)
+            forward(model, cache, ids_of(0, num_tokens=9))
         cache.reset()
         for message in (None, "the last pass did not show its queries"):
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message) if message else nullcontext():

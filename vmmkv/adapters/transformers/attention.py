@@ -130,8 +130,8 @@ def attention(
         pending.check(getattr(module, "layer_idx", pending.layer), reason)
         rows = pending.k_BKND, pending.v_BKND, attention_mask, pending.cache, pending.layer, pending.num_past
         return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
+    place = getattr(key, PLACE, None)
     if reason is None:
-        place = getattr(key, PLACE, None)
         if place is not None:
             number, layer = place
             query = _caches[number].turned(layer, query)
@@ -141,6 +141,11 @@ def attention(
             is_plain = attention_mask is None or hasattr(attention_mask, WINDOW)
             _caches[number].attended(layer, query, key, scaling, softcap, is_plain=is_plain)
         return out, None
+    if place is not None:
+        raise NotImplementedError(
+            f"{reason}: a VmmCache with a policy needs attention by vmmkv, to see the queries. Call the model without it, or "
+            f"take a VmmCache without a policy"
+        )
     _decline(reason, softcap)
     if causal and attention_mask is None:
         attention_mask = _mask_for_sdpa(query, key, sliding_window)

@@ -72,8 +72,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
 
     `policy` drops rows in layers of full attention at the end of a pass that leaves more than its budget, or an eighth more in
     steps of one token; each sequence has its own. `max_tokens` then bounds rows. The model must attend by "vmmkv", which shows
-    the queries. Refused with a message: padding, graphs of torch.compile, layers that read others' rows, taking tokens back and
-    so drafts of tokens.
+    the queries. Refused with a message: padding, dropout, arguments that attention does not know, graphs of torch.compile,
+    layers that read others' rows, taking tokens back and so drafts of tokens.
 
     Tokens keep their positions, unless `inv_freq` is given: the model's angles for one position, as Llama's
     `model.model.rotary_emb.inv_freq`. Positions in these layers are then those of rows: keys that move are turned back, and so
@@ -310,7 +310,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if self._is_unattended:
             raise RuntimeError(
                 f"the last pass did not show its queries to the VmmCache, whose policy needs them: all layers are to attend by "
-                f'"{attention.NAME}", without gradients or dropout; reset() begins anew'
+                f'"{attention.NAME}", over the keys that the cache gives; reset() begins anew'
             )
         # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
         lineage = self._lineage
