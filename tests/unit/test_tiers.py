@@ -397,6 +397,19 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
+def test_the_beginning_that_has_come_of_a_fetch_that_nothing_waits_for_is_kept(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    fetch = prefix.fetch(PROMPT)
+    for _ in range(2):
+        assert not prefix.match(PROMPT) and prefix.poll(0)
+    fetch.give_up()
+    cache.check()
+    assert fetch.done and 0 < fetch.num_tokens < 96
+    assert prefix.match(PROMPT) == fetch.num_tokens == fetch.loaded_bytes["host"] // PAGE_BYTES * 16
+    assert_reads(prefix.attach(PROMPT).sequence, PROMPT[: fetch.num_tokens])
+
+
 def test_a_budget_below_what_is_fetched_is_refused_by_the_name_of_fetches(cache, host, pool):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)

@@ -137,7 +137,7 @@ class Fetch:
         return self.bytes_by_tier.total()
 
     def give_up(self) -> None:
-        """Wait no longer. A fetch that nothing waits for is dropped, with the records that it has loaded."""
+        """Wait no longer. A fetch that nothing waits for ends: `attach` finds what has come of its beginning."""
         with self._transfers.cache.pool.lock:
             self.waiting -= 1
             if not self.waiting and not self.done:
@@ -294,7 +294,7 @@ class Transfers:
     def drop(self, fetch: Fetch) -> None:
         """Give a fetch up. Copies under way go on, into extents that are free when these end."""
         for part in fetch._parts:
-            part.failed, part.loaded = True, False
+            part.failed = True
         for part in [part for part in fetch._parts if part in self._parts]:
             self._leave(part)
         if not fetch.done:
@@ -302,10 +302,10 @@ class Transfers:
 
     def give_up(self) -> list[Fence]:
         """Give all stores and fetches up. The fences of the copies under way: when they have passed call `finish`."""
-        for stores in self._stores:
-            stores.clear()
         for fetch in list(self._fetches):
             self.drop(fetch)
+        for stores in self._stores:
+            stores.clear()
         return [copy.fence for copy in self._copies]
 
     def stats(self) -> tuple[TierStats, ...]:
