@@ -448,7 +448,7 @@ MUTANTS = (
         "server/engine/fetches.py",
         "if wait.fetch.done or self._is_late(wait, now_s)]",
         "if wait.fetch.done]",
-        (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
+        (f"{FETCHES}::test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used",),
     ),
     Mutant(
         "a tier that finds out what it has is taken to have nothing",
