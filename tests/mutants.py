@@ -411,8 +411,8 @@ MUTANTS = (
     Mutant(
         "host memory overwritten while it is copied to the device",
         "tiers/host.py",
-        "if not held.num_loads), None)",
-        "if held.num_loads >= 0), None)",
+        "if not held.num_copies), None)",
+        "if held.num_copies >= 0), None)",
         (f"{TIERS}::test_what_is_being_loaded_is_not_overwritten",),
     ),
     Mutant(
@@ -428,6 +428,13 @@ MUTANTS = (
         "if own == _own_checksum(number, fields):",
         "if True:",
         (f"{TIERS}::test_a_changed_entry_is_no_entry",),
+    ),
+    Mutant(
+        "what is stored of a path is newer than what was there",
+        TRANSFERS,
+        "        if 0 < num_held < len(has):\n",
+        "        if False:\n",
+        (f"{TIERS_UNIT}::test_a_path_that_is_stored_in_pieces_loses_its_end_first",),
     ),
     Mutant(
         "a path that two tiers use",

@@ -503,7 +503,7 @@ def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_compu
     tokens, _ = stored(one, prompt), stored(one, other)
     rates = one.engine._scheduler.fetches._loads
     rates["faulty host"].add(1, 0.0, 1e6)
-    assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 320),)
+    assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 384),)
     assert disk.stats().loaded_bytes == 0 and ended(one) == {"done": 1, "declined": 1}
     assert rates["faulty host"].per_s == pytest.approx(1.01e-6), "once for one request"
     one.cache.close()

@@ -662,6 +662,21 @@ def test_a_path_that_is_used_again_is_whole_in_the_tier_and_loses_its_end_first(
     tier.close()
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_path_that_is_stored_in_pieces_loses_its_end_first(cache, tmp_path, kind):
+    tier = HostTier(8 * PAGE_BYTES) if kind == "host" else DiskTier(tmp_path, 8 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    for tokens in (LONG[:65], LONG[:113], [9] * 48):  # four pages, three more, and three for which two go
+        compute(prefix, tokens)
+        prefix.flush()
+        if isinstance(tier, DiskTier):
+            tier.flush()
+    prefix.evict()
+    assert prefix.fetch(LONG).num_tokens == 5 * 16
+    cache.close()
+    tier.close()
+
+
 def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):
     prefix = PrefixCache(cache)
     compute(prefix, PROMPT)

@@ -613,14 +613,8 @@ class Transfers:
             yield False
         while len(chain.hash_some(_MOST_KEYS)) == _MOST_KEYS:
             yield True
-        has: set[bytes] = set()
-        for end in range(len(chain.in_order), 0, -_MOST_KEYS):
-            keys = chain.in_order[max(0, end - _MOST_KEYS) : end]
-            while (found := self._lookup(tier, keys, otherwise=True)) is None:
-                yield False
-            has.update(itertools.compress(keys, found))
-            if end > _MOST_KEYS:
-                yield True
+        has = yield from self._held_of(tier, chain)
+        num_held = len(has)
         listener = self._listener if isinstance(tier, ListenedTier) else None
         if listener is not None:
             listener.described(tier.name, chain, None)
@@ -650,6 +644,20 @@ class Transfers:
                 done = piece_place(piece)
             if moves or not has_room or self._is_over:
                 yield has_room
+        if 0 < num_held < len(has):
+            yield from self._held_of(tier, chain)  # what was stored is behind what it had, and is evicted before it
+
+    def _held_of(self, tier: Tier, chain: KeyChain) -> Generator[bool, None, set[bytes]]:
+        """The records of a path that a tier has, looked up from the end: so that is evicted first. Yields as `_storing`."""
+        has: set[bytes] = set()
+        for end in range(len(chain.in_order), 0, -_MOST_KEYS):
+            keys = chain.in_order[max(0, end - _MOST_KEYS) : end]
+            while (found := self._lookup(tier, keys, otherwise=True)) is None:
+                yield False
+            has.update(itertools.compress(keys, found))
+            if end > _MOST_KEYS:
+                yield True
+        return has
 
     # both
 
