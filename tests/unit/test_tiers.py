@@ -677,6 +677,19 @@ def test_a_path_that_is_stored_in_pieces_loses_its_end_first(cache, tmp_path, ki
     tier.close()
 
 
+def test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored(cache):
+    tier = HostTier(5 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    for tokens in (LONG[:65], LONG[:113]):
+        compute(prefix, tokens)
+        prefix.flush()
+    prefix.evict()
+    assert prefix.fetch(LONG).num_tokens == 5 * 16
+    assert tier.stats().stored_bytes == 5 * PAGE_BYTES, "none was stored in vain"
+    cache.close()
+    tier.close()
+
+
 def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):
     prefix = PrefixCache(cache)
     compute(prefix, PROMPT)

@@ -614,6 +614,9 @@ class Transfers:
         while len(chain.hash_some(_MOST_KEYS)) == _MOST_KEYS:
             yield True
         has = yield from self._held_of(tier, chain)
+        stats = self._ask(None, tier.stats)
+        if stats is not None and stats.budget_bytes and all(group.window is None for group in self.cache.layout.groups):
+            has.update(chain.in_order[stats.budget_bytes // RECORD_BYTES :])  # storing that would evict what is before it
         num_held = len(has)
         listener = self._listener if isinstance(tier, ListenedTier) else None
         if listener is not None:
