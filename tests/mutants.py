@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "host memory overwritten while it is copied to the device",
         "tiers/host.py",
-        "if not held.num_loads), None)",
-        "if held.num_loads >= 0), None)",
+        "if not held.num_copies), None)",
+        "if held.num_copies >= 0), None)",
         (f"{TIERS}::test_what_is_being_loaded_is_not_overwritten",),
     ),
     Mutant(
@@ -430,6 +430,13 @@ MUTANTS = (
         "if own == _own_checksum(number, fields):",
         "if True:",
         (f"{TIERS}::test_a_changed_entry_is_no_entry",),
+    ),
+    Mutant(
+        "what is stored of a path is newer than what was there",
+        TRANSFERS,
+        "        if 0 < num_held < len(has):\n",
+        "        if False:\n",
+        (f"{TIERS_UNIT}::test_a_path_that_is_stored_in_pieces_loses_its_end_first",),
     ),
     Mutant(
         "a path that two tiers use",
@@ -450,7 +457,7 @@ MUTANTS = (
         "server/engine/fetches.py",
         "if wait.fetch.done or self._is_late(wait, now_s)]",
         "if wait.fetch.done]",
-        (f"{FETCHES}::test_a_fetch_that_is_later_than_computing_is_given_up",),
+        (f"{FETCHES}::test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used",),
     ),
     Mutant(
         "a tier that finds out what it has is taken to have nothing",

@@ -3,8 +3,8 @@
     waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 
 Fetches end in the order in which they began, as prompts that are computed would. So each is compared with computing its own
-tokens alone, and is late when it takes longer than that as the oldest. Few are under way at once: they fill the link already,
-and what they have loaded is attached before room is made for more.
+tokens alone, and is late when it takes a step longer than that as the oldest: computing waits for the step under way. Few are
+under way at once: they fill the link already, and what they have loaded is attached before room is made for more.
 
 The bandwidth of each tier and the rate of prefill are measured while the engine runs. Where loading takes longer than computing
 the slowest tier is left out, with what is behind its records. Each request that leaves it out raises the estimate of its
@@ -21,6 +21,7 @@ from typing import Final
 from vmmkv.prefix import Fetch
 from vmmkv.server.engine.kv_backend import Prefixes
 from vmmkv.server.engine.request import Request
+from vmmkv.tiers.record import RECORD_BYTES
 
 LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a fetch takes a step at least."""
@@ -99,6 +100,8 @@ class Fetches:
         self._slow: dict[str, int] = {}
         """Tiers that took longer than computing when they were last asked about, and paths that were not stored there since."""
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
+        self._step_s = 0.0
+        """Time of the last step."""
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes a second of each tier, by its name."""
         self._began_s: dict[Fetch, float] = {}
@@ -183,8 +186,8 @@ class Fetches:
         over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
         for request in over:
             wait = self.waiting[request]
+            request.fetched.append(wait.fetch)
             if wait.fetch.done:
-                request.fetched.append(wait.fetch)
                 if wait.fetch.size_bytes:
                     request.unfetched = "unknown"
                     self.leave(request, "done")
@@ -197,21 +200,22 @@ class Fetches:
         return over
 
     def _is_late(self, wait: _Wait, now_s: float) -> bool:
-        """Has a wait for the oldest fetch taken longer than computing, or any wait as long as computing all of them?
+        """Has a wait for the oldest fetch taken a step longer than computing, or any wait as long as computing all of them?
 
         The oldest one may stay, since more and more requests wait for it.
         """
         oldest, began_s = next(iter(self._began_s.items()), (None, 0.0))
         began_s = max(began_s, wait.began_s) if wait.fetch is oldest else math.inf
         computing_s = self._computing_s(wait.fetch, wait.num_tokens)
-        return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s)
+        return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s) + self._step_s
 
     def leave(self, request: Request, how: str = "given_up") -> None:
         """A request waits no longer. If its fetch was given up, it may fetch again."""
         wait, now_s = self.waiting.pop(request), time.perf_counter()
         fetch, came_bytes = wait.fetch, wait.fetch.loaded_bytes
-        if how == "late":
-            came_bytes = Counter({tier: size_bytes // 2 for tier, size_bytes in fetch.bytes_by_tier.items()})  # at most
+        if how == "late":  # of the tiers that it waits for; a record at least, or they would never be tried again
+            lacking = fetch.bytes_by_tier - came_bytes
+            came_bytes = Counter({tier: max(came_bytes[tier], RECORD_BYTES) for tier in lacking})
         elif how == "given_up":
             came_bytes = Counter()
             request.num_fetches -= 1
@@ -233,6 +237,7 @@ class Fetches:
         self._loads[tier].add(came_bytes[tier], began_s, ended_s)
 
     def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
-        """Measure the rate of prefill by a step that computed so many prompt tokens."""
+        """Measure the time of a step, and the rate of prefill by one that computed many prompt tokens."""
+        self._step_s = ended_s - began_s
         if num_tokens >= _LEAST_MEASURED:
             self._prefill.add(num_tokens, began_s, ended_s)

@@ -278,14 +278,22 @@ def test_requests_behind_one_that_waits_for_a_tier_begin(harness: MakeHarness, s
     one.cache.close()
 
 
-def test_a_fetch_that_is_later_than_computing_is_given_up(
+def test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used(
     harness: MakeHarness, slow: FaultyTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = serving(harness, slow)
     tokens = stored(one, PROMPT)
-    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.02)
-    assert one.said(PROMPT) == tokens
-    assert one.outputs("alone")[-8].cached == () and ended(one) == {"late": 1}
+    one.ask("known", PROMPT)
+    one.step()
+    one.prefix.poll()
+    slow._late.reverse()
+    for _ in range(3):
+        slow._arrive()
+    one.prefix.poll()
+    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
+    one.run()
+    assert one.tokens("known") == tokens
+    assert one.outputs("known")[0].cached == (("faulty host", 192),) and ended(one) == {"late": 1}
     assert one.said(PROMPTS[1][:100]) == one.expected(PROMPTS[1][:100])
     one.cache.close()
 
@@ -495,7 +503,7 @@ def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_compu
     tokens, _ = stored(one, prompt), stored(one, other)
     rates = one.engine._scheduler.fetches._loads
     rates["faulty host"].add(1, 0.0, 1e6)
-    assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 320),)
+    assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 384),)
     assert disk.stats().loaded_bytes == 0 and ended(one) == {"done": 1, "declined": 1}
     assert rates["faulty host"].per_s == pytest.approx(1.01e-6), "once for one request"
     one.cache.close()
@@ -630,6 +638,23 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     fetches[2].end(1.45)
     assert one.ended(may_wait=False) == requests[2:]
     assert not one.waiting and not one._began_s
+
+
+@pytest.mark.parametrize(("come", "measured"), [(0, 1), (3, 3)])
+def test_a_fetch_is_late_a_step_after_computing_and_its_tier_as_fast_as_what_came(
+    monkeypatch: pytest.MonkeyPatch, come: int, measured: int
+) -> None:
+    """A tier that has given all is not measured; one that has given nothing is taken to have given a record."""
+    fetch = FakeFetch(Counter(host=4 * PAGE_BYTES, disk=8 * PAGE_BYTES))
+    one, requests, now_s = started(monkeypatch, fetch)
+    one.measure_prefill(1, 0.0, 0.25)
+    fetch.loaded_bytes = +Counter(host=4 * PAGE_BYTES, disk=come * PAGE_BYTES)
+    now_s[0] = 0.74
+    assert not one.ended(may_wait=False)
+    now_s[0] = 0.76
+    assert one.ended(may_wait=False) == requests and one.counts == {"late": 1}
+    assert one._loads["disk"].per_s == pytest.approx(measured * PAGE_BYTES / 0.76)
+    assert not one._loads["host"]._units
 
 
 def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -119,11 +120,18 @@ def test_words_of_an_earlier_sum_are_not_taken():
 
 def test_a_sum_waits_for_the_others_until_it_is_told_that_they_have_ended():
     (region, _), _ = regions(2)
-    waiting = threading.Thread(target=sum_ranks, args=(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), region))
+
+    def wait() -> None:
+        sum_ranks(torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE), region)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive()
-    region.ended_1.fill_(1)
+    with torch.cuda.stream(torch.cuda.Stream()) if DEVICE.type == "cuda" else nullcontext():
+        region.ended_1.fill_(1)
     waiting.join(60)
     assert not waiting.is_alive()
 

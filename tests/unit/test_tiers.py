@@ -397,6 +397,19 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
+def test_the_beginning_that_has_come_of_a_fetch_that_nothing_waits_for_is_kept(cache, host):
+    prefix = PrefixCache(cache, [host], fingerprint="model")
+    stored(prefix, PROMPT)
+    fetch = prefix.fetch(PROMPT)
+    for _ in range(2):
+        assert not prefix.match(PROMPT) and prefix.poll(0)
+    fetch.give_up()
+    cache.check()
+    assert fetch.done and 0 < fetch.num_tokens < 96
+    assert prefix.match(PROMPT) == fetch.num_tokens == fetch.loaded_bytes["host"] // PAGE_BYTES * 16
+    assert_reads(prefix.attach(PROMPT).sequence, PROMPT[: fetch.num_tokens])
+
+
 def test_a_budget_below_what_is_fetched_is_refused_by_the_name_of_fetches(cache, host, pool):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
@@ -646,6 +659,34 @@ def test_a_path_that_is_used_again_is_whole_in_the_tier_and_loses_its_end_first(
     prefix.flush()
     fetch = prefix.fetch(PROMPT)
     assert fetch.num_tokens == 48
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_path_that_is_stored_in_pieces_loses_its_end_first(cache, tmp_path, kind):
+    tier = HostTier(8 * PAGE_BYTES) if kind == "host" else DiskTier(tmp_path, 8 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    for tokens in (LONG[:65], LONG[:113], [9] * 48):  # four pages, three more, and three for which two go
+        compute(prefix, tokens)
+        prefix.flush()
+        if isinstance(tier, DiskTier):
+            tier.flush()
+    prefix.evict()
+    assert prefix.fetch(LONG).num_tokens == 5 * 16
+    cache.close()
+    tier.close()
+
+
+def test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored(cache):
+    tier = HostTier(5 * PAGE_BYTES)
+    prefix = PrefixCache(cache, [tier], fingerprint="model")
+    for tokens in (LONG[:65], LONG[:113]):
+        compute(prefix, tokens)
+        prefix.flush()
+    prefix.evict()
+    assert prefix.fetch(LONG).num_tokens == 5 * 16
+    assert tier.stats().stored_bytes == 5 * PAGE_BYTES, "none was stored in vain"
+    cache.close()
     tier.close()
 
 

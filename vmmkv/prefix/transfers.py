@@ -137,7 +137,7 @@ class Fetch:
         return self.bytes_by_tier.total()
 
     def give_up(self) -> None:
-        """Wait no longer. A fetch that nothing waits for is dropped, with the records that it has loaded."""
+        """Wait no longer. A fetch that nothing waits for ends: `attach` finds what has come of its beginning."""
         with self._transfers.cache.pool.lock:
             self.waiting -= 1
             if not self.waiting and not self.done:
@@ -294,7 +294,7 @@ class Transfers:
     def drop(self, fetch: Fetch) -> None:
         """Give a fetch up. Copies under way go on, into extents that are free when these end."""
         for part in fetch._parts:
-            part.failed, part.loaded = True, False
+            part.failed = True
         for part in [part for part in fetch._parts if part in self._parts]:
             self._leave(part)
         if not fetch.done:
@@ -302,10 +302,10 @@ class Transfers:
 
     def give_up(self) -> list[Fence]:
         """Give all stores and fetches up. The fences of the copies under way: when they have passed call `finish`."""
-        for stores in self._stores:
-            stores.clear()
         for fetch in list(self._fetches):
             self.drop(fetch)
+        for stores in self._stores:
+            stores.clear()
         return [copy.fence for copy in self._copies]
 
     def stats(self) -> tuple[TierStats, ...]:
@@ -613,14 +613,11 @@ class Transfers:
             yield False
         while len(chain.hash_some(_MOST_KEYS)) == _MOST_KEYS:
             yield True
-        has: set[bytes] = set()
-        for end in range(len(chain.in_order), 0, -_MOST_KEYS):
-            keys = chain.in_order[max(0, end - _MOST_KEYS) : end]
-            while (found := self._lookup(tier, keys, otherwise=True)) is None:
-                yield False
-            has.update(itertools.compress(keys, found))
-            if end > _MOST_KEYS:
-                yield True
+        has = yield from self._held_of(tier, chain)
+        stats = self._ask(None, tier.stats)
+        if stats is not None and stats.budget_bytes and all(group.window is None for group in self.cache.layout.groups):
+            has.update(chain.in_order[stats.budget_bytes // RECORD_BYTES :])  # storing that would evict what is before it
+        num_held = len(has)
         listener = self._listener if isinstance(tier, ListenedTier) else None
         if listener is not None:
             listener.described(tier.name, chain, None)
@@ -650,6 +647,20 @@ class Transfers:
                 done = piece_place(piece)
             if moves or not has_room or self._is_over:
                 yield has_room
+        if 0 < num_held < len(has):
+            yield from self._held_of(tier, chain)  # what was stored is behind what it had, and is evicted before it
+
+    def _held_of(self, tier: Tier, chain: KeyChain) -> Generator[bool, None, set[bytes]]:
+        """The records of a path that a tier has, looked up from the end: so that is evicted first. Yields as `_storing`."""
+        has: set[bytes] = set()
+        for end in range(len(chain.in_order), 0, -_MOST_KEYS):
+            keys = chain.in_order[max(0, end - _MOST_KEYS) : end]
+            while (found := self._lookup(tier, keys, otherwise=True)) is None:
+                yield False
+            has.update(itertools.compress(keys, found))
+            if end > _MOST_KEYS:
+                yield True
+        return has
 
     # both
 

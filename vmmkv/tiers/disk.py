@@ -25,7 +25,7 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
 from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES, checksum_of
-from vmmkv.tiers.tier import MissedError, RecordListener, ThreadedTier, touch
+from vmmkv.tiers.tier import MissedError, RecordListener, ThreadedTier, Transfer, touch
 from vmmkv.units import format_bytes
 
 _HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
@@ -68,8 +68,8 @@ class DiskTier(ThreadedTier):
         super().__init__(num_slots * RECORD_BYTES)
         self.path: Final = Path(path)
         self._num_slots = num_slots
-        self._records: OrderedDict[bytes, _Slot] = OrderedDict()
-        """The least recently used first."""
+        self._records: OrderedDict[bytes, _Slot | None] = OrderedDict()
+        """The least recently used first; None for those that are being stored."""
         self._generation = 0
         self._fd = self._index_fd = -1
         _tiers.add(self)
@@ -83,7 +83,7 @@ class DiskTier(ThreadedTier):
         except BaseException:
             self._close_files()
             raise
-        taken = {slot.number for slot in self._records.values()}
+        taken = {slot.number for slot in self._records.values() if slot is not None}
         self._free = [number for number in reversed(range(num_slots)) if number not in taken]
 
     # what ThreadedTier asks
@@ -91,16 +91,31 @@ class DiskTier(ThreadedTier):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
         with self.lock:
-            return touch(self._records, keys)
+            return touch(self._records, self._storing, keys)
 
     def held_bytes(self) -> int:
         """See ThreadedTier.held_bytes."""
-        return len(self._records) * RECORD_BYTES
+        return (self._num_slots - len(self._free)) * RECORD_BYTES
+
+    def store(self, key: bytes) -> Transfer | None:
+        """See Tier.store. It is used now, and not when a thread has written it."""
+        transfer = super().store(key)
+        if transfer is not None:
+            with self.lock:
+                self._records.setdefault(key)
+        return transfer
+
+    def give_back(self, transfer: Transfer) -> None:
+        """See ThreadedTier.give_back."""
+        with self.lock:
+            if transfer.is_store and self._records.get(transfer.key, transfer) is None:
+                del self._records[transfer.key]
+        super().give_back(transfer)
 
     def write(self, key: bytes, data: memoryview) -> None:
         """See ThreadedTier.write."""
         with self.lock:
-            if key in self._records:
+            if self._records.get(key) is not None:
                 return
             number = self._take_slot()
         try:
@@ -125,7 +140,6 @@ class DiskTier(ThreadedTier):
             if slot is None:
                 raise MissedError(key.hex())
             slot.num_reads += 1
-            self._records.move_to_end(key)
         is_right = False
         try:
             self.read_at(self._fd, data, slot.number * RECORD_BYTES)
@@ -144,7 +158,7 @@ class DiskTier(ThreadedTier):
         """See ListenedTier.listen."""
         with self.lock:
             self.listener = listener
-            listener([*self._records], True)
+            listener([key for key, slot in self._records.items() if slot is not None], True)
 
     def close(self) -> None:
         """See Tier.close."""
@@ -246,13 +260,14 @@ class DiskTier(ThreadedTier):
         """A slot to write to; the least recently used record makes room. Raises OSError if all are being read."""
         if self._free:
             return self._free.pop()
-        key = next((key for key, slot in self._records.items() if not slot.num_reads), None)
-        if key is None:
+        key, slot = next(((key, slot) for key, slot in self._records.items() if slot and not slot.num_reads), (b"", None))
+        if slot is None:
             self.counts["refused_records"] += 1
             raise OSError(errno.ENOSPC, f"{self.path}: every record is being read")
         self.counts["evicted_records"] += 1
         self.tell(key, is_held=False)
-        return self._records.pop(key).number
+        del self._records[key]
+        return slot.number
 
     def __repr__(self) -> str:
         return f"<DiskTier at {self.path}: {format_bytes(self.held_bytes())} of {format_bytes(self.budget_bytes)}>"

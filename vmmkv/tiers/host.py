@@ -19,8 +19,8 @@ from vmmkv.units import format_bytes
 @dataclass(eq=False, slots=True)
 class _Held:
     address: int
-    num_loads: int = 0
-    """Under way; while there are any it is not evicted."""
+    num_copies: int
+    """Under way, from and to it; while there are any it is not evicted."""
 
 
 class HostTier:
@@ -43,7 +43,7 @@ class HostTier:
         self._memory: torch.Tensor | None = None
         self._free: list[int] = []
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
-        """The least recently used first."""
+        """The least recently used first, among them those that are being stored."""
         self._storing: set[bytes] = set()
         self._listener: RecordListener = lambda keys, is_held: None
 
@@ -71,76 +71,75 @@ class HostTier:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
         with self._lock:
-            return touch(self._records, keys)
+            return touch(self._records, self._storing, keys)
 
     def store(self, key: bytes) -> Transfer | None:
         """See Tier.store."""
         with self._lock:
-            if key in self._records or key in self._storing:
+            if key in self._records:
                 return None
             if not self._free and not self._evict():
                 self._counts["refused_records"] += 1
                 return None
             self._storing.add(key)
-            return Transfer(key, True, self._free.pop())
+            self._records[key] = _Held(self._free.pop(), num_copies=1)
+            return Transfer(key, True, self._records[key].address)
 
     def load(self, key: bytes) -> Transfer | None:
         """See Tier.load. It has ended at once."""
         with self._lock:
             held = self._records.get(key)
-            if held is None:
+            if held is None or key in self._storing:
                 self._counts["missed_records"] += 1
                 return missed(key)
-            held.num_loads += 1
-            self._records.move_to_end(key)
+            held.num_copies += 1
             return Transfer(key, False, held.address)
 
     def finished(self, transfer: Transfer) -> None:
         """See Tier.finished."""
         with self._lock:
+            if not transfer.address:
+                return
+            self._records[transfer.key].num_copies -= 1
+            self._counts["stored_bytes" if transfer.is_store else "loaded_bytes"] += RECORD_BYTES
             if transfer.is_store:
                 self._storing.remove(transfer.key)
-                self._records[transfer.key] = _Held(transfer.address)
                 self._listener([transfer.key], True)
-                self._counts["stored_bytes"] += RECORD_BYTES
-            elif transfer.address:
-                self._records[transfer.key].num_loads -= 1
-                self._counts["loaded_bytes"] += RECORD_BYTES
 
     def drop(self, transfer: Transfer) -> None:
         """See Tier.drop."""
         with self._lock:
             if transfer.is_store:
                 self._storing.remove(transfer.key)
-                self._free.append(transfer.address)
+                self._free.append(self._records.pop(transfer.key).address)
                 self._listener([transfer.key], False)
             elif transfer.address:
-                self._records[transfer.key].num_loads -= 1
+                self._records[transfer.key].num_copies -= 1
 
     def listen(self, listener: RecordListener) -> None:
         """See ListenedTier.listen."""
         with self._lock:
             self._listener = listener
-            listener([*self._records], True)
+            listener([key for key in self._records if key not in self._storing], True)
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
         with self._lock:
-            held_bytes = len(self._records) * RECORD_BYTES
+            held_bytes = (len(self._records) - len(self._storing)) * RECORD_BYTES
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self._counts))
 
     def close(self) -> None:
         """See Tier.close. Its records are gone."""
         with self._lock:
-            check_returned(self.name, len(self._storing) + sum(held.num_loads for held in self._records.values()))
+            check_returned(self.name, sum(held.num_copies for held in self._records.values()))
             self._records.clear()
             self._free.clear()
             memory, self._memory = self._memory, None
         del memory  # without the lock: unpinning takes its time
 
     def _evict(self) -> bool:
-        """Free the memory of the least recently used record that is not being loaded; False if there is none."""
-        key = next((key for key, held in self._records.items() if not held.num_loads), None)
+        """Free the memory of the least recently used record that is not being copied; False if there is none."""
+        key = next((key for key, held in self._records.items() if not held.num_copies), None)
         if key is None:
             return False
         self._free.append(self._records.pop(key).address)

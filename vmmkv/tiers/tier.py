@@ -91,12 +91,12 @@ class Tier(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Has it these records, each? A load can miss all the same. None while it finds that out: ask again.
 
-        It is a use of them: the last of them is evicted first.
+        It is a use of them, and of those that are being stored: the last of them is evicted first.
         """
         ...
 
     def store(self, key: bytes) -> Transfer | None:
-        """Lend memory for a record's bytes. None if the tier has the record, or no room now."""
+        """Lend memory for a record's bytes. It is a use of it. None if the tier has the record, or no room now."""
         ...
 
     def load(self, key: bytes) -> Transfer | None:
@@ -188,13 +188,12 @@ def check_returned(name: str, num_transfers: int) -> None:
         )
 
 
-def touch(records: OrderedDict[bytes, T], keys: Sequence[bytes]) -> list[bool]:
-    """See Tier.lookup. `records`: the least recently used first."""
-    found = [key in records for key in keys]
-    for key, has in zip(reversed(keys), reversed(found), strict=True):
-        if has:
+def touch(records: OrderedDict[bytes, T], storing: set[bytes], keys: Sequence[bytes]) -> list[bool]:
+    """See Tier.lookup. `records`: the least recently used first, among them those that are being stored."""
+    for key in reversed(keys):
+        if key in records:
             records.move_to_end(key)
-    return found
+    return [key in records and key not in storing for key in keys]
 
 
 class MissedError(Exception):
@@ -312,9 +311,9 @@ class ThreadedTier(ABC):
             self.tell(transfer.key, is_held=False)
         if transfer.future is not None:
             transfer.future.cancel()
-            transfer.future.add_done_callback(lambda _: self._give_back(transfer))  # a thread may still write to it
+            transfer.future.add_done_callback(lambda _: self.give_back(transfer))  # a thread may still write to it
         else:
-            self._give_back(transfer)
+            self.give_back(transfer)
 
     def stats(self) -> TierStats:
         """See Tier.stats."""
@@ -352,7 +351,7 @@ class ThreadedTier(ABC):
             self._count("errors", 1)
             self.tell(transfer.key, is_held=False)
         finally:
-            self._give_back(transfer)
+            self.give_back(transfer)
             with self.lock:
                 self._num_writes -= 1
                 self._written.notify_all()
@@ -372,7 +371,8 @@ class ThreadedTier(ABC):
         at = address - self._memory.data_ptr()
         return self._memory[at : at + RECORD_BYTES].numpy().data
 
-    def _give_back(self, transfer: Transfer) -> None:
+    def give_back(self, transfer: Transfer) -> None:
+        """A transfer has ended, however it did: its memory is free."""
         with self.lock:
             if transfer.address:  # none was lent for what was known to miss
                 self._buffers.append(transfer.address)
