@@ -98,7 +98,7 @@ class Fetches:
         if prefix is not None:
             prefix.store_if(self._is_worth_storing)
         self._slow: dict[str, int] = {}
-        """Tiers that took longer than computing when they were last asked about, and paths that were not stored there since."""
+        """Tiers that took longer than computing when they were last asked about; and paths that could be stored there since."""
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
         self._step_s = 0.0
         """Time of the last step."""
@@ -154,12 +154,12 @@ class Fetches:
 
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:
         """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
-        loading_s = sum(size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items())
-        if loading_s < self._computing_s(fetch, len(request.attachable)):
+        loading_s = {tier: size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
+        if sum(loading_s.values()) < self._computing_s(fetch, len(request.attachable)):
             request.unfetched = "no_room"  # if nothing comes of it
             self._slow = {tier: number for tier, number in self._slow.items() if tier not in fetch.bytes_by_tier}
             return True
-        slowest = next(reversed(fetch.bytes_by_tier))
+        slowest = max(loading_s, key=loading_s.__getitem__)
         self._slow.setdefault(slowest, 0)
         if slowest not in request.declined:
             self._loads[slowest].hope()

@@ -713,9 +713,11 @@ def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
     assert not found._is_worth(request, fetch)
     held_bytes = [0]
     for prompt in PROMPTS:
-        stored(one, prompt)
+        one.said(prompt, 70)  # inserted in many pieces: all or none are stored
+        one.engine.store_all(30)
         held_bytes.append(tier.stats().held_bytes)
-    assert 0 < sum(some < more for some, more in itertools.pairwise(held_bytes)) < len(PROMPTS)
+    pages = [(more - some) // PAGE_BYTES for some, more in itertools.pairwise(held_bytes)]
+    assert pages == [0, 0, (len(PROMPTS[2]) + 70) // 64, 0, 0, (len(PROMPTS[5]) + 70) // 64]
     found._loads["host"].add(1e9, 1000.0, 1000.1)
     assert found._is_worth(request, fetch) and found._is_worth_storing("host") and found._is_worth_storing("host")
 

@@ -441,7 +441,10 @@ class PrefixCache:
             )
 
     def store_if(self, worth: Callable[[str], bool]) -> None:
-        """From now on store what is inserted only in tiers, by name, for which `worth` says yes then. Without this, in all."""
+        """From now on ask `worth`, by a tier's name, whether to store a path there; without this, all are stored in all tiers.
+
+        It is asked once for a sequence, and not of tiers that other engines may load from.
+        """
         if self._index.transfers is not None:
             self._index.transfers.worth = worth
 

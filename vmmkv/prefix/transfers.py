@@ -198,10 +198,10 @@ class Transfers:
         self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
         """For each tier the paths to store there, the oldest first: see `_storing`."""
         self.worth: Callable[[str], bool] = lambda tier: True
-        """Is it worth it to store a path in a tier? Asked when the path is queued."""
+        """Is it worth it to store a path in a tier of this engine alone? Asked when its first tokens are queued."""
         self._listener: PrefixListener | None = None
-        self._newest: dict[int, KeyChain] = {}
-        """By slot of a running sequence: its inserted tokens with their hashes, so that none is hashed twice."""
+        self._newest: dict[int, tuple[KeyChain, Sequence[tuple[Tier, dict[KeyChain, Iterator[bool]]]]]] = {}
+        """By slot of a running sequence: its inserted tokens with their hashes, so none is hashed twice, and where to store."""
         self._parts: dict[_Part, None] = {}
         """Extents that wait for records, in order."""
         self._copies: deque[_Copy] = deque()
@@ -227,16 +227,19 @@ class Transfers:
 
         Cost: they are compared with those that were inserted before for the slot.
         """
-        before = None if slot is None else self._newest.get(slot)
+        before, places = (None, None) if slot is None else self._newest.get(slot, (None, None))
         chain = None if before is None or before.namespace != namespace else before.grown(tokens)
-        if chain is None:
+        if chain is None or places is None:
             before, chain = None, self.keys.of(namespace, tokens)
+            places = [
+                (tier, stores)
+                for tier, stores in zip(self.tiers, self._stores, strict=True)
+                if not isinstance(tier, ListenedTier) or self.worth(tier.name)
+            ]
         if slot is not None:
-            self._newest[slot] = chain
+            self._newest[slot] = chain, places
         self._num_queued += 1
-        for tier, stores in zip(self.tiers, self._stores, strict=True):
-            if not self.worth(tier.name):
-                continue
+        for tier, stores in places:
             stores[chain] = self._storing(tier, chain, self._num_queued)
             first = next(iter(stores))
             if before is not None and before is not first:
