@@ -11,10 +11,12 @@ The first batch, the last one, and the next one after changes were lost say that
 """
 
 import hashlib
+import itertools
+import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -25,22 +27,28 @@ import zmq
 
 from vmmkv.server.protocol import BLOCK_TOKENS, KV_EVENTS_HWM, KV_EVENTS_PENDING, KV_EVENTS_REPLAYED, KVEventSource
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain
+from vmmkv.tiers.tier import ListenedTier
 from vmmkv.units import ceil_div
 
 PERIOD_MS: Final = 20
 """Between two looks at what is pending."""
 PAUSE_S: Final = 5e-5
-"""After each event, and each change without any, without the interpreter's lock."""
+"""Without the interpreter's lock, after as much time with it."""
+PIECE: Final = 256
+"""Blocks that are hashed, or keys that are looked for, without a pause: 40 us."""
 MOST_BLOCKS: Final = 64
 """Of one event: its tokens are packed in some 20 us."""
 MOST_EVENTS: Final = 16
-"""Of one batch, but for the rest of a change."""
+"""Of one batch."""
 LAST_NUMBER: Final = (-1).to_bytes(8, "big", signed=True)
 """In place of a batch's number: a replay has ended."""
 LINGER_MS: Final = 200
 """For the last batches to leave."""
 
+log = logging.getLogger(__name__)
+
 _FACTORS: Final = np.random.default_rng(16).integers(1 << 63, size=BLOCK_TOKENS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_NO_HASHES: Final = np.empty(0, np.uint64)
 _STEP, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
 
 
@@ -89,16 +97,22 @@ class KVEventPublisher:
     """The PrefixListener of one prefix cache, and the thread that publishes what it hears.
 
     An endpoint with `*` or `::`, or of ipc, is bound; another one is connected to. If more than KV_EVENTS_PENDING changes wait,
-    all are dropped: a batch's number is left out then, and what subscribers know is cleared.
+    all are dropped: a batch's number is left out then, and what subscribers know is cleared. So it is after an error.
     Raises: ValueError for an endpoint that cannot be had.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
         self._topic = topic.encode()
-        self._pending: deque[Callable[[], Iterator[Event]] | None] = deque()
-        """Changes, each as the function that makes its events. None: what came before is lost."""
+        self._pending: deque[Callable[[], Iterator[Event | None]] | None] = deque()
+        """Changes, each as the function that makes its events, with None for other work. None: what came before is lost."""
+        self._change: Iterator[Event | None] = iter(())
+        """What is left of the one that is being published."""
+        self._resumed_s = 0.0
+        """The end of the last pause, of time.perf_counter."""
         self._tiers: Final = {"host": TierBlocks("CPU"), "disk": TierBlocks("STORAGE")}
         """By name those of this engine alone. A shared store is no engine's, and evicts by itself."""
+        self._lost: set[str] = set()
+        """Of these, those of whose records something was lost: they tell all before a path is described."""
         self._number = -1
         """Of the last batch."""
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=KV_EVENTS_REPLAYED)
@@ -127,10 +141,13 @@ class KVEventPublisher:
         """The tree has lost the leaf at the end of these edges. For the engine's thread."""
         self._add(partial(_events, namespace, edges, is_stored=False))
 
-    def described(self, tier: str, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
-        """See PrefixListener. For the engine's thread."""
-        if tier in self._tiers:
-            self._add(partial(self._tiers[tier].describe, path, places))
+    def described(self, tier: ListenedTier, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+        """See PrefixListener. For the engine's thread. Cost: after a loss, host work by the number of the tier's records."""
+        if tier.name in self._lost:
+            self._lost.remove(tier.name)
+            tier.listen(partial(self.held, tier.name))
+        if tier.name in self._tiers:
+            self._add(partial(self._tiers[tier.name].describe, path, places))
 
     def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
         """See PrefixListener. For any thread."""
@@ -143,11 +160,16 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy()
 
-    def _add(self, change: Callable[[], Iterator[Event]]) -> None:
+    def _add(self, change: Callable[[], Iterator[Event | None]]) -> None:
         if len(self._pending) >= KV_EVENTS_PENDING:
-            self._pending.clear()
-            self._pending.append(None)
+            self._lose()
         self._pending.append(change)
+
+    def _lose(self) -> None:
+        """Drop what waits. From any thread: tiers tell their records again behind the None, as they are lost after it."""
+        self._pending.clear()
+        self._pending.append(None)
+        self._lost.update(self._tiers)
 
     def _open(self, option: str, kind: int, endpoint: str, most_waiting: int) -> "tuple[zmq.Socket[bytes], str]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -171,30 +193,38 @@ class KVEventPublisher:
         while not self._is_closing:
             if poller.poll(0 if self._pending else PERIOD_MS):
                 self._replay()
-            if events := self._next_events():
+            try:
+                events = self._next_events()
+            except Exception:
+                log.exception("KV events: a change could not be told; routers forget what they knew of this replica")
+                self._lose()
+                continue
+            if events:
                 self._send(events)
         self._send([AllBlocksCleared()])
 
     def _next_events(self) -> list[Event]:
         events: list[Event] = []
-        while len(events) < MOST_EVENTS:
+        while True:
+            for event in self._change:
+                if time.perf_counter() > self._resumed_s + PAUSE_S:
+                    time.sleep(PAUSE_S)
+                    self._resumed_s = time.perf_counter()
+                if event is not None:
+                    events.append(event)
+                if len(events) == MOST_EVENTS:
+                    return events
             try:
                 change = self._pending.popleft()
             except IndexError:
-                break
+                return events
             if change is None:
                 self._number += 1  # a gap stands for what was lost
                 events = [AllBlocksCleared()]
                 for tier in self._tiers.values():
                     tier.clear()
-                continue
-            before = len(events)
-            for event in change():
-                events.append(event)
-                time.sleep(PAUSE_S)
-            if len(events) == before:
-                time.sleep(PAUSE_S)
-        return events
+            else:
+                self._change = itertools.chain(change(), [None])
 
     def _send(self, events: list[Event]) -> None:
         self._number += 1
@@ -215,11 +245,11 @@ class KVEventPublisher:
         self._replayer.send_multipart((client, b"", b"", LAST_NUMBER, b""))
 
 
-def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event]:
+def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event | None]:
     """What the tree has gained or lost: the blocks that end in the last of these edges, which hold tokens as int32."""
     tokens = np.frombuffer(b"".join(edges), np.int32)
     first = (len(tokens) - len(edges[-1]) // tokens.itemsize) // BLOCK_TOKENS
-    hashes = block_hashes(namespace, tokens)
+    hashes = yield from _hash_in_pieces(namespace, tokens)
     for start in range(first, len(hashes), MOST_BLOCKS):
         some = hashes[start : start + MOST_BLOCKS].tolist()
         if not is_stored:
@@ -271,8 +301,10 @@ class TierBlocks:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all: until its path is described again, no record is known."""
+        """Forget all: until the tier has told its records again, and its path is described again, no block is known."""
         self._held: set[bytes] = set()
+        self._unknown: set[bytes] = set()
+        """Those of them that no path has described."""
         self._ending: dict[bytes, list[_Block]] = {}
         """By key of a described record: the blocks of which it is the last."""
         self._spanning: defaultdict[bytes, dict[tuple[int, bytes], _Block]] = defaultdict(dict)
@@ -281,35 +313,50 @@ class TierBlocks:
         """By hash of a block: as many times the tier has it, in records of prompts that part behind it."""
         self._path: KeyChain | None = None
         """The last one that was described, and its blocks' hashes."""
-        self._hashes: Sequence[int] = ()
+        self._hashes = _NO_HASHES
 
-    def describe(self, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> Iterator[Event]:
-        """See PrefixListener.described. Without places, of the records that the tier has."""
+    def describe(self, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
+        """See PrefixListener.described. Without places, of the records that the tier has and no path has described."""
         if places is None:
-            by_group = enumerate(path.by_group)
-            places = [(index, page) for index, keys in by_group for page, key in enumerate(keys) if key in self._held]
-        places = [(index, page) for index, page in places if path.by_group[index][page] not in self._ending]
-        if places and path is not self._path:
-            self._path, self._hashes = path, block_hashes(path.namespace, path.tokens).tolist()
+            places = []
+            for index, keys in enumerate(path.by_group if self._unknown else ()):
+                for start in range(0, len(keys), PIECE):
+                    some = enumerate(keys[start : start + PIECE], start)
+                    places += [(index, page) for page, key in some if key in self._unknown]
+                    yield None
         for index, page in places:
-            blocks = self._ending[path.by_group[index][page]] = [*self._blocks_of(path, index, page)]
+            key = path.by_group[index][page]
+            if key in self._ending:
+                continue
+            if path is not self._path:
+                before, self._path = self._path, path
+                is_grown = before is not None and before.namespace == path.namespace and before.is_start_of(path.tokens)
+                self._hashes = yield from _hash_in_pieces(path.namespace, path.tokens, self._hashes if is_grown else _NO_HASHES)
+            self._unknown.discard(key)
+            blocks = self._ending[key] = [*self._blocks_of(path, index, page)]
             for block in blocks:
-                for key in block.keys[:-1]:
-                    self._spanning[key][block.hash, block.keys[-1]] = block
+                for other in block.keys[:-1]:
+                    self._spanning[other][block.hash, key] = block
             yield from self._events(blocks, is_stored=True)
 
-    def hold(self, keys: Sequence[bytes], *, is_held: bool) -> Iterator[Event]:
+    def hold(self, keys: Sequence[bytes], *, is_held: bool) -> Iterator[Event | None]:
         """See PrefixListener.held."""
         for key in keys:
+            yield None
+            if is_held and key in self._held:
+                continue
             blocks = [*self._ending.get(key, ()), *self._spanning.get(key, {}).values()]
             if is_held:
                 self._held.add(key)
+                if key not in self._ending:
+                    self._unknown.add(key)
             yield from self._events(blocks, is_stored=is_held)
             if not is_held:
                 self._held.discard(key)
+                self._unknown.discard(key)
                 for block in self._ending.pop(key, ()):
                     for other in block.keys[:-1]:
-                        del self._spanning[other][block.hash, key]
+                        self._spanning[other].pop((block.hash, key), None)  # two blocks of a record may have one hash
                         if not self._spanning[other]:
                             del self._spanning[other]
 
@@ -328,8 +375,8 @@ class TierBlocks:
             )
             if records[-1][1:] == (index, page):
                 yield _Block(
-                    hash=self._hashes[number],
-                    parent=self._hashes[number - 1] if number else None,
+                    hash=int(self._hashes[number]),
+                    parent=int(self._hashes[number - 1]) if number else None,
                     namespace=path.namespace,
                     tokens=path.tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS].copy(),
                     keys=tuple(path.by_group[each][at] for _, each, at in records),
@@ -342,7 +389,7 @@ class TierBlocks:
             if not self._held.issuperset(block.keys):
                 continue
             self._copies[block.hash] += 1 if is_stored else -1
-            if self._copies[block.hash] != is_stored:
+            if self._copies[block.hash] != (1 if is_stored else 0):
                 continue  # there was another, or there still is
             if not is_stored:
                 del self._copies[block.hash]
@@ -361,15 +408,32 @@ class TierBlocks:
         return _stored(self._medium, run[0].namespace, run[0].parent, hashes, tokens)
 
 
-def block_hashes(namespace: Hashable, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+def block_hashes(
+    namespace: Hashable, tokens: npt.NDArray[np.int32], known: npt.NDArray[np.uint64] = _NO_HASHES
+) -> npt.NDArray[np.uint64]:
     """A hash of 64 bits for each whole block of a prefix, of all tokens up to its end. The same in every process.
 
+    Where those of the blocks before are known, `tokens` are those behind them.
     It is a sum over blocks, each mixed with its place, so that numpy takes them all at once: 1 us for 100 tokens.
     """
     blocks = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64) + np.uint64(1)
-    mixed = (blocks * _FACTORS).sum(axis=1, dtype=np.uint64) + np.arange(1, len(blocks) + 1, dtype=np.uint64) * _STEP
+    places = np.arange(len(known) + 1, len(known) + 1 + len(blocks), dtype=np.uint64)
+    mixed = (blocks * _FACTORS).sum(axis=1, dtype=np.uint64) + places * _STEP
     for factor in (_MIX_1, _MIX_2):
         mixed = (mixed ^ (mixed >> np.uint64(33))) * factor
     root = hashlib.blake2b(repr(namespace).encode(), digest_size=8).digest()
     sums: npt.NDArray[np.uint64] = np.cumsum(mixed ^ (mixed >> np.uint64(33)), dtype=np.uint64)
-    return sums + np.frombuffer(root, np.uint64)
+    return sums + (known[-1:] if len(known) else np.frombuffer(root, np.uint64))
+
+
+def _hash_in_pieces(
+    namespace: Hashable, tokens: npt.NDArray[np.int32], known: npt.NDArray[np.uint64] = _NO_HASHES
+) -> Generator[None, None, npt.NDArray[np.uint64]]:
+    """The hashes of a prefix, of which the first may be known. Yields after each piece."""
+    hashes = np.empty(len(tokens) // BLOCK_TOKENS, np.uint64)
+    hashes[: len(known)] = known
+    for start in range(len(known), len(hashes), PIECE):
+        end = min(start + PIECE, len(hashes))
+        hashes[start:end] = block_hashes(namespace, tokens[start * BLOCK_TOKENS : end * BLOCK_TOKENS], hashes[:start])
+        yield None
+    return hashes

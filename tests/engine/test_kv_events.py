@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 
+from tests.end_to_end.small import until
 from tests.engine.conftest import tiny_model
 from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import DiskTier, HostTier, KVCache, KVLayout, Pool, PrefixCache
@@ -25,9 +26,9 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import kv_events
 from vmmkv.server.engine.kv_events import KVEventPublisher, block_hashes
 from vmmkv.server.engine.loading import load
-from vmmkv.server.protocol import BLOCK_TOKENS, Generate
+from vmmkv.server.protocol import BLOCK_TOKENS, Generate, KVEventSource
 from vmmkv.server.sampling_params import SamplingParams
-from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
 from vmmkv.units import MIB, PAGE_BYTES
 
 WAIT_S = 60.0
@@ -38,14 +39,14 @@ Block = tuple[str | None, tuple[int, ...]]
 class Router:
     """A subscriber, written after vLLM's: it reads batches, asks for those that it has missed, and keeps an index."""
 
-    def __init__(self, publisher: KVEventPublisher, topic: str = "") -> None:
+    def __init__(self, source: KVEventSource) -> None:
         self.context = zmq.Context()
         self.subscriber = self.context.socket(zmq.SUB)
-        self.subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
-        self.subscriber.connect(publisher.source.endpoint)
+        self.subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        self.subscriber.connect(source.endpoint)
         self.replay = self.context.socket(zmq.DEALER)
-        if publisher.source.replay_endpoint is not None:
-            self.replay.connect(publisher.source.replay_endpoint)
+        if source.replay_endpoint is not None:
+            self.replay.connect(source.replay_endpoint)
         self.next_number = 0
         self.known: dict[int, Block] = {}
         """All blocks of which it has heard since it was told that all are gone."""
@@ -101,7 +102,7 @@ class Router:
 
     def apply(self, batch: bytes) -> None:
         _, events, rank = msgspec.msgpack.decode(batch)
-        assert rank == 0
+        assert rank == 0 and len(events) <= kv_events.MOST_EVENTS
         self.events += events
         for event in events:
             if event["type"] == "AllBlocksCleared":
@@ -132,7 +133,7 @@ class Router:
 def published(tmp_path: Path, topic: str = "") -> Iterator[tuple[KVEventPublisher, Router]]:
     """A router that hears everything: what is published before it has connected is lost."""
     publisher = KVEventPublisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", topic)
-    router, num_sent, edges = Router(publisher, topic), 1, [bytes(64)]
+    router, num_sent, edges = Router(publisher.source), 1, [bytes(64)]
 
     def hears() -> bool:
         nonlocal num_sent
@@ -268,7 +269,7 @@ def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> Non
     loaded = load(ServeConfig(model=str(tmp_path), **options, **events), lambda _: None)
     assert loaded.events is not None and loaded.ready.kv_events == loaded.events.source
     prefixes: Any = loaded.memory.prefixes
-    with contextlib.closing(loaded), contextlib.closing(Router(loaded.events, "kv")) as router:
+    with contextlib.closing(loaded), contextlib.closing(Router(loaded.events.source)) as router:
         prompts = [[*range(100), *range(number)] for number in (0, 30, 60)]
         for prompt in prompts:
             params = SamplingParams(max_tokens=40, temperature=0.0, seed=0)
@@ -339,6 +340,7 @@ class Tiered:
                 self.prefix.fetch(prompt, namespace=namespace)
 
 
+PAGE_A_BLOCK = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 LAYOUTS = {
     "42.7 tokens a page": KVLayout.uniform(layers=3, kv_heads=4, head_dim=512, dtype=torch.float32),
     "6.4 tokens a page": KVLayout.uniform(layers=5, kv_heads=8, head_dim=1024, dtype=torch.float32),
@@ -427,6 +429,108 @@ def test_what_a_tier_could_not_store_is_not_told_and_not_remembered(tmp_path: Pa
             router.listen(lambda: len(router.held["STORAGE"]) == 1 and len(router.held["CPU"]) == 4)
             assert router.at("STORAGE") == {(None, tuple(range(60, 76)))}
             assert len(publisher._tiers["disk"]._ending) == 1
+
+
+def test_records_that_stay_are_told_again_after_changes_were_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, goes_on, waits = list(range(50)), threading.Event(), threading.Event()
+    blocks = {(None, tuple(prompt[:end])) for end in (16, 32, 48)}
+    with published(tmp_path) as (publisher, router):
+        router.replay.close()
+        tiered = Tiered(tmp_path / "disk", LAYOUT, publisher)
+        with tiered.stack:
+            tiered.insert(None, prompt)
+            tiered.flush()
+            router.listen(lambda: router.at("CPU") == router.at("STORAGE") == blocks)
+            with monkeypatch.context() as patch:
+                patch.setattr(kv_events, "KV_EVENTS_PENDING", 50)
+                patch.setattr(publisher, "_next_events", lambda: (waits.set(), goes_on.wait(WAIT_S), [])[2])
+                assert waits.wait(WAIT_S)
+                for _ in range(60):
+                    publisher.held("host", [b"another"], True)
+            goes_on.set()
+            router.listen(lambda: not router.held["CPU"])
+            tiered.insert(None, prompt)
+            tiered.flush()
+            router.listen(lambda: router.at("CPU") == router.at("STORAGE") == blocks)
+
+
+def test_the_publisher_follows_a_busy_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rests by the time that it has worked, whatever the number of changes."""
+    pauses, sleep = [], time.sleep
+    with contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*")) as publisher:
+        monkeypatch.setattr(kv_events, "time", Mock(wraps=time, sleep=lambda seconds: (pauses.append(seconds), sleep(seconds))))
+        for number in range(3000):
+            publisher.held("host", [number.to_bytes(4, "big")], number % 2 == 0)
+        until(lambda: not publisher._pending)
+    assert 0 < len(pauses) < 1500
+
+
+def path_of(layout: KVLayout, num_tokens: int) -> KeyChain:
+    path = Keys(layout, "one").of(None, np.arange(num_tokens, dtype=np.int32))
+    path.hash_some(None)
+    return path
+
+
+def test_a_path_is_hashed_and_looked_at_in_pieces_and_only_where_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counting(namespace: Hashable, tokens: Any, known: Any) -> Any:
+        hashed.append(len(tokens) // BLOCK_TOKENS)
+        return block_hashes(namespace, tokens, known)
+
+    num_blocks = 3 * kv_events.PIECE
+    blocks, path = kv_events.TierBlocks("CPU"), path_of(PAGE_A_BLOCK, num_blocks * BLOCK_TOKENS)
+    grown = path_of(PAGE_A_BLOCK, (num_blocks + 1) * BLOCK_TOKENS)
+    monkeypatch.setattr(kv_events, "block_hashes", counting)
+    assert not any(blocks.hold(path.in_order, is_held=True))
+    said = list(blocks.describe(path, None))
+    assert hashed == [kv_events.PIECE] * 3 and said[:6] == [None] * 6
+    assert [event.block_hashes for event in said[6:]] == [[each] for each in block_hashes(None, path.tokens).tolist()]
+    assert not [*blocks.describe(path, None)], "nothing is new"
+    assert not any(blocks.describe(grown, [(0, num_blocks)])) and hashed[3:] == [1]
+    (_, event) = blocks.hold(grown.in_order[-1:], is_held=True)
+    assert event.block_hashes == block_hashes(None, grown.tokens).tolist()[-1:]  # type: ignore[union-attr]
+
+
+def test_a_change_of_many_events_is_published_in_batches(tmp_path: Path) -> None:
+    path = path_of(PAGE_A_BLOCK, 50 * BLOCK_TOKENS)
+    with published(tmp_path) as (publisher, router):
+        publisher.held("host", path.in_order, True)
+        publisher.described(HostTier(RECORD_BYTES), path, None)
+        router.listen(lambda: len(router.held["CPU"]) == 50)
+
+
+def test_a_record_that_is_told_twice_is_removed_by_once() -> None:
+    blocks, path = kv_events.TierBlocks("CPU"), path_of(PAGE_A_BLOCK, BLOCK_TOKENS)
+    said = [*blocks.describe(path, [(0, 0)])]
+    for is_held in (True, True, False, False):
+        said += blocks.hold(path.in_order, is_held=is_held)
+    assert [type(event) for event in said if event] == [kv_events.BlockStored, kv_events.BlockRemoved]
+
+
+def test_two_blocks_of_one_record_may_have_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "block_hashes", lambda namespace, tokens, known: np.full(len(tokens) // 16, 7, np.uint64))
+    blocks, path = kv_events.TierBlocks("CPU"), path_of(LAYOUTS["two groups"], 512)
+    for is_held in (True, False):
+        for event in blocks.hold(path.in_order, is_held=is_held):
+            assert event is None or event.block_hashes
+        if is_held:
+            assert any(blocks.describe(path, None))
+    assert not blocks._ending and not blocks._spanning
+
+
+def test_a_change_that_fails_is_logged_and_clears_what_routers_know(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with published(tmp_path) as (publisher, router):
+        router.replay.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._tiers["host"], "hold", Mock(side_effect=KeyError("a defect")))
+            publisher.held("host", [b"key"], True)
+            router.listen(lambda: {"type": "AllBlocksCleared"} in router.events[1:])
+        assert "a change could not be told" in caplog.text and "a defect" in caplog.text
+        publisher.stored(None, [bytes(64)])
+        router.listen(lambda: len(router.blocks) == 1)
 
 
 def test_the_engine_never_waits_for_a_publisher_that_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,14 +169,20 @@ class _Copy:
 class PrefixListener(TreeListener, Protocol):
     """Hears also which records tiers have, of those that know when they go (`ListenedTier`): keys, and what these stand for.
 
-    It must return at once, from any thread, and must not use the tree or a tier.
+    It must return at once, from any thread, and must not use the tree.
     """
 
-    def described(self, tier: str, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
-        """A tier, by name, is about to get the records at these groups and pages of a path. None: it may have any of them."""
+    def described(self, tier: ListenedTier, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+        """A tier is about to get the records at these groups and pages of a path. None: it may have any of them.
+
+        No lock of the tier is held: a listener that has lost what it heard may call `tier.listen` again.
+        """
 
     def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
-        """A tier has these records from now on, or has them no more. Either follows for what it was about to get."""
+        """A tier, by name, has these records from now on, or has them no more. Either follows for what it was about to get.
+
+        It must not use a tier.
+        """
 
 
 class Transfers:
@@ -621,9 +627,10 @@ class Transfers:
         if stats is not None and stats.budget_bytes and all(group.window is None for group in self.cache.layout.groups):
             has.update(chain.in_order[stats.budget_bytes // RECORD_BYTES :])  # storing that would evict what is before it
         num_held = len(has)
-        listener = self._listener if isinstance(tier, ListenedTier) else None
-        if listener is not None:
-            listener.described(tier.name, chain, None)
+        described = None
+        if self._listener is not None and isinstance(tier, ListenedTier):
+            described = functools.partial(self._listener.described, tier, chain)
+            described(None)
         lookup: Lookup[Placed] = Lookup(chain.namespace, chain.tokens)
         done: tuple[float, float] = (math.inf, 0)
         while len(has) < len(chain.in_order) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
@@ -640,9 +647,9 @@ class Transfers:
                         moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
                     else:  # unless another path has brought it
                         has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
-            if moves and listener is not None:
+            if moves and described is not None:
                 pages = [placed.page + move.offset_bytes // RECORD_BYTES for move in moves]
-                listener.described(tier.name, chain, [(piece.group, page) for page in pages])
+                described([(piece.group, page) for page in pages])
             if moves:
                 self._launch(placed.extent, moves)
                 has.update(move.transfer.key for move in moves)

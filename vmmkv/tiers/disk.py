@@ -127,7 +127,7 @@ class DiskTier(ThreadedTier):
             self.write_at(self._index_fd, memoryview(_packed(key, slot)), _entry_at(number))
             with self.lock:
                 self._records[key] = slot
-                self.tell(key, is_held=True)
+                self.listener([key], True)
         except BaseException:
             with self.lock:
                 self._free.append(number)
@@ -150,7 +150,7 @@ class DiskTier(ThreadedTier):
                 if not is_right and not slot.num_reads and self._records.get(key) is slot:
                     del self._records[key]
                     self._free.append(slot.number)
-                    self.tell(key, is_held=False)
+                    self.listener([key], False)
         if not is_right:
             raise OSError(errno.EIO, f"{self.path}: slot {slot.number} does not hold what was written there")
 
@@ -265,7 +265,7 @@ class DiskTier(ThreadedTier):
             self.counts["refused_records"] += 1
             raise OSError(errno.ENOSPC, f"{self.path}: every record is being read")
         self.counts["evicted_records"] += 1
-        self.tell(key, is_held=False)
+        self.listener([key], False)
         del self._records[key]
         return slot.number
 

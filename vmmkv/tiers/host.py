@@ -45,7 +45,7 @@ class HostTier:
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
         """The least recently used first, among them those that are being stored."""
         self._storing: set[bytes] = set()
-        self._listener: RecordListener = lambda keys, is_held: None
+        self.listener: RecordListener = lambda keys, is_held: None
 
     def open(self, device: torch.device) -> None:
         """See Tier.open."""
@@ -104,7 +104,7 @@ class HostTier:
             self._counts["stored_bytes" if transfer.is_store else "loaded_bytes"] += RECORD_BYTES
             if transfer.is_store:
                 self._storing.remove(transfer.key)
-                self._listener([transfer.key], True)
+                self.listener([transfer.key], True)
 
     def drop(self, transfer: Transfer) -> None:
         """See Tier.drop."""
@@ -112,14 +112,14 @@ class HostTier:
             if transfer.is_store:
                 self._storing.remove(transfer.key)
                 self._free.append(self._records.pop(transfer.key).address)
-                self._listener([transfer.key], False)
+                self.listener([transfer.key], False)
             elif transfer.address:
                 self._records[transfer.key].num_copies -= 1
 
     def listen(self, listener: RecordListener) -> None:
         """See ListenedTier.listen."""
         with self._lock:
-            self._listener = listener
+            self.listener = listener
             listener([key for key in self._records if key not in self._storing], True)
 
     def stats(self) -> TierStats:
@@ -143,7 +143,7 @@ class HostTier:
         if key is None:
             return False
         self._free.append(self._records.pop(key).address)
-        self._listener([key], False)
+        self.listener([key], False)
         self._counts["evicted_records"] += 1
         return True
 

@@ -73,9 +73,13 @@ class KeyChain:
         self._ends: Iterator[tuple[int, int, int]] | None = None
         """Of the pages that are not hashed yet, in order: end, group, page."""
 
+    def is_start_of(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Do these tokens begin with the chain's?"""
+        return np.array_equal(self.tokens, tokens[: len(self.tokens)])
+
     def grown(self, tokens: npt.NDArray[np.int32]) -> "KeyChain | None":
         """The chain of more tokens, with the keys that are hashed by now; None if they do not begin with these."""
-        if not np.array_equal(self.tokens, tokens[: len(self.tokens)]):
+        if not self.is_start_of(tokens):
             return None
         chain = KeyChain(self.layout, self._identity, self.namespace, tokens)
         chain.in_order, chain.by_group = self.in_order.copy(), [keys.copy() for keys in self.by_group]

@@ -128,7 +128,7 @@ RecordListener: TypeAlias = Callable[[Sequence[bytes], bool], None]
 
 
 @runtime_checkable
-class ListenedTier(Protocol):
+class ListenedTier(Tier, Protocol):
     """A tier that knows when its records go, and says so."""
 
     def listen(self, listener: RecordListener) -> None:
@@ -230,7 +230,7 @@ class ThreadedTier(ABC):
         """The last record for which no buffer was free. It is asked about again and again, and counts once."""
         self._num_writes = 0
         self._written = threading.Condition(self.lock)
-        self.listener: RecordListener | None = None
+        self.listener: RecordListener = lambda keys, is_held: None
         """What a subclass that can `listen` tells of its records; failed stores are told by this class."""
         self._threads: ThreadPoolExecutor | None = None
 
@@ -308,7 +308,7 @@ class ThreadedTier(ABC):
         with self.lock:
             self._num_lent -= 1
         if transfer.is_store:
-            self.tell(transfer.key, is_held=False)
+            self.listener([transfer.key], False)
         if transfer.future is not None:
             transfer.future.cancel()
             transfer.future.add_done_callback(lambda _: self.give_back(transfer))  # a thread may still write to it
@@ -349,17 +349,12 @@ class ThreadedTier(ABC):
             self._count("stored_bytes", RECORD_BYTES)
         except Exception:  # whatever it is: the record is not there, and will be computed
             self._count("errors", 1)
-            self.tell(transfer.key, is_held=False)
+            self.listener([transfer.key], False)
         finally:
             self.give_back(transfer)
             with self.lock:
                 self._num_writes -= 1
                 self._written.notify_all()
-
-    def tell(self, key: bytes, *, is_held: bool) -> None:
-        """Tell the listener, if there is one, of a record that is kept, or is not any more."""
-        if self.listener is not None:
-            self.listener([key], is_held)
 
     def flush(self) -> None:
         """Block until what was stored so far is written."""
