@@ -3,8 +3,8 @@
     pip install ai-dynamo==1.4.2
     export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=/tmp/dynamo
     python -m dynamo.frontend --router-mode kv --http-port 8000 &
-    python deploy/dynamo_worker.py --model llama-3.1-8b --device cuda:0 --kv-events 'tcp://*:5557' &
-    python deploy/dynamo_worker.py --model llama-3.1-8b --device cuda:1 --kv-events 'tcp://*:5558' &
+    python deploy/dynamo_worker.py --model llama-3.1-8b --device cuda:0 --kv-events 'tcp://127.0.0.1:*' &
+    python deploy/dynamo_worker.py --model llama-3.1-8b --device cuda:1 --kv-events 'tcp://127.0.0.1:*' &
 
 Options are those of `vmmkv serve` for the engine, and Dynamo's `--namespace` and `--component`.
 """

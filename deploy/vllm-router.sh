@@ -29,8 +29,14 @@ done
 sources=()
 if [ "$policy" = kv_aware ]; then
     for url in "${workers[@]}"; do
-        read -r events replay < <(curl --silent --fail "$url/kv_event_sources" |
-            sed -E 's/.*"endpoint":"([^"]+)".*"replay_endpoint":"([^"]+)".*/\1 \2\n/')
+        found=$(curl --silent --show-error --fail "$url/kv_event_sources" | python -c 'if True:
+            import json, sys
+            source = json.load(sys.stdin)["0"]
+            print(source["endpoint"], source["replay_endpoint"])' 2>/dev/null) || {
+            echo "$url/kv_event_sources does not say where KV events are (with --api-key it refuses): set POLICY=cache_aware." >&2
+            exit 1
+        }
+        read -r events replay <<<"$found"
         sources+=(--kv-event-source "$url=$events" --kv-event-replay-source "$url=$replay")
     done
     # A conversation that names itself in X-Session-ID stays with its replica, until it is idle for an hour.

@@ -16,12 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import yaml
 
 from tests.end_to_end.small import server_process, small_model, small_server, until
+from tests.engine.test_kv_events import Router
+from tests.server.tiny import token_ids
 from tests.stores import free_port
 from vmmkv.server.models import resolve
+from vmmkv.server.protocol import BLOCK_TOKENS, KVEventSource
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -280,6 +284,19 @@ def test_vllm_router_prefills_and_decodes_apart(tmp_path: Path) -> None:
     assert len(lines) > 3 and lines[-1] == "data: [DONE]"
 
 
+@pytest.mark.parametrize("answer", ["echo curl: 401 >&2; exit 22", "echo '{}'"], ids=["401", "{}"])
+def test_replicas_that_do_not_say_where_their_events_are_are_named(answer: str, tmp_path: Path) -> None:
+    curl = f'case "$*" in */health) ;; *) {answer} ;; esac'
+    for name, script in {"vmmkv": "exec sleep 600", "curl": curl, "vllm-router": "echo started"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [ROOT / "deploy" / "vllm-router.sh", "model", "cpu"]
+    ended = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1 and not ended.stdout
+    assert "http://127.0.0.1:8001/kv_event_sources does not say where KV events are" in ended.stderr
+
+
 def test_a_pair_can_be_ended_before_its_holder_is_ready(tmp_path: Path) -> None:
     slow = tmp_path / "vmmkv"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -330,22 +347,29 @@ def test_vllm_router_learns_by_replay_what_was_cached_before_it_came(tmp_path: P
     url = f"http://127.0.0.1:{port}"
     command += ["--port", str(port), "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
     before, after = (list(itertools.islice(texts(seed, 40), 8)) for seed in (1, 2))
+    heard: list[Router] = []
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(server_process(tmp_path / str(index), model, *events)) for index in range(2)]
         for each, prompt in zip(itertools.cycle(replicas), before, strict=False):
             assert complete(each.url, prompt).status_code == 200
             time.sleep(0.5)  # until it is in the tier too
         for each in replicas:
-            source = httpx.get(f"{each.url}/kv_event_sources").json()["0"]
-            command += ["--kv-event-source", f"{each.url}={source['endpoint']}"]
-            command += ["--kv-event-replay-source", f"{each.url}={source['replay_endpoint']}"]
+            source = msgspec.convert(httpx.get(f"{each.url}/kv_event_sources").json()["0"], KVEventSource)
+            heard.append(stack.enter_context(contextlib.closing(Router(source))))
+            command += ["--kv-event-source", f"{each.url}={source.endpoint}"]
+            command += ["--kv-event-replay-source", f"{each.url}={source.replay_endpoint}"]
         command += ["--kv-event-model", MODEL, "--worker-urls", *(each.url for each in replicas)]
         stack.enter_context(started(tmp_path / "log", command, url))
         time.sleep(1)  # until it has subscribed
         for each, prompt in zip(replicas, after, strict=False):
             complete(each.url, prompt)  # the number of its events tells the router that it has missed some
         time.sleep(1)
-        for each, prompt in zip(itertools.cycle(replicas), before, strict=False):
+        for each, hears, prompt in zip(itertools.cycle(replicas), itertools.cycle(heard), before, strict=False):
+            hears.ask()
+            first_block = None, tuple(token_ids(prompt)[:BLOCK_TOKENS])
+            assert [name for name in hears.held if first_block in hears.at(name)] == (
+                ["GPU", "CPU"] if medium == "GPU" else ["CPU"]
+            )
             finished = each.metric(r'requests_total\{outcome="finished"\}')
             share = cached_share(complete(url, prompt))
             assert each.metric(r'requests_total\{outcome="finished"\}') == finished + 1
