@@ -157,12 +157,13 @@ def test_what_two_ranks_add_by_kernels_is_the_whole_and_the_stream_counts_once(n
         return part.copy_(torch.stack(parts).sum(0))
 
     for rank in (1, 0):
-        ranks: Any = Mock(rank=rank, sum=sum_all)
+        ranks: Any = Mock(rank=rank, sum=sum_all, symmetric=None)
         own = slice(24 * rank, 24 * rank + 24)
         bias = torch.zeros(32) if rank else bias_E  # as Shard has it
         stream = kernel_ops.stream(x_NE.clone(), 1e-5, ranks)
         stream.add(inputs_NI[:, own].contiguous(), weight_EI[:, own].contiguous(), bias)
-    torch.testing.assert_close(stream.normed(norm_E), whole.normed(norm_E), rtol=1e-4, atol=1e-5)
+        normed_NE = stream.normed(norm_E)
+    torch.testing.assert_close(normed_NE, whole.normed(norm_E), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])

@@ -83,6 +83,14 @@ def test_ranks_share_heads_and_fill_up_what_does_not_divide(plan: Plan) -> None:
     assert rows("smollm2-135m") == [23_040, 15_360, 7_680, 7_680], "of 3 heads: 3, 2, 1 and 1"
 
 
+def test_a_plan_over_ranks_says_so_and_has_no_disk(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama-3.1-8b", "--memory", "4GiB", "--tensor-parallel-size", "2"]
+    assert main(arguments) == 0 and "on each of 2 GPUs" in capsys.readouterr().out
+    assert plan("--model", "llama-3.1-8b", "--tensor-parallel-size", "2")["tensor_parallel_size"] == 2
+    assert main([*arguments, "--disk-budget", "10GiB"]) == 1
+    assert "--disk-budget" in capsys.readouterr().err
+
+
 def test_a_model_directory_gives_geometry_dtype_and_limit(plan: Plan, tmp_path: Path) -> None:
     model = write_config(tmp_path, dtype="bfloat16", max_position_embeddings=40_960, sliding_window=512)
     given = plan("--model", model)

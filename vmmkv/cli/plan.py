@@ -90,6 +90,8 @@ class Plan:
     """Bytes of a token over all groups."""
     tokens_per_page: float
     """In the mean, over all groups."""
+    tensor_parallel_size: int
+    """GPUs that share the model. What follows is of each."""
     memory_bytes: int
     memory_pages: int
     guard_tokens: int
@@ -165,6 +167,8 @@ def run(
     ):
         if value < least:
             raise ValueError(f"{option} {value}: it must be at least {least}")
+    if tensor_parallel_size > 1 and "disk" in tiers:
+        raise ValueError("--disk-budget: a disk does not work with several GPUs; leave out one of the two")
     layout = layout.of_rank(tensor_parallel_size)
     if model_tokens is not None and max_tokens > model_tokens:
         raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
@@ -186,6 +190,7 @@ def run(
         groups=num_groups,
         row_bytes=layout.row_bytes,
         tokens_per_page=PAGE_BYTES / layout.row_bytes,
+        tensor_parallel_size=tensor_parallel_size,
         memory_bytes=memory_bytes,
         memory_pages=memory_pages,
         guard_tokens=guard_tokens,
@@ -270,11 +275,12 @@ def format_plan(plan: Plan) -> str:
         longest += ", the most that the model can have"
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
+    of_each = "" if plan.tensor_parallel_size == 1 else f", on each of {plan.tensor_parallel_size} GPUs"
     facts = (
         ("layers", f"{plan.layers}, in {groups}"),
         ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_cache_dtype}{scaled}"),
         ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
-        ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}"),
+        ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}{of_each}"),
         ("longest sequence", longest),
         ("guard", f"{counted(plan.guard_tokens, 'row')} past the end of each sequence"),
     )
