@@ -107,12 +107,7 @@ QUESTIONS: Final = (
             ("A known prompt's first token", "first token", "computed", ("device", "host tier", "disk tier")),
             ("Decoding", "throughput", "alone", ("beside loads", "beside stores", "beside both")),
             ("Preemption", "throughput", "recompute", ("swap",)),
-            (
-                "Behind an engine that was killed, first token",
-                "first token",
-                "warm",
-                ("restarted", "restarted, idle for a second"),
-            ),
+            ("Behind an engine that was killed, first token", "first token", "warm", ("restarted",)),
             ("Loads", "load", "one copy", ("host tier",)),
         )
         for ours in systems

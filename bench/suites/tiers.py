@@ -592,8 +592,6 @@ def _swap(context: Context, shape: Shape) -> None:
 
 # engines that are killed
 
-_IDLE: Final = "restarted, idle for a second"
-
 
 def _restart(context: Context, shape: Shape) -> None:
     """An engine over a holder is killed while it computes; the next one is asked what that one knew."""
@@ -618,13 +616,10 @@ def _restart(context: Context, shape: Shape) -> None:
         moved = [first.ask(each).likeliest for each in _others(context, prompts)]
         first.connection.send(last)
         first.kill()
-        for restarted, idle_s in (("restarted", 0.0), (_IDLE, 1.0)):
-            recorder.note(f"{name}: the next engine starts, {restarted}")
-            with closing(_Killable(stack, options)) as second:
-                if idle_s:
-                    second.idle(idle_s)
-                for system in (restarted, f"{restarted}, warm"):
-                    answers[system] = [second.ask(each) for each in prompts]
+        recorder.note(f"{name}: the next engine starts")
+        with closing(_Killable(stack, options)) as second:
+            for system in ("restarted", "restarted, warm"):
+                answers[system] = [second.ask(each) for each in prompts]
         dtype = choose_dtype("auto", settings.device)
         right = [answer.likeliest for answer in answers["computed"]]
         for system, of_system in answers.items():
@@ -661,11 +656,6 @@ class _Killable:
         answer: _Answer = self.connection.recv()
         return answer
 
-    def idle(self, seconds: float) -> None:
-        """Let the engine do for so long what it does while nothing asks."""
-        self.connection.send(seconds)
-        self.connection.recv()
-
     def kill(self) -> None:
         """By SIGKILL."""
         self._process.kill()
@@ -690,25 +680,11 @@ def _hold(path: Path, budget_bytes: int, device: str) -> None:
     hold(path, budget_bytes, open_driver(device), lambda line: None)
 
 
-class _Resting(LLM):
-    """It also does what the engine of a server does between requests."""
-
-    def rest(self, seconds: float) -> None:
-        """For so long at most."""
-        until_s = time.monotonic() + seconds
-        self._open().engine.prepare(wait=lambda: time.monotonic() > until_s)
-
-
 def _answer(connection: Connection, began_s: float, options: Mapping[str, Any]) -> None:
     """Answer prompts until the process is killed, or nothing asks any more."""
-    with suppress(EOFError), _Resting(**options) as llm:
+    with suppress(EOFError), LLM(**options) as llm:
         while True:
-            asked = connection.recv()
-            if isinstance(asked, float):
-                llm.rest(asked)
-                connection.send(None)
-                continue
-            (output,) = llm.generate(asked, params_of(1, num_logprobs=LIKELIEST), progress=False)
+            (output,) = llm.generate(connection.recv(), params_of(1, num_logprobs=LIKELIEST), progress=False)
             if output.error is not None or output.first_token_s is None:
                 raise WrongNumbers(f"the request failed: {output.error}")
             (likeliest,) = output.outputs[0].top_logprobs or [{}]

@@ -61,6 +61,9 @@ log = logging.getLogger(__name__)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
 """Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
 
+_PREPARE_S: Final = 1.0
+"""The longest time for which a start maps what an earlier engine left with the holder."""
+
 _STAGES: Final = ("loading weights", "meeting the other ranks", "preparing the cache", "warming up", "capturing graphs")
 """Of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
 
@@ -115,6 +118,8 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
                 assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
                 ranks.have_host_memory(tier.address, tier.budget_bytes)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
+        until_s = time.monotonic() + _PREPARE_S
+        loaded.engine.prepare(wait=lambda: time.monotonic() > until_s)
         undo.pop_all()
         return loaded
 

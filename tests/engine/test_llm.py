@@ -71,7 +71,9 @@ def expected(directory: Path, prompt: list[int], count: int = 8) -> list[int]:
     return tokens
 
 
-def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(directory: Path, tmp_path: Path) -> None:
+def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "kv.sock"
     holder = threading.Thread(target=(held := Holder(path, 64 * MIB, open_driver("cpu"), print)).run)
     holder.start()
@@ -81,10 +83,12 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(directory: Pat
         first = one.generate([prompt], GREEDY)
         assert one.snapshot is not None
         assert one.snapshot.kv_budget_bytes == 64 * MIB, "all that the holder may own"
+    monkeypatch.setattr(loading, "_PREPARE_S", 0.0)
     with LLM(directory, **options) as one:
         second = one.generate([prompt], GREEDY)
+        assert one._open().engine.cache.stats().adopted_slots == 0
+    monkeypatch.undo()
     with LLM(directory, **options) as one:
-        one._open().engine.prepare()
         third = one.generate([prompt], GREEDY)
         assert one._open().engine.cache.stats().adopted_slots == 1
     assert answers(first) == answers(second) == answers(third) == [expected(directory, prompt)]
