@@ -1,4 +1,5 @@
-"""What attention costs over each kind of memory, by our kernels, torch's SDPA, FlashAttention-3, and on a CPU the reference.
+"""What attention costs over each kind of memory, by our kernels, torch's SDPA, FlashAttention-3, FlashInfer, and on a CPU
+the reference.
 
 Workloads are three words: shape, part, case, as in `llama-3.1-8b decode 64x8K`. Systems are named *what, over which memory*. A
 system is bound to one copy of a batch, run once, held against the reference, and then timed for each layer. One that cannot do
@@ -15,6 +16,7 @@ K kv heads, D head dim.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Final
 
 import numpy as np
@@ -40,7 +42,7 @@ from bench.suites.kernels.memories import (
 )
 from vmmkv.kernels import reference
 from vmmkv.layout import KVType
-from vmmkv.units import KIB
+from vmmkv.units import KIB, MIB, ceil_div
 
 PARTS: Final = ("decode", "prefill", "shared", "quantised")
 """Each a method of `Measurer`."""
@@ -98,8 +100,8 @@ def check(settings: Settings) -> None:
 
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out, and why."""
-    why = fa3.why_absent(settings.fa3, settings.device)
-    return {} if why is None else {fa3.NAME: why}
+    why = {fa3.NAME: fa3.why_absent(settings.fa3, settings.device), "FlashInfer": _why_no_flashinfer(settings.device)}
+    return {name: reason for name, reason in why.items() if reason is not None}
 
 
 def run(recorder: Recorder) -> None:
@@ -234,6 +236,52 @@ def bind_fa3(batch: Queries, copy: int) -> Attend:
     return attend
 
 
+# FlashInfer
+
+_WORKSPACE_BYTES: Final = 128 * MIB
+"""As its documentation recommends."""
+
+
+def _why_no_flashinfer(device: torch.device) -> str | None:
+    """Why it cannot be measured; None if it can."""
+    if device.type != "cuda":
+        return "its kernels do not run on a CPU"
+    try:
+        import_module("flashinfer")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def bind_flashinfer(batch: Queries, copy: int) -> Attend:
+    """Over blocks, by its wrappers: on Hopper its FA2 kernel for decode, by tensor cores, and its FA3 kernel for prefill.
+
+    `plan`, which an engine calls once a step for all layers, is called before and is not timed. It plans for these lengths
+    alone: with `use_cuda_graph`, by which a captured step serves other lengths too, it would pad the batch.
+    """
+    case, shape, memory = batch.case, batch.shape, batch.memory
+    if memory.tables_SC is None:
+        raise Inapplicable("FlashInfer's batches are of block tables")
+    flashinfer = import_module("flashinfer")
+    counts = [ceil_div(length, memory.block) for length in case.lengths]
+    in_last_block = [(length - 1) % memory.block + 1 for length in case.lengths]
+    tables_BC = memory.tables_SC[batch.slots(copy)]
+    planned = (
+        torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
+        torch.cat([blocks_C[:count] for blocks_C, count in zip(tables_BC, counts, strict=True)]),
+        torch.tensor(in_last_block, dtype=torch.int32),
+        *(shape.heads, shape.kv_heads, shape.head_dim, memory.block),
+    )
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
+    if case.is_decode:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
+        wrapper.plan(*planned, q_data_type=shape.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+        wrapper.plan(batch.query_starts, *planned, causal=True, q_data_type=shape.dtype)
+    return lambda planes, out: wrapper.run(batch.q_NHD, (planes.k, planes.v), out=out)
+
+
 # our kernels, the reference and SDPA
 
 Bind = Callable[[Queries, int], Attend]
@@ -250,6 +298,8 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
     }
     if fa3.why_absent(settings.fa3, settings.device) is None:
         systems["FA3"] = bind_fa3
+    if _why_no_flashinfer(settings.device) is None:
+        systems["FlashInfer"] = bind_flashinfer
     return systems
 
 
