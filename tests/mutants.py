@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "memory still taken for zeroed once it was written",
         MAPPER,
-        "extent.tenant, extent.zeroed = tenant, False  # before",
-        "extent.tenant = tenant  # before",
+        "mapping.extent.tenant, mapping.extent.zeroed = tenant, False",
+        "mapping.extent.tenant = tenant",
         (ORDER,),
     ),
     Mutant(

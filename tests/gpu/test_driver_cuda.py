@@ -159,15 +159,18 @@ def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:
 def test_memory_mapped_while_a_kernel_runs_is_there_for_the_next(driver: Driver) -> None:
     address = driver.reserve(4 * PAGE_BYTES)
     torch.cuda._sleep(CYCLES)
-    handle = driver.create(4 * PAGE_BYTES)
-    memory = put(driver, address, handle, 4)
-    driver.zero(address, 4 * PAGE_BYTES)
+    handles = driver.create(3 * PAGE_BYTES), driver.create(PAGE_BYTES)
+    put(driver, address, handles[0], 3)
+    put(driver, address + 3 * PAGE_BYTES, handles[1])
+    memory = wrap(address, 4 * PAGE_BYTES, driver.device)
+    driver.zero(address, 4 * PAGE_BYTES)  # of both at once
     driver.order()
     memory[::4096] += 1
     assert int(memory.sum(dtype=torch.int64)) == 4 * PAGE_BYTES // 4096
     driver.fence().wait()
-    driver.unmap(address, 4 * PAGE_BYTES)
-    driver.release(handle)
+    for handle, start, num_pages in ((handles[0], address, 3), (handles[1], address + 3 * PAGE_BYTES, 1)):
+        driver.unmap(start, num_pages * PAGE_BYTES)
+        driver.release(handle)
 
 
 def test_another_current_device_does_not_matter(gpu: torch.device) -> None:

@@ -31,7 +31,7 @@ from vmmkv.units import PAGE_BYTES
 
 BUDGET_BYTES = 48 * PAGE_BYTES
 PROMPT = [7 * token % 251 for token in range(100)]
-"""Six full pages of 16 tokens, and a rest of 4."""
+"""Six full pages of 16 tokens, in extents of four, one and one, and a rest of 4."""
 LONG = [3] * 330
 """More than a large extent."""
 

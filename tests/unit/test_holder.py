@@ -76,7 +76,7 @@ def test_another_model_or_layout_starts_cold_and_says_so(path, holder, caplog):
         caplog.clear()
         engine = Engine(path, **options)
         assert "starting cold" in caplog.text
-        assert "6 extents of another layout, dtype or fingerprint" in caplog.text
+        assert "3 extents of another layout, dtype or fingerprint" in caplog.text
         assert engine.prefix.match([*PROMPT, 1]) == 0
         assert engine.pool.holder.held_bytes() == 0
         engine.serve(PROMPT)
@@ -272,7 +272,7 @@ def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(pat
     attached = engine.prefix.attach([*PROMPT, 1])
     assert attached.num_tokens == 0, "what was not imported is computed again"
     engine.cache.check()
-    with pytest.raises(OutOfPages, match=f"3 can be evicted, and the holder .*{path} .process {holder.pid}. is gone"):
+    with pytest.raises(OutOfPages, match=f"4 pages needed, 0 can be evicted, and .*{path} .process {holder.pid}. is gone"):
         attached.sequence.grow(100)
     engine.cache.check()
     attached.sequence.close()
@@ -468,7 +468,7 @@ def test_rows_are_sealed_behind_the_work_that_writes_them(path, holder, waits):
     else:
         launch.finish()
         engine.cache.map_ahead()
-    assert len(engine.pool.holder.log.read().live) == 6
+    assert len(engine.pool.holder.log.read().live) == 3
     engine.cache.check()
     engine.close()
 
@@ -481,7 +481,7 @@ def test_rows_that_are_known_to_be_written_are_sealed_at_once(path, holder):
     base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
     driver.launch([(base, base + 1)])
     engine.prefix.insert(attached.sequence, PROMPT, is_written=True)
-    assert len(engine.pool.holder.log.read().live) == 6
+    assert len(engine.pool.holder.log.read().live) == 3
     engine.cache.check()
     engine.close()
 
@@ -503,7 +503,7 @@ def test_what_a_tier_gives_back_outlives_the_engine_too(path, holder, host):
     assert engine.prefix.flush()
     assert fetch.num_tokens == 96
     engine.cache.check()
-    assert len(engine.pool.holder.log.read().live) == 6
+    assert len(engine.pool.holder.log.read().live) == 3
     engine.close()
     engine = Engine(path)
     assert engine.prefix.match([*PROMPT, 1]) == 0
@@ -522,7 +522,7 @@ def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, h
     if is_gone:
         holder.kill()
     engine.prefix.insert(computed, PROMPT)
-    assert engine.pool.driver.calls["import_fd"] == 7, "those of the sequence: the tree keeps those that it had"
+    assert engine.pool.driver.calls["import_fd"] == 4, "those of the sequence: the tree keeps those that it had"
     assert engine.prefix.flush()
     engine.cache.check()
     computed.close()
@@ -545,7 +545,7 @@ def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path
     assert "is full" in caplog.text
     engine.serve(PROMPT, "small")
     engine.cache.check()
-    assert len(engine.pool.holder.log.read().live) == 12
+    assert len(engine.pool.holder.log.read().live) == 6
     with monkeypatch.context() as patch:
         patch.setattr(engine.pool.holder.log, "drop", lambda serial: False)
         assert engine.prefix.evict(7) == 12, "the first and the second prefix"

@@ -44,6 +44,7 @@ def test_a_free_slot_has_nothing(cache: KVCache) -> None:
 
 def test_what_lies_past_the_rows_is_ahead(cache: KVCache) -> None:
     sequence = cache.open()
+    sequence.grow(48)
     sequence.grow(64)
     sequence.advance(33)
     assert (cache.taken_slots(), cache.slot_pages) == ([sequence.slot], [32])
@@ -87,4 +88,4 @@ def test_a_parked_slot_is_parked_as_far_as_it_is_mapped(cache: KVCache) -> None:
     attached.sequence.advance(100)
     prefix.park(attached.sequence, PROMPT)
     assert look(cache, attached.sequence.slot)[:3] == (attached.sequence.slot, SlotState.PARKED, 100)
-    assert states(cache, attached.sequence.slot) == [(0, 6, RunState.PARKED, 2), (6, 3, RunState.PARKED, 1)]
+    assert states(cache, attached.sequence.slot) == [(0, 4, RunState.PARKED, 2), (4, 5, RunState.PARKED, 1)]

@@ -14,7 +14,7 @@ from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
-from vmmkv.memory.pool import LARGE_PAGES
+from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
 from vmmkv.units import PAGE_BYTES
 
@@ -213,7 +213,7 @@ def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(
     shared = [7 * token % 251 for token in range(250)]
     first = long_prefix.attach([*shared, *range(300, 330)], max_tokens=300).sequence
     first.grow(280)
-    assert any(extent.num_pages == LARGE_PAGES for extent in pages(first)), "a prompt is laid in large extents"
+    assert any(extent.num_pages == SIZE_CLASSES[0] for extent in pages(first)), "a prompt is laid in large extents"
     write(first, 280)
     long_prefix.insert(first, [*shared, *range(300, 330)])
     used = [pool.used_bytes]

@@ -143,7 +143,7 @@ def fetched(prefix, tokens, **options):
 def test_a_poll_without_time_copies_one_extent(cache, host):
     prefix = PrefixCache(cache, [host], fingerprint="model")
     compute(prefix, PROMPT)
-    for held in range(1, 7):
+    for held in (1, 2, 6):
         prefix.poll(0)
         assert host.stats().held_bytes == held * PAGE_BYTES
     assert not prefix.poll(0)
@@ -155,7 +155,7 @@ def test_loads_and_stores_share_the_time_of_polls(cache, host):
     fetch = prefix.fetch(PROMPT)
     compute(prefix, [9] * 100)
     before = host.stats()
-    for _ in range(6):
+    for _ in range(3):
         prefix.poll(0)
     assert host.stats().stored_bytes > before.stored_bytes
     assert host.stats().loaded_bytes > before.loaded_bytes

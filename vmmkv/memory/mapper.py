@@ -20,7 +20,7 @@ import torch
 from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.memory.address_space import Mapping, Span
-from vmmkv.memory.pool import LARGE_PAGES, Extent, Pool, Tenant
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool, Tenant, pages_at
 
 _SMOOTHING = 0.1
 """Weight of the newest measurement in the running mean of what a call costs."""
@@ -35,14 +35,13 @@ class Target(NamedTuple):
     given: ReadOnlyDict[int, Extent] = MappingProxyType({})
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
     large_end_page: int = 0
-    """Up to here new extents are large where that fits. They cost a sixteenth, and are shared whole or not at all."""
+    """Up to here new extents are as large as fits. A large one costs no more, and is shared whole or not at all."""
 
-    def fits_large(self, page: int) -> bool:
-        """Can a large extent stand at this page?"""
-        end = page + LARGE_PAGES
-        if page % LARGE_PAGES or end > min(self.end_page, self.large_end_page):
-            return False
-        return not any(each in self.span.mappings or each in self.given for each in range(page, end))
+    def pages_at(self, page: int) -> int:
+        """Of the largest new extent that can stand at a page, up to what is given or mapped."""
+        end = min(self.end_page, self.large_end_page, page + SIZE_CLASSES[0])
+        taken = (each for each in range(page, end) if each in self.span.mappings or each in self.given)
+        return pages_at(page, next(taken, end))
 
 
 class _NeverLive:
@@ -107,15 +106,13 @@ class Growth:
         for target in self.targets:
             page = target.span.end_page
             while page < target.end_page:
-                num_pages = 1
                 if page in target.given:
                     num_pages = target.given[page].num_pages
                     self._alias(target, page)
-                elif target.fits_large(page):
-                    num_pages = LARGE_PAGES
-                    missing.append((target, page, num_pages))
-                elif not self._revive(target, page, wait=wait):
-                    missing.append((target, page, 1))
+                else:
+                    num_pages = target.pages_at(page)
+                    if num_pages > 1 or not self._revive(target, page, wait=wait):
+                        missing.append((target, page, num_pages))
                 page += num_pages
         counts = Counter(num_pages for _, _, num_pages in missing)
         began_ns = time.perf_counter_ns()
@@ -123,8 +120,7 @@ class Growth:
         if wait:
             began_ns = time.perf_counter_ns()
         try:
-            for target, page, num_pages in missing:
-                self._map(target, page, unused[num_pages])
+            self._give([(self._map(target, page, unused[size]), target.tenant_of(page)) for target, page, size in missing])
             if missing:
                 mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / len(missing)
                 self._mapper.map_us += _SMOOTHING * (mapping_us - self._mapper.map_us)
@@ -170,18 +166,29 @@ class Growth:
                 pool.drop(extent)
         self.num_mapped += extent.num_pages
 
-    def _map(self, target: Target, page: int, unused: deque[Extent]) -> None:
-        extent, tenant = unused[0], target.tenant_of(page)
+    def _map(self, target: Target, page: int, unused: deque[Extent]) -> Mapping:
+        extent = unused[0]
         try:
             self._mapper.map(target.span, page, extent)
         finally:
             if page in target.span.mappings:  # it can stand although the call failed: then it is ours to undo
                 self._new.append(target.span.mappings[page])
                 unused.popleft()
-        if extent.must_be_zeroed_for(tenant):
-            self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
-        extent.tenant, extent.zeroed = tenant, False  # before the device can see a limit that allows writes
         self.num_mapped += extent.num_pages
+        return self._new[-1]
+
+    def _give(self, mappings: Sequence[tuple[Mapping, Tenant]]) -> None:
+        """To their tenants, before the device can see limits that allow writes: zeroed where they may be another's."""
+        runs: list[tuple[int, int]] = []
+        for mapping, tenant in mappings:
+            if mapping.extent.must_be_zeroed_for(tenant):
+                adjoins = runs and runs[-1][1] == mapping.address
+                start = runs.pop()[0] if adjoins else mapping.address
+                runs.append((start, mapping.address + mapping.extent.size_bytes))
+        for start, end in runs:
+            self._mapper.pool.driver.zero(start, end - start)
+        for mapping, tenant in mappings:
+            mapping.extent.tenant, mapping.extent.zeroed = tenant, False
 
 
 class Mapper:
@@ -247,8 +254,8 @@ class Mapper:
         """Map what is missing below the targets' ends; the caller publishes it, then commits.
 
         Pages that are pending reclaim there are revived without a driver call.
-        Cost: a map, an access call and perhaps a zero for each page that is missing. On failure all is as before, but
-        that extents created for it stay free in the pool.
+        Cost: a map and an access call for each missing extent, perhaps a zero for those side by side. On failure all is as
+        before, but that extents created for it stay free in the pool.
         Raises: OutOfPages, DriverError.
         """
         growth = Growth(self, targets)

@@ -34,11 +34,14 @@ from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 if TYPE_CHECKING:
     from vmmkv.cache import KVCache
 
-LARGE_PAGES: Final = 16
+SIZE_CLASSES: Final = (16, 4, 1)
+"""Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
+one, and where prompts part. A handle costs the same whatever its size."""
 
-SIZE_CLASSES: Final = (1, LARGE_PAGES)
-"""Pages in a handle: 1 for tokens that come one by one, and where prompts part; 16 (32 MiB) for prompts that fill them. A
-handle costs the same whatever its size."""
+
+def pages_at(page: int, end_page: int) -> int:
+    """Of the largest extent that can stand at a page, at a multiple of its size, and ends by `end_page`; 1 if none does."""
+    return next((size for size in SIZE_CLASSES if page % size == 0 and page + size <= end_page), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,7 +631,7 @@ class Pool(Closing, Unique):
 
     def _destroy_any_free(self) -> bool:
         """Give one free extent back, of the smallest class that has one."""
-        for num_pages in SIZE_CLASSES:
+        for num_pages in reversed(SIZE_CLASSES):
             if self._free[num_pages]:
                 self._destroy_newest(num_pages)
                 return True

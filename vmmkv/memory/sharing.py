@@ -73,13 +73,11 @@ def take(
     failure nothing is mapped, or it is pending reclaim. Raises: OutOfPages, DriverError.
     """
     targets, spans = [], memory.spans(slot)
-    large_ends = large_ends or [None] * len(spans)
-    for span, pages, end, large_end in zip(spans, given, memory.end_pages(num_tokens), large_ends, strict=True):
+    filled, ends = memory.filled_ends(num_tokens), memory.end_pages(num_tokens)
+    for span, pages, end, filled_end, large_end in zip(spans, given, ends, filled, large_ends or filled, strict=True):
         if not span.num_live_pages:
             span.first_page = span.end_page = span.group.page_of(memory.start(span))
-        # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
-        whole_end = span.group.page_of(num_tokens) if span.group.window is None else 0
-        large_end = whole_end if large_end is None else min(large_end, whole_end)
+        large_end = filled_end if large_end is None else min(large_end, filled_end)
         targets.append(Target(span, end, memory.tenant_in(span), pages, large_end))
     try:
         memory.publish([memory.mapper.stage(targets)])

@@ -176,7 +176,7 @@ class SlotMemory:
 
     def grow(self, slot: int, num_tokens: int) -> None:
         """Map what is missing for `num_tokens` tokens. On failure all is as before. Raises: OutOfPages, DriverError."""
-        self.publish([self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)])
+        self.publish([self._stage(slot, self.end_pages(num_tokens), self.filled_ends(num_tokens), wait=True)])
         self.assert_owned(slot)
 
     def map_ahead(self, budget_us: float, lookahead_tokens: int) -> int:
@@ -195,7 +195,7 @@ class SlotMemory:
                         break
                     ends = self._share(slot, self.end_pages(int(target)), max(1, affordable))
                     with contextlib.suppress(OutOfPages):  # a sequence that needs it now grows, and its caller is told
-                        growths.append(self._stage(int(slot), ends, wait=False, large=False))
+                        growths.append(self._stage(int(slot), ends, [0] * len(ends), wait=False))
                         num_pages += growths[-1].num_mapped
             finally:
                 self.publish(growths)
@@ -219,10 +219,17 @@ class SlotMemory:
         same = Tenant(self.number, group.planes[0].dtype, name)
         return lambda page: same
 
-    def _stage(self, slot: int, end_pages: list[int], *, wait: bool, large: bool) -> Growth:
+    def filled_ends(self, num_tokens: int) -> list[int]:
+        """Of each group, behind the last page that so many tokens fill, up to which large extents may stand.
+
+        0 with a window: it gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
+        """
+        return [0 if arena.group.window is not None else arena.group.page_of(num_tokens) for arena in self.arenas]
+
+    def _stage(self, slot: int, end_pages: list[int], large_ends: list[int], *, wait: bool) -> Growth:
         targets = [
-            Target(span, end, self.tenant_in(span), large_end_page=end if large and span.group.window is None else 0)
-            for span, end in zip(self.spans(slot), end_pages, strict=True)
+            Target(span, end, self.tenant_in(span), large_end_page=large_end)
+            for span, end, large_end in zip(self.spans(slot), end_pages, large_ends, strict=True)
             if end > span.end_page
         ]
         return self.mapper.stage(targets, wait=wait)

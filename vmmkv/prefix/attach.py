@@ -31,14 +31,14 @@ from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
 from vmmkv.memory import sharing
 from vmmkv.memory.memory_map import SlotState
-from vmmkv.memory.pool import LARGE_PAGES, Extent
+from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES
 
-MOST_LOST_PAGES: Final = LARGE_PAGES
+MOST_LOST_PAGES: Final = SIZE_CLASSES[0]
 """Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, and one with more of them than
 are matched, so that a new conversation with the same system prompt does not overwrite another."""
 
@@ -353,7 +353,7 @@ def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int)
 
 def _extent_over(page: int, start: int, by_page: _ByPage, deepest: Node[Placed], group: int) -> Placed | None:
     """An extent with the matched rows of a page: on the path, or below its end, where all branches have the same rows."""
-    on_path = (piece for first in (page, page // LARGE_PAGES * LARGE_PAGES) for piece in by_page.get(first, ()))
+    on_path = (piece for size in SIZE_CLASSES for piece in by_page.get(page // size * size, ()))
     for piece in itertools.chain(on_path, _pieces_below(deepest, group)):
         placed = piece.value
         if placed.page <= page < placed.end_page and placed.first_token <= start:

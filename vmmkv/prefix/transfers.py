@@ -25,7 +25,7 @@ import numpy.typing as npt
 from vmmkv.cache import KVCache
 from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import OutOfPages
-from vmmkv.memory.pool import LARGE_PAGES, Extent
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, pages_at
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, TreeListener, piece_place
@@ -469,10 +469,9 @@ class Transfers:
             needed = self._needed(index, num_tokens)
             page = max(first, needed.start)
             while page < needed.stop:
-                run = range(page, page + LARGE_PAGES)
-                is_large = group.window is None and page % LARGE_PAGES == 0 and run.stop <= needed.stop
-                if not is_large or _DEVICE in pages[run.start : run.stop]:
-                    run = range(page, page + 1)
+                end = min(needed.stop, page + SIZE_CLASSES[0]) if group.window is None else page
+                there = pages.find(_DEVICE, page, end)
+                run = range(page, page + pages_at(page, end if there < 0 else there))
                 if pages[page] != _DEVICE:
                     yield index, run
                 page = run.stop
