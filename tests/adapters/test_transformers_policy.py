@@ -143,8 +143,8 @@ def test_an_answer_takes_the_memory_of_the_budget(policy: KVPolicy) -> None:
         return False
 
     options: dict[str, Any] = {"max_new_tokens": 20, "stopping_criteria": [look]}
-    inputs = prompts(128, 128)
-    with Pool("cpu", 8 * PAGE_BYTES) as pool:
+    inputs = prompts(96, 96)
+    with Pool("cpu", 7 * PAGE_BYTES) as pool:
         with VmmCache(model.config, pool) as cache, pytest.raises(OutOfPages):
             generated(model, cache, inputs, **options)
         pages.clear()
@@ -152,7 +152,7 @@ def test_an_answer_takes_the_memory_of_the_budget(policy: KVPolicy) -> None:
             generated(model, cache, inputs, **options)
             assert pages[0] == 2 * ceil_div(policy.budget, 32)
             assert max(pages) == 2 * ceil_div(policy.budget + policy.budget // 8, 32)
-            assert cache.get_seq_length() == 128 + 19
+            assert cache.get_seq_length() == 96 + 19
             cache.check()
 
 

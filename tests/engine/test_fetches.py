@@ -287,13 +287,13 @@ def test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used(
     one.step()
     one.prefix.poll()
     slow._late.reverse()
-    for _ in range(3):
+    for _ in range(4):
         slow._arrive()
     one.prefix.poll()
     monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
     one.run()
     assert one.tokens("known") == tokens
-    assert one.outputs("known")[0].cached == (("faulty host", 192),) and ended(one) == {"late": 1}
+    assert one.outputs("known")[0].cached == (("faulty host", 256),) and ended(one) == {"late": 1}
     assert one.said(PROMPTS[1][:100]) == one.expected(PROMPTS[1][:100])
     one.cache.close()
 
