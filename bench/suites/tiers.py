@@ -388,6 +388,8 @@ def _working_set(context: Context, shape: Shape) -> None:
     if _cases(settings, "vllm"):
         from bench.suites.serve.outside import Vllm, save_weights
 
+        del weights  # vLLM wants their memory
+        release_memory(settings.device)
         with context.recorder.guarded(name, "vLLM"), context.model.directory() as folder:
             save_weights(Weights(context.model, settings.device, settings.seed), folder)
             context.recorder.note(f"{name}, vLLM")
