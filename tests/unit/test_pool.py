@@ -216,6 +216,22 @@ def test_a_device_with_less_memory_than_the_budget_gives_what_is_free_then_says_
         cache.check()
 
 
+def test_a_little_free_memory_of_other_classes_stays_while_there_is_some_to_evict(pool, driver):
+    pool.resize(64 * PAGE_BYTES)
+    cache = new_cache(pool, slots=20)
+    for _ in range(7):
+        opened(cache, 8).park()
+    single = pool.acquire(8)
+    for extent in single[:2]:
+        pool.drop(extent)
+    assert counts(pool) == (64, 62, 2)
+    pool.acquire(1, 4)
+    assert (driver.calls["release"], len(cache.parked())) == (0, 6)
+    pool.drop(single[2])
+    pool.acquire(2, 4)
+    assert driver.calls["release"] == 1, "what is more than a thirty-second part of the budget"
+
+
 def test_no_more_is_unmapped_than_is_wanted(pool, driver):
     one, two = new_cache(pool), new_cache(pool)
     opened(one, 8).close()

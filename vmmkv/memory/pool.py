@@ -38,6 +38,10 @@ SIZE_CLASSES: Final = (16, 4, 1)
 """Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
 one, and where prompts part. A handle costs the same whatever its size."""
 
+_MOST_IDLE: Final = 1 / 32
+"""Of the budget: while no more than this is free, of other size classes, it stays, and what is idle is evicted. To give it back
+and create it anew takes two calls, and zeroes."""
+
 
 def pages_at(page: int, end_page: int) -> int:
     """Of the largest extent that can stand at a page, at a multiple of its size, and ends by `end_page`; 1 if none does."""
@@ -237,7 +241,8 @@ class Pool(Closing, Unique):
     def acquire(self, count: int, num_pages: int = 1, *, wait: bool = True) -> list[Extent]:
         """`count` extents of `num_pages` each, with the caller as their one holder and user; all of them or none.
 
-        Takes free extents first, newest first, then creates, then reclaims from the caches. The caller holds the lock.
+        Takes free extents first, newest first, then creates, then reclaims from the caches, or gives free ones of other classes
+        back. The caller holds the lock.
         Cost: one create for each extent that is not free, or an unmap for each page reclaimed: no more than are missing.
         Blocks on a fence only if `wait` is set and nothing else is left; without it, nothing that running work may still
         touch is reclaimed.
@@ -583,7 +588,7 @@ class Pool(Closing, Unique):
             extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
             self.created_bytes += size_bytes
             created.add(extent)
-        elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
+        elif self._give_way(missing * num_pages, wait=wait):
             return
         else:
             raise OutOfPages(
@@ -636,6 +641,12 @@ class Pool(Closing, Unique):
                 self._destroy_newest(num_pages)
                 return True
         return False
+
+    def _give_way(self, num_pages: int, *, wait: bool) -> bool:
+        """One step towards `num_pages` of a class that has none free, within what is created."""
+        if self.free_bytes <= _MOST_IDLE * self.budget_bytes and self._reclaim(num_pages, wait=False):
+            return True
+        return self._destroy_any_free() or self._reclaim(num_pages, wait=wait)
 
     def _reclaim(self, num_pages: int, *, wait: bool) -> bool:
         """One step towards `num_pages` more free ones: False when there is none left to take."""
