@@ -293,9 +293,9 @@ MUTANTS = (
     Mutant(
         "an exchanged page without its tenant",
         SHARING,
-        "extent.tenant, extent.zeroed = tenant_of(page), False",
-        "tenant_of(page)",
-        (PREFIX_UNIT,),
+        "mapping.extent.tenant = tenant_of(mapping.page)",
+        "pass",
+        ("tests/unit/test_cache.py",),
     ),
     Mutant(
         "rows copied to another tenant",
@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(
         "a page revived that others have come to hold",
         MAPPER,
-        "and not extent.shared and extent.num_pages == 1:",
-        "and extent.num_pages == 1:",
+        "and not extent.shared and mapping.end_page <= target.end_page:",
+        "and mapping.end_page <= target.end_page:",
         (ORDER,),
     ),
     # the books
@@ -573,8 +573,8 @@ MUTANTS = (
     Mutant(
         "large extents past what is shared",
         SHARING,
-        "large_end = whole_end if large_end is None else min(large_end, whole_end)",
-        "large_end = whole_end",
+        "large_end = filled_end if large_end is None else min(large_end, filled_end)",
+        "large_end = filled_end",
         (FAILURES,),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 That rows, limits and books are right under any order of calls is proved in tests/laws.
 """
 
+import contextlib
 import copy
 import errno
 import gc
@@ -40,6 +41,7 @@ from vmmkv import (
     SequenceTooLong,
 )
 from vmmkv.driver.base import Reservations
+from vmmkv.driver.host import HostDriver
 from vmmkv.errors import OutOfAddresses
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
@@ -372,6 +374,19 @@ def test_growing_again_revives_truncated_pages_without_a_driver_call(cache, driv
     assert calls.made() == {"write": 2}
     assert sequence.limit == 64
     assert sequence.k(0)[:20, 0, 0].tolist() == list(range(20))
+
+
+def test_growing_again_revives_extents_of_several_pages_while_work_runs(cache, driver):
+    sequence = grown(cache, 128)
+    launch_over(driver, cache, sequence)
+    sequence.truncate(40)
+    calls = Calls(driver)
+    cache.map_ahead(lookahead_tokens=80)
+    assert sequence.limit == 128
+    sequence.truncate(40)
+    sequence.grow(128)
+    assert set(calls.made()) == {"write"}
+    assert [mapping.extent.num_pages for mapping in cache.memory.spans(sequence.slot)[0].live()] == [4, 4]
 
 
 def test_a_windowed_group_gives_rows_back_for_good(windowed, driver):
@@ -929,6 +944,34 @@ def test_an_exchange_whose_copy_fails_leaves_the_shared_page_in_place(cache, dri
     other = cache.open(tenant="other")
     other.grow(16)
     assert not other.k(0).any(), "the page that it was copied to counts as written"
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_an_exchange_that_fails_leaves_no_tenant_the_bytes_of_another(number):
+    driver = FakeDriver(over=HostDriver())
+    with Pool("cpu", 16 * PAGE_BYTES, driver=driver) as pool, KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
+        parent, other = grown(cache, 64, tenant="mine"), cache.open(tenant="other")
+        for num_tokens in range(1, 129):
+            other.grow(num_tokens)  # page by page
+        for layer in cache.layout.group_of:
+            other.k(layer)[:128] = 7.0
+        other.close()
+        cache.drain()
+        (child,) = cache.fork(parent)
+        driver.fail_at = {driver.num_calls + number}
+        with contextlib.suppress(DriverError):
+            child.truncate(40)
+        has_failed, driver.fail_at, zeroed = child.length == 64, set(), driver.calls["zero"]
+        cache.check()
+        if not has_failed:
+            child.close()
+            cache.drain()
+            cache.open(tenant="mine").grow(16)
+            assert driver.calls["zero"] == zeroed, "what was exchanged is its own"
+        mine = cache.open(tenant="mine")
+        for num_tokens in range(1, 65):
+            mine.grow(num_tokens)
+        assert not any((mine.k(layer)[:64] == 7.0).any() for layer in cache.layout.group_of)
 
 
 def test_memory_counts_as_written_before_its_limit_is_raised(cache, driver, monkeypatch):

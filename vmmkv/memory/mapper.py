@@ -109,10 +109,11 @@ class Growth:
                 if page in target.given:
                     num_pages = target.given[page].num_pages
                     self._alias(target, page)
+                elif (mapping := target.span.mappings.get(page)) is not None and self._revive(target, page, wait=wait):
+                    num_pages = mapping.extent.num_pages
                 else:
                     num_pages = target.pages_at(page)
-                    if num_pages > 1 or not self._revive(target, page, wait=wait):
-                        missing.append((target, page, num_pages))
+                    missing.append((target, page, num_pages))
                 page += num_pages
         counts = Counter(num_pages for _, _, num_pages in missing)
         began_ns = time.perf_counter_ns()
@@ -130,23 +131,23 @@ class Growth:
                     self._mapper.pool.drop(extent)
 
     def _revive(self, target: Target, page: int, *, wait: bool) -> bool:
-        """Make a pending page live again, if it has no other holder; else unmap it. Before any extent is acquired, since
-        making room could unmap it."""
+        """Make what is pending there live again, if it ends in time and has no other holder; else unmap it.
+
+        Before any extent is acquired, since making room could unmap it.
+        """
         mapping = target.span.mappings.get(page)
         if mapping is None:
             return False
         fence, extent = mapping.fence, mapping.extent
         assert fence is not None, "a live mapping stands past the end of its span"
         # A mapping that never was live may be inaccessible. An extent that others have come to hold is not written.
-        if not isinstance(fence, _NeverLive) and not extent.shared and extent.num_pages == 1:
+        if not isinstance(fence, _NeverLive) and not extent.shared and mapping.end_page <= target.end_page:
             self._mapper.revive(mapping)
             self._revived.append((mapping, fence))
             return True
         if not fence.done():
             if not wait:
-                raise OutOfPages(
-                    f"page {page} of slot {target.span.slot} is pending reclaim and shared: its addresses are not free yet"
-                )
+                raise OutOfPages(f"page {page} of slot {target.span.slot} is pending reclaim: its addresses are not free yet")
             fence.wait()
         self._mapper.finish(mapping)
         return False

@@ -218,9 +218,11 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
         mapper.unmap(old)
         try:
             for page, extent in enumerate(extents, old.page):
+                extent.tenant, extent.zeroed = None, False  # until the copy its bytes are some other's
                 new.append(mapper.map(span, page, extent))
-                extent.tenant, extent.zeroed = tenant_of(page), False
             pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
+            for mapping in new:
+                mapping.extent.tenant = tenant_of(mapping.page)
         except BaseException:
             for mapping in new:
                 mapper.unmap(mapping)
