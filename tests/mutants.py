@@ -556,8 +556,8 @@ MUTANTS = (
     Mutant(
         "nothing stored any more in a tier that was slow",
         "server/engine/fetches.py",
-        "return self._slow[tier] % _TRIAL == 0",
-        "return False",
+        "return is_faster or self._num_paths[tier] % _TRIAL == 0",
+        "return is_faster",
         (f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing",),
     ),
     # rows in host memory

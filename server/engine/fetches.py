@@ -41,8 +41,8 @@ _LEAST_MEASURED: Final = 256
 _KEPT: Final = 0.9
 """Weight of the earlier measurements beside a new one."""
 
-_TRIAL: Final = 16
-"""One path of so many is stored in a tier that is slower than computing, to find out when it is no longer."""
+_TRIAL: Final = 64
+"""One path of so many is stored in a tier that is slower than computing. Loads of those find out when it is no longer."""
 
 _HOPE: Final = 1.01
 """Factor by which the estimate of a bandwidth rises with each request that declines to load from its tier."""
@@ -58,9 +58,14 @@ class Rate:
         self._units = self._took_s = self._until_s = 0.0
 
     @property
-    def per_s(self) -> float:
+    def measured_per_s(self) -> float:
         """The average."""
-        return self._hope * self._units / self._took_s if self._took_s else self._first
+        return self._units / self._took_s if self._took_s else self._first
+
+    @property
+    def per_s(self) -> float:
+        """The estimate: the average, or what is hoped for since."""
+        return self._hope * self.measured_per_s
 
     def add(self, units: float, began_s: float, ended_s: float) -> None:
         """Take a piece of work into the average."""
@@ -97,8 +102,10 @@ class Fetches:
         self._prefix = prefix
         if prefix is not None:
             prefix.store_if(self._is_worth_storing)
-        self._slow: dict[str, int] = {}
-        """Tiers that took longer than computing when they were last asked about; and paths that could be stored there since."""
+        self._token_bytes = 0.0
+        """Bytes that tiers have for each token, of the fetch that was last asked about."""
+        self._num_paths: Counter[str] = Counter()
+        """Paths that could be stored, by tier."""
         self._prefill = Rate(_FIRST_TOKENS_PER_S)
         self._step_s = 0.0
         """Time of the last step."""
@@ -155,12 +162,11 @@ class Fetches:
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:
         """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
         loading_s = {tier: size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
+        self._token_bytes = fetch.size_bytes / (fetch.num_tokens - fetch.known_tokens)
         if sum(loading_s.values()) < self._computing_s(fetch, len(request.attachable)):
             request.unfetched = "no_room"  # if nothing comes of it
-            self._slow = {tier: number for tier, number in self._slow.items() if tier not in fetch.bytes_by_tier}
             return True
         slowest = max(loading_s, key=loading_s.__getitem__)
-        self._slow.setdefault(slowest, 0)
         if slowest not in request.declined:
             self._loads[slowest].hope()
         request.declined.add(slowest)
@@ -168,10 +174,10 @@ class Fetches:
         return False
 
     def _is_worth_storing(self, tier: str) -> bool:
-        if tier not in self._slow:
-            return True
-        self._slow[tier] += 1
-        return self._slow[tier] % _TRIAL == 0
+        """Is it measured to be faster than computing, or not measured yet? If not, one path of `_TRIAL` is."""
+        self._num_paths[tier] += 1
+        is_faster = self._loads[tier].measured_per_s > self._token_bytes * self._prefill.per_s
+        return is_faster or self._num_paths[tier] % _TRIAL == 0
 
     def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
         """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
