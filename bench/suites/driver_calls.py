@@ -18,7 +18,7 @@ from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 HANDLE_BYTES: Final = (PAGE_BYTES, 16 * PAGE_BYTES)
-"""The pool's two size classes."""
+"""The pool's smallest size class, and its largest."""
 _KERNEL_US: Final = 20_000.0
 _BYTE: Final = 0xA5
 _Answer = TypeVar("_Answer")

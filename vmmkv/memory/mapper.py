@@ -20,7 +20,7 @@ import torch
 from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.memory.address_space import Mapping, Span
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool, Tenant, pages_at
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool, Tenant, largest_at
 
 _SMOOTHING = 0.1
 """Weight of the newest measurement in the running mean of what a call costs."""
@@ -37,11 +37,11 @@ class Target(NamedTuple):
     large_end_page: int = 0
     """Up to here new extents are as large as fits. A large one costs no more, and is shared whole or not at all."""
 
-    def pages_at(self, page: int) -> int:
-        """Of the largest new extent that can stand at a page, up to what is given or mapped."""
+    def largest_at(self, page: int) -> int:
+        """Pages of the largest new extent that can stand at a page, before what is given or mapped."""
         end = min(self.end_page, self.large_end_page, page + SIZE_CLASSES[0])
         taken = (each for each in range(page, end) if each in self.span.mappings or each in self.given)
-        return pages_at(page, next(taken, end))
+        return largest_at(page, next(taken, end))
 
 
 class _NeverLive:
@@ -112,7 +112,7 @@ class Growth:
                 elif (mapping := target.span.mappings.get(page)) is not None and self._revive(target, page, wait=wait):
                     num_pages = mapping.extent.num_pages
                 else:
-                    num_pages = target.pages_at(page)
+                    num_pages = target.largest_at(page)
                     missing.append((target, page, num_pages))
                 page += num_pages
         counts = Counter(num_pages for _, _, num_pages in missing)
@@ -179,7 +179,7 @@ class Growth:
         return self._new[-1]
 
     def _give(self, mappings: Sequence[tuple[Mapping, Tenant]]) -> None:
-        """To their tenants, before the device can see limits that allow writes: zeroed where they may be another's."""
+        """Give new memory to its tenants, zeroed where its bytes may be another's, before a limit lets the device write."""
         runs: list[tuple[int, int]] = []
         for mapping, tenant in mappings:
             if mapping.extent.must_be_zeroed_for(tenant):
@@ -199,7 +199,7 @@ class Mapper:
         self.pool = pool
         self.pending_pages = 0
         self.map_us = 100.0
-        """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
+        """Running mean of mapping one extent, driver and Python; the start is a guess on the high side."""
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
         self.emptied_slots: set[int] = set()
@@ -320,16 +320,17 @@ class Mapper:
         A fence that has not passed does not hold up the next: the work of streams ends in any order.
         Cost: one unmap for each mapping. Never blocks. If an unmap fails, its mapping stays pending.
         """
-        began_ns, num_pages = time.perf_counter_ns(), 0
+        began_ns, num_pages, num_mappings = time.perf_counter_ns(), 0, 0
         for mapping in self._passed():
             elapsed_us = (time.perf_counter_ns() - began_ns) / 1e3
             if num_pages >= max_pages or (num_pages and elapsed_us + self.unmap_us > budget_us):
                 break
             self.finish(mapping)
             num_pages += mapping.extent.num_pages
-        if num_pages:
-            page_us = (time.perf_counter_ns() - began_ns) / 1e3 / num_pages
-            self.unmap_us += _SMOOTHING * (page_us - self.unmap_us)
+            num_mappings += 1
+        if num_mappings:
+            mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / num_mappings
+            self.unmap_us += _SMOOTHING * (mapping_us - self.unmap_us)
         return num_pages
 
     def _passed(self) -> Iterator[Mapping]:

@@ -43,8 +43,8 @@ _MOST_IDLE: Final = 1 / 32
 and create it anew takes two calls, and zeroes."""
 
 
-def pages_at(page: int, end_page: int) -> int:
-    """Of the largest extent that can stand at a page, at a multiple of its size, and ends by `end_page`; 1 if none does."""
+def largest_at(page: int, end_page: int) -> int:
+    """Pages of the largest extent that can stand at a page, a multiple of its size, and ends by `end_page`; 1 if none does."""
     return next((size for size in SIZE_CLASSES if page % size == 0 and page + size <= end_page), 1)
 
 

@@ -220,7 +220,7 @@ class SlotMemory:
         return lambda page: same
 
     def filled_ends(self, num_tokens: int) -> list[int]:
-        """Of each group, behind the last page that so many tokens fill, up to which large extents may stand.
+        """Where large extents of a slot must end, in each group: behind the last page that so many tokens fill.
 
         0 with a window: it gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
         """

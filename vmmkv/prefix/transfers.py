@@ -25,7 +25,7 @@ import numpy.typing as npt
 from vmmkv.cache import KVCache
 from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import OutOfPages
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, pages_at
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, TreeListener, piece_place
@@ -471,7 +471,7 @@ class Transfers:
             while page < needed.stop:
                 end = min(needed.stop, page + SIZE_CLASSES[0]) if group.window is None else page
                 there = pages.find(_DEVICE, page, end)
-                run = range(page, page + pages_at(page, end if there < 0 else there))
+                run = range(page, page + largest_at(page, end if there < 0 else there))
                 if pages[page] != _DEVICE:
                     yield index, run
                 page = run.stop

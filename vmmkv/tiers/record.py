@@ -6,7 +6,7 @@
     keys           key 0       key 1       key 2            each hashes all tokens up to the last row in its page
 
 A record is a page of 2 MiB of one group: opaque bytes, of all layers of the group, with their scales. Equal keys mean equal
-bytes, in whatever extents the rows were laid: a large extent is stored as 16 records, and 16 side by side come back in one.
+bytes, in whatever extents the rows were laid: one of n pages is stored as n records, and records side by side come back in one.
 """
 
 import hashlib
