@@ -291,6 +291,20 @@ MUTANTS = (
         (ORDER,),
     ),
     Mutant(
+        "a little free memory of other classes given back",
+        POOL,
+        "if self.free_bytes <= _MOST_IDLE * self.budget_bytes and",
+        "if False and",
+        ("tests/unit/test_pool.py",),
+    ),
+    Mutant(
+        "of extents side by side only the last one zeroed",
+        MAPPER,
+        "start = runs.pop()[0] if adjoins else mapping.address",
+        "start = [adjoins and runs.pop(), mapping.address][1]",
+        (CACHE,),
+    ),
+    Mutant(
         "an exchanged page without its tenant",
         SHARING,
         "mapping.extent.tenant = tenant_of(mapping.page)",
