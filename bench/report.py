@@ -181,7 +181,7 @@ _LEAST_FOR_LOG: Final = 10
 _PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 Panels = defaultdict[Any, defaultdict[str, dict[Any, Summary]]]
-"""By panel (a heading, or a heading and a unit), series, and the group or number that was measured at."""
+"""By panel (a heading and a unit), series, and the group or number that was measured at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class Figure:
             self.canvas.savefig(path, format="png", facecolor="white")
 
 
-def bars(name: str, title: str, unit: str, panels: Panels) -> Figure:
+def bars(name: str, title: str, panels: Panels) -> Figure:
     """Panels side by side: in each a bar for each series in each group. Bars are medians, whiskers from p20 to p80."""
     groups = list(dict.fromkeys(group for series in panels.values() for of_series in series.values() for group in of_series))
     colours = _colours(panels)
@@ -223,7 +223,7 @@ def bars(name: str, title: str, unit: str, panels: Panels) -> Figure:
     with matplotlib.rc_context(_STYLE):
         canvas = Canvas(figsize=(8.6, height_in), layout="constrained")
         axes = canvas.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-        for axis, (heading, series) in zip(axes, panels.items(), strict=True):
+        for axis, ((heading, unit), series) in zip(axes, panels.items(), strict=True):
             medians = [summary.median for of_series in series.values() for summary in of_series.values()]
             log = bool(medians) and 0 < _LEAST_FOR_LOG * min(medians) <= max(medians)
             for index, (one, colour) in enumerate(colours.items()):
@@ -287,152 +287,111 @@ def _colours(panels: Panels) -> dict[str, str]:
 # figures by suite
 
 
-class Bars(NamedTuple):
-    """A figure of bars: a panel for each metric, a bar for each system at each workload."""
+class Drawing(NamedTuple):
+    """A figure: bars, or lines by a number. A panel for each metric, a bar or a line for each system at each workload."""
 
     suite: str
     slug: str
     title: str
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
+    """Empty: all that are times; each is drawn like a workload, or if these are drawn, like a system."""
     workload: str = ""
-    """A pattern that workloads match. What it captures as `group` names the bars, as `by` it splits the rows into figures."""
+    """A pattern that workloads match. What it captures as `group` or `x` names the bars or is the number, as `panel` and
+    `series` it stands for the metric and the system, as `by` it splits the rows into figures."""
+    x_label: str = ""
+    """Of lines."""
 
 
 _SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
 _NAMED: Final = r"(?P<group>[^:]+):"
 _OF_USERS: Final = r"(?P<by>[^:]+?) (?P<group>mixed|single|long|shared cold|shared warm|sampled|full):"
-_BARS: Final = (
-    Bars("append", "step", "What growing adds to a decode step", ("step, over static", "step")),
-    Bars("resize", "shrink", "Giving memory back", ("resize", "until back"), "shrink"),
-    Bars("resize", "regrow", "Taking memory again", ("first page", "until all are in"), "regrow"),
-    Bars("resize", "two-caches", "Memory handed over", ("first grow", "until all are in"), "two"),
-    Bars("memory_efficiency", "waste", "Memory held for running sequences that is no row", ("waste",), _NAMED),
-    Bars("memory_efficiency", "admitted", "Sequences that run at once in the same memory", ("admitted sequences",), _NAMED),
-    Bars("kernels", "decode", "Decode attention, by memory", ("bandwidth",), r"(?P<by>\S+) decode (?P<group>.+)"),
-    Bars("kernels", "prefill", "Prefill attention, by memory", ("throughput",), r"(?P<by>\S+) prefill (?P<group>.+)"),
-    Bars("prefix", "total", "Requests that share a prefix: time until the last answer", ("total",), _SHARED),
-    Bars("prefix", "memory", "Requests that share a prefix: memory that is held", ("memory, held",), _SHARED),
+_RATES: Final = r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson"
+_LATENCIES: Final = ("first token", "time per output token")
+_DRAWINGS: Final = (
+    Drawing("driver_calls", "calls", "What each call of the driver takes", (), r"(?P<panel>.+?), (?P<series>.+)"),
+    Drawing("append", "step", "What growing adds to a decode step", ("step, over static", "step")),
+    Drawing("resize", "shrink", "Giving memory back", ("resize", "until back"), "shrink"),
+    Drawing("resize", "regrow", "Taking memory again", ("first page", "until all are in"), "regrow"),
+    Drawing("resize", "two-caches", "Memory handed over", ("first grow", "until all are in"), "two"),
+    Drawing("memory_efficiency", "waste", "Memory held for running sequences that is no row", ("waste",), _NAMED),
+    Drawing("memory_efficiency", "admitted", "Sequences that run at once in the same memory", ("admitted sequences",), _NAMED),
+    Drawing("kernels", "decode", "Decode attention, by memory", ("bandwidth",), r"(?P<by>\S+) decode (?P<group>.+)"),
+    Drawing("kernels", "prefill", "Prefill attention, by memory", ("throughput",), r"(?P<by>\S+) prefill (?P<group>.+)"),
+    Drawing("prefix", "total", "Requests that share a prefix: time until the last answer", ("total",), _SHARED),
+    Drawing("prefix", "memory", "Requests that share a prefix: memory that is held", ("memory, held",), _SHARED),
+    Drawing(
+        *("prefix", "attach", "Attaching a prefix", ("in the driver", "until the device is done")),
+        *(r"attach (?P<x>\d+) tokens$", "tokens"),
+    ),
+    Drawing("prefix", "tree", "The radix tree alone", (), r"(?P<panel>a tree) of (?P<x>[\d,]+) nodes$", "nodes"),
     *(
-        Bars("serve", f"{part}-{slug}", f"{what}: {', '.join(metrics)}", metrics, rf"(?P<by>.+?) {part}: (?P<group>[^:]+)")
+        Drawing("serve", f"{part}-{slug}", f"{what}: {', '.join(metrics)}", metrics, rf"(?P<by>.+?) {part}: (?P<group>[^:]+)")
         for part, what in (
             ("closed", "All requests at once"),
             ("outside", "Beside transformers"),
             ("http", "Over HTTP and without"),
             ("grammar", "Answers by a grammar"),
         )
-        for slug, metrics in (("throughput", ("throughput",)), ("latency", ("first token", "time per output token")))
+        for slug, metrics in (("throughput", ("throughput",)), ("latency", _LATENCIES))
     ),
-    Bars("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
-    Bars("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
+    Drawing("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
+    Drawing("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
     *(
-        Bars("serve", f"policies-{slug}", f"Keeping some of the rows: {metric}", (metric,), r"(?P<group>.+) policies: ")
+        Drawing("serve", f"policies-{slug}", f"Keeping some of the rows: {metric}", (metric,), r"(?P<group>.+) policies: ")
         for slug, metric in (("throughput", "throughput"), ("memory", "KV memory at peak"), ("fit", "sequences that fit"))
     ),
-    Bars("tiers", "bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
-    Bars("tiers", "conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"),
-    Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
-    Bars("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
-    Bars("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
+    Drawing("serve", "rates", "goodput and latency", ("goodput", *_LATENCIES), _RATES, "requests/s offered"),
+    *(
+        Drawing("collectives", what, f"{what}s over ranks", (what,), rf"(?P<panel>.+): {what} of (?P<x>[\d.]+) KiB", "KiB")
+        for what in ("sum", "gather", "broadcast")
+    ),
+    Drawing("tiers", "bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
+    Drawing(
+        "tiers", "conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"
+    ),
+    Drawing(
+        *("tiers", "first", "First token of a prompt: computed, or known to the device or a tier", ("first token",)),
+        *(r"(?P<panel>.+) first: (?P<x>\d+) tokens in", "tokens"),
+    ),
+    Drawing("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
+    Drawing("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
+    Drawing("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
+    Drawing(
+        *("streaming", "perplexity", "Along a text of 4 times the trained length", ("perplexity",)),
+        *(r".+: \d+ to (?P<x>\d+) tokens", "tokens read"),
+    ),
 )
 
 
 def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
     """Those of one suite on one device; names begin with `prefix`. What there are no rows of is not drawn."""
     rows = [row for row in rows if row.system != GPU and row.metric != FAILED]
-    name = f"{prefix}-{_slug(suite)}"
-    for spec in (spec for spec in _BARS if spec.suite == suite):
-        by_part: defaultdict[str, Panels] = defaultdict(_panels)
-        unit = ""
-        for metric in spec.metrics:
+    offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}  # the number, where it was measured
+    for spec in (spec for spec in _DRAWINGS if spec.suite == suite):
+        by_part: defaultdict[str, Panels] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+        for metric in spec.metrics or (None,):
             for row in rows:
-                if row.metric == metric and (match := re.match(spec.workload, row.workload)):
-                    found = match.groupdict()
-                    group = found["group"] + found.get("state", "") if "group" in found else row.workload
-                    by_part[found.get("by", "")][metric][row.system][textwrap.fill(group, 34)] = row.summary
-                    unit = unit or row.unit
+                match = re.match(spec.workload, row.workload)
+                if not match or (row.unit != "us" if metric is None else row.metric != metric):
+                    continue
+                if spec.x_label and row.summary.median <= 0:  # its axes are logarithmic
+                    continue
+                found = match.groupdict()
+                if spec.x_label:
+                    place: Any = offered.get(row.workload) or float(found["x"].replace(",", ""))
+                else:
+                    group = row.metric if metric is None else found.get("group", row.workload)
+                    place = textwrap.fill(group + found.get("state", ""), 34)
+                series = found.get("series", row.metric if metric is None else row.system)
+                by_part[found.get("by", "")][found.get("panel", metric), row.unit][series][place] = row.summary
         for part, panels in by_part.items():
-            title = f"{part}: {spec.title}" if len(by_part) > 1 else spec.title
-            yield bars("-".join(filter(None, (name, spec.slug, _slug(part)))), title, unit, panels)
-    if suite == "driver_calls":
-        yield from _driver_calls(rows, name)
-    yield from _drawn_lines(rows, suite, name)
-
-
-def _panels() -> Panels:
-    return defaultdict(lambda: defaultdict(dict))
+            name = "-".join(filter(None, (prefix, _slug(suite), spec.slug, _slug(part))))
+            title = f"{part}: {spec.title}" if part else spec.title
+            yield lines(name, title, panels, spec.x_label) if spec.x_label else bars(name, title, panels)
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def _driver_calls(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """A panel for each size of handle."""
-    panels = _panels()
-    for row in rows:
-        handle, _, condition = row.workload.partition(", ")
-        if row.system == rows[0].system:
-            panels[handle][condition][row.metric] = row.summary
-    if panels:
-        yield bars(f"{name}-calls", f"What each call of the driver takes ({rows[0].system})", "us", panels)
-
-
-class Lines(NamedTuple):
-    """A figure of lines: a panel for each metric, a line for each system, by a number that workloads name."""
-
-    suite: str
-    slug: str
-    title: str
-    x_label: str
-    workload: str
-    """A pattern that workloads match. It captures the number as `x`, the panel as `panel`, and as `by` splits into figures."""
-    metrics: tuple[str, ...] = ()
-    """Empty: all that are times, each a line, in one panel."""
-
-
-_LINES: Final = (
-    *(
-        Lines("collectives", what, f"{what}s over ranks", "KiB", rf"(?P<panel>\d+ ranks): {what} of (?P<x>[\d.]+) KiB", (what,))
-        for what in ("sum", "gather", "broadcast")
-    ),
-    Lines(
-        *("prefix", "attach", "Attaching a prefix", "tokens", r"attach (?P<x>\d+) tokens$"),
-        ("in the driver", "until the device is done"),
-    ),
-    Lines("prefix", "tree", "The radix tree alone", "nodes", r"a tree of (?P<x>[\d,]+) nodes$"),
-    Lines(
-        *("serve", "rates", "goodput, first token, time per output token", "requests/s offered"),
-        r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson",
-        ("goodput", "first token", "time per output token"),
-    ),
-    Lines(
-        *("streaming", "perplexity", "Along a text of 4 times the trained length", "tokens read"),
-        r".+: \d+ to (?P<x>\d+) tokens",
-        ("perplexity",),
-    ),
-    Lines(
-        *("tiers", "first", "First token of a prompt: computed, or known to the device or a tier", "tokens"),
-        r"(?P<panel>.+) first: (?P<x>\d+) tokens in",
-        ("first token",),
-    ),
-)
-
-
-def _drawn_lines(rows: Sequence[Row], suite: str, name: str) -> Iterator[Figure]:
-    offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}  # the number, where it was measured
-    for spec in (spec for spec in _LINES if spec.suite == suite):
-        by_part: defaultdict[str, Panels] = defaultdict(_panels)
-        for metric in spec.metrics or (None,):
-            for row in rows:
-                match = re.match(spec.workload, row.workload)
-                if match and row.summary.median > 0 and (row.metric == metric if metric else row.unit == "us"):
-                    found = match.groupdict()
-                    x = offered.get(row.workload) or float(found["x"].replace(",", ""))
-                    panel, series = (found.get("panel", metric), row.system) if metric else ("a call", row.metric)
-                    by_part[found.get("by", "")][panel, row.unit][series][x] = row.summary
-        for part, panels in by_part.items():
-            title = f"{part}: {spec.title}" if part else spec.title
-            yield lines("-".join(filter(None, (name, spec.slug, _slug(part)))), title, panels, spec.x_label)
 
 
 # the page
