@@ -14,9 +14,11 @@ steps        step, breakdown: decode steps against the byte limit, and steps by 
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -77,6 +79,18 @@ class Context:
             self.recorder.note(f"{self.model.name}: the engine starts")
             self._kept = open_, open_(*arguments)
         return self._kept[1]
+
+    @contextmanager
+    def with_texts(self) -> Iterator[Path]:
+        """The directory of the model with a tokenizer, as which it is served in the block. No engine is kept."""
+        self.close()
+        bare, self.model = self.model, self.model.with_tokenizer(tokenizer_file(self.settings.tokenizer))
+        try:
+            with self.model.directory() as directory:
+                yield directory
+        finally:
+            self.model = bare
+            self.close()
 
     def close(self) -> None:
         """Close the kept engine."""

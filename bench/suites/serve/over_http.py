@@ -13,15 +13,16 @@ import multiprocessing
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 
@@ -30,10 +31,10 @@ from bench.suites.serve import Context
 from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import EngineLimits, UserEngine
+from bench.workloads import Ask
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
-from vmmkv.units import MIB
 
 SYSTEM: Final = "vmmkv serve"
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}
@@ -51,38 +52,29 @@ _STOP_S: Final = 60.0
 _SAID_CHARACTERS: Final = 4096
 """Of the end of what the server has said: what goes with a failure."""
 _ANNOUNCED: Final = re.compile(r"at (http://\S+)/v1")
+_Ready = TypeVar("_Ready")
 
 
 def run(context: Context, part: str) -> None:
     """Many requests of many lengths, over HTTP and without."""
     recorder, settings = context.recorder, context.settings
-    file = tokenizer_file(settings.tokenizer)
-    name = context.name(part, f"{stages(context.model, settings, 'mixed')[0].workload.text}, tokenizer {digest_of(file)}")
-    context.close()  # each engine takes all memory
-    bare, context.model = context.model, context.model.with_tokenizer(file)
-    try:
-        with recorder.guarded(name, SYSTEM), context.model.directory() as directory:
-            (stage,) = stages(context.model, settings, "mixed")
+    with context.with_texts() as directory:
+        (stage,) = stages(context.model, settings, "mixed")
+        name = context.name(part, f"{stage.workload.text}, tokenizer {digest_of(tokenizer_file(settings.tokenizer))}")
+        with recorder.guarded(name, SYSTEM):
             with closing(UserEngine(context.model, settings)) as engine:
                 (alone,) = timed_runs(context, engine, [stage], computed_alone(context, engine, [stage]))
             context.close()
             timed = [(run.seconds, [each.first_s for each in run.served]) for run in alone.runs[1:]]
-            _add_rows(context, name, stage, UserEngine.name, timed)
+            add_rows(context, name, UserEngine.name, timed, stage.num_out, stage.bound_s)
             limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in alone.runs))
             recorder.note("vmmkv serve starts")
             with clients(_CLIENTS[settings.device.type]) as ask_all, vmmkv_serve(directory, settings) as server:
                 served = _over_http(context, server, directory.name, ask_all, stage, limit_s)
             share = _check_texts(Tokenizer.load(directory), stage, alone, served, strict=not settings.on_gpu)
-            streams = [
-                (max(each.ended_s for each in run) - min(each.begun_s for each in run), [e.first_s - e.begun_s for e in run])
-                for run in served[1:]
-            ]
-            _add_rows(context, name, stage, SYSTEM, streams)
+            add_rows(context, name, SYSTEM, map(times_of, served[1:]), stage.num_out, stage.bound_s)
             count = len(stage.workload.asks)
             recorder.figure(name, SYSTEM, f"same answers as {UserEngine.name}", "%", 100 * share, count)
-    finally:
-        context.model = bare
-        context.close()
 
 
 def _over_http(
@@ -90,17 +82,14 @@ def _over_http(
 ) -> list[list["Streamed"]]:
     """A run that is not timed, and those that are. Raises: WrongNumbers if a request has failed, or has other counts."""
     asks = stage.workload.asks
-    common = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    bodies = [{**common, "prompt": ask.prompt.tolist(), "max_tokens": ask.num_out} for ask in asks]
+    bodies = [body_of(model, ask.prompt.tolist(), ask) for ask in asks]
     runs = []
     for number in range(1 + context.settings.repeat):
         context.recorder.note(f"http: run {number} of {context.settings.repeat}")
         server.post("/kv/reset", json={}).raise_for_status()
         runs.append(ask_all(str(server.base_url.join("/v1/completions")), bodies, limit_s))
-        for index, (stream, ask) in enumerate(zip(runs[-1], asks, strict=True)):
-            if (counts := (stream.prompt_tokens, stream.completion_tokens)) != (len(ask.prompt), ask.num_out):
-                wanted = f"{len(ask.prompt)} tokens in, {ask.num_out} out"
-                raise WrongNumbers(f"request {index} of {wanted}, has {counts} over HTTP: {stream.error}")
+        if [stream.prompt_tokens for stream in runs[-1]] != [len(ask.prompt) for ask in asks]:
+            raise WrongNumbers("prompts have other numbers of tokens over HTTP")
         if (cached := sum(stream.cached_tokens for stream in runs[-1])) > len(asks):  # what they have in common by chance
             raise WrongNumbers(f"{cached:,} tokens of prompts were in the emptied prefix cache")
     return runs
@@ -132,12 +121,25 @@ def _check_texts(
     return share
 
 
-def _add_rows(context: Context, name: str, stage: Stage, system: str, timed: Sequence[tuple[float, Sequence[float]]]) -> None:
-    """Of each timed run the seconds of all of it, and to each first token."""
-    add, seconds = context.recorder.samples, [each for each, _ in timed]
-    add(name, system, "throughput", "tok/s", [stage.num_out / each for each in seconds], stage.num_out / stage.bound_s)
-    add(name, system, "total", "s", seconds, stage.bound_s)
-    add(name, system, "first token", "ms", [1e3 * each for _, firsts_s in timed for each in firsts_s])
+Times = tuple[float, Sequence[float]]
+"""Seconds of a run, and to each first token."""
+
+
+def times_of(run: Sequence["Streamed"]) -> Times:
+    """From the first request until the last answer."""
+    seconds = max(each.ended_s for each in run) - min(each.begun_s for each in run)
+    return seconds, [each.first_s - each.begun_s for each in run]
+
+
+def add_rows(
+    context: Context, name: str, system: str, timed: Iterable[Times], num_out: int, bound_s: float | None = None
+) -> None:
+    """Rows of runs of `num_out` tokens each."""
+    runs_s, firsts_s = zip(*timed, strict=True)
+    add = context.recorder.samples
+    add(name, system, "throughput", "tok/s", [num_out / each for each in runs_s], bound_s and num_out / bound_s)
+    add(name, system, "total", "s", runs_s, bound_s)
+    add(name, system, "first token", "ms", [1e3 * each for of_run in firsts_s for each in of_run])
 
 
 # the server
@@ -145,26 +147,38 @@ def _add_rows(context: Context, name: str, stage: Stage, system: str, timed: Seq
 
 @contextmanager
 def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
-    """A client of a server of the directory `model` on a port of its own, with the options of the engine in this process.
+    """A client of a server of the directory `model` on a port of its own. Raises: WrongNumbers, see `started`."""
+    command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), "--device", str(settings.device), "--port", "0"]
+    admin_key = secrets.token_hex(16)
+    with started([*command, *engine_options(settings)], _ANNOUNCED.search, VMMKV_ADMIN_KEY=admin_key) as announced:
+        headers = {"Authorization": f"Bearer {admin_key}"}
+        # A proxy does not know this machine's ports.
+        with httpx.Client(base_url=announced[1], headers=headers, timeout=_STOP_S, trust_env=False) as client:
+            yield client
 
-    Raises: WrongNumbers, with the server's log, if it does not start. A failure in the block gets the log's end as a note.
-    """
-    limits, admin_key = EngineLimits.of(settings), secrets.token_hex(16)
-    options = f"--load-format dummy --device {settings.device} --seed {settings.seed} --port 0".split()
-    options += ["--max-num-seqs", str(limits.max_num_seqs)]
+
+def engine_options(settings: Settings) -> list[str]:
+    """Those of `vmmkv serve` by which its engine is the one in this process."""
+    limits = EngineLimits.of(settings)
+    options = {"--seed": settings.seed, "--max-num-seqs": limits.max_num_seqs}
     if limits.budget_bytes is not None:
-        options += ["--kv-budget", f"{limits.budget_bytes // MIB}MiB"]
+        options["--kv-budget"] = limits.budget_bytes
     if limits.max_num_batched_tokens is not None:
-        options += ["--max-num-batched-tokens", str(limits.max_num_batched_tokens)]
+        options["--max-num-batched-tokens"] = limits.max_num_batched_tokens
+    return ["--load-format", "dummy", *(str(each) for option in options.items() for each in option)]
+
+
+@contextmanager
+def started(command: Sequence[str], ready: Callable[[str], _Ready | None], **variables: str) -> Iterator[_Ready]:
+    """A program until the block ends, and what `ready` makes of what the program has said, when that is true.
+
+    Raises: WrongNumbers if it does not start. What fails, here or in the block, gets the end of what it has said as a note.
+    """
     # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES}
     with TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**environment, "VMMKV_ADMIN_KEY": admin_key},
-            preexec_fn=die_with_parent(),
+            command, stdout=log, stderr=log, env=environment | variables, start_new_session=True, preexec_fn=die_with_parent()
         )
 
         def said() -> str:
@@ -172,24 +186,21 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
 
         try:
             deadline_s = time.monotonic() + _START_S
-            while (announced := _ANNOUNCED.search(said())) is None:
+            while not (answer := ready(said())):
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise WrongNumbers("vmmkv serve does not start")
+                    raise WrongNumbers(f"{command[0]} does not start")
                 time.sleep(0.1)
-            headers = {"Authorization": f"Bearer {admin_key}"}
-            # A proxy does not know this machine's ports.
-            with httpx.Client(base_url=announced[1], headers=headers, timeout=_STOP_S, trust_env=False) as client:
-                yield client
+            yield answer
         except BaseException as error:
-            error.add_note(f"what vmmkv serve said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
+            error.add_note(f"what it said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
             raise
         finally:
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # the clients
@@ -212,7 +223,14 @@ class Streamed(NamedTuple):
 
 Bodies = Sequence[dict[str, Any]]
 AskAll = Callable[[str, Bodies, float], list[Streamed]]
-"""All requests to a URL at once. Raises: WrongNumbers if not all have ended after so many seconds."""
+"""All requests to a URL at once. Raises: WrongNumbers if not all have ended after so many seconds, or have all their tokens."""
+
+
+def body_of(model: str, prompt: str | list[int], ask: Ask) -> dict[str, Any]:
+    """A request for a stream, greedy."""
+    body = {"model": model, "prompt": prompt, "max_tokens": ask.num_out, "temperature": 0, "ignore_eos": True}
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
 
 _together: Barrier
 """Of a client process: all send when all are ready to."""
@@ -234,6 +252,9 @@ def clients(count: int) -> Iterator[AskAll]:
         streamed = [Streamed()] * len(bodies)
         for number, of_part in enumerate(told):
             streamed[number::count] = of_part
+        for stream, body in zip(streamed, bodies, strict=True):
+            if stream.completion_tokens != body["max_tokens"]:
+                raise WrongNumbers(f"{stream.completion_tokens} of {body['max_tokens']} tokens: {stream.error}")
         return streamed
 
     try:
