@@ -186,7 +186,7 @@ def sleep_cycles(device: torch.device, duration_us: float) -> int:
     """The argument by which `device_sleep` takes this long, measured on a warm clock."""
     probe = 10_000_000
     device_sleep(probe)
-    samples_us = [_event_us(device, lambda: device_sleep(probe)) for _ in range(5)]
+    samples_us = [event_us(device, lambda: device_sleep(probe)) for _ in range(5)]
     return int(probe * duration_us / summarize(samples_us).p50)
 
 
@@ -196,7 +196,7 @@ def time_for(run: Callable[[], object], device: torch.device, seconds: float) ->
     On a GPU it is captured as a graph: kernels are timed, and not their launches.
     """
     replay = capture(run, device).replay if device.type == "cuda" else run
-    clock = _queued_us if device.type == "cuda" else _wall_us
+    clock = _queued_us if device.type == "cuda" else wall_us
     clock(device, replay)  # to warm up
     estimate_us = clock(device, replay)
     num_runs = int(min(_MOST_RUNS, max(_LEAST_RUNS, seconds * 1e6 / estimate_us)))
@@ -220,10 +220,11 @@ def capture(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAG
 def _queued_us(device: torch.device, run: Callable[[], object]) -> float:
     """Behind a kernel that spins for longer than a launch takes, so that the GPU does not wait for the host meanwhile."""
     device_sleep(_HEAD_START_CYCLES)
-    return _event_us(device, run)
+    return event_us(device, run)
 
 
-def _event_us(device: torch.device, run: Callable[[], object]) -> float:
+def event_us(device: torch.device, run: Callable[[], object]) -> float:
+    """What a GPU takes, from the moment that it begins."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     began.record(torch.cuda.current_stream(device))
     run()
@@ -232,7 +233,8 @@ def _event_us(device: torch.device, run: Callable[[], object]) -> float:
     return float(began.elapsed_time(ended)) * 1e3
 
 
-def _wall_us(device: torch.device, run: Callable[[], object]) -> float:
+def wall_us(device: torch.device, run: Callable[[], object]) -> float:
+    """What a call takes the host."""
     began_us = now_us()
     run()
     return now_us() - began_us

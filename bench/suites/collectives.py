@@ -7,19 +7,17 @@
 On a GPU they are timed within graphs, as in a step: `_REPEATS` in each. On CPUs there is gloo, and the time is the host's.
 """
 
-import argparse
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from bench.harness import Recorder, Settings, WrongNumbers, now_us, synchronize
+from bench.harness import Recorder, Settings, WrongNumbers, event_us, synchronize, wall_us
 from vmmkv.server.console import end
 from vmmkv.server.engine.collectives import SYMMETRIC_BYTES, Collectives
 from vmmkv.units import KIB, MIB, format_bytes
@@ -32,7 +30,10 @@ _BROADCAST_BYTES: Final = (256, 16 * KIB, 256 * KIB)
 _GATHERS_BYTES: Final = (128 * KIB, 8 * MIB, 32 * MIB)
 """Of each of two ranks, for 1, 64 and 256 rows of Llama-3.1-8B's logits."""
 _REPEATS: Final = 20
+_WARM: Final = 2
+"""Samples that are left out."""
 _MEET_S: Final = 60.0
+_SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 class Way(NamedTuple):
@@ -55,36 +56,27 @@ def run(recorder: Recorder) -> None:
     """All ways by each number of ranks. Rank 0 is this process."""
     settings = recorder.settings
     for num_ranks in settings.tensor_parallel_sizes or (2,):
-        with recorder.guarded(f"{num_ranks} ranks"), _met(settings, num_ranks) as collectives:
-            for way, samples_us in _measured(collectives, settings.device, _num_samples(settings)):
+        with recorder.guarded(f"{num_ranks} ranks"), ExitStack() as undo:
+            path = Path(undo.enter_context(TemporaryDirectory(prefix="vmmkv-bench-"))) / "store"
+            for rank in range(1, num_ranks):
+                process = _SPAWN.Process(target=_measure_too, args=(rank, num_ranks, path, settings), daemon=True)
+                process.start()
+                undo.callback(process.kill)
+                undo.callback(process.join, _MEET_S)  # before: it ends behind the last measurement
+            collectives = _connected(undo, 0, num_ranks, path, settings.device)
+            for way, samples_us in _measured(collectives, settings.device, settings.small):
                 workload = f"{num_ranks} ranks: {way.operation} of {way.size_bytes / KIB:g} KiB"
                 recorder.samples(workload, way.system, way.operation, "us", samples_us)
 
 
-def _num_samples(settings: Settings) -> int:
-    return 5 if settings.small else 50
-
-
-@contextmanager
-def _met(settings: Settings, num_ranks: int) -> Iterator[Collectives]:
-    """Rank 0, and processes of this module for the others, which measure the same."""
-    device = settings.device
+def _measure_too(rank: int, num_ranks: int, path: Path, settings: Settings) -> None:
+    """Another rank: it measures the same, and says nothing."""
+    device = torch.device("cuda", (settings.device.index or 0) + rank) if settings.on_gpu else settings.device
     with ExitStack() as undo:
-        path = Path(undo.enter_context(TemporaryDirectory(prefix="vmmkv-bench-"))) / "store"
-        for rank in range(1, num_ranks):
-            of_rank = f"cuda:{(device.index or 0) + rank}" if settings.on_gpu else "cpu"
-            arguments = [rank, num_ranks, path, of_rank, _num_samples(settings)]
-            undo.callback(_end, subprocess.Popen([sys.executable, "-m", __name__, *map(str, arguments)]))
-        yield _connected(undo, 0, num_ranks, path, device)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Let it end, as it does behind the last measurement, or have it."""
-    try:
-        process.wait(_MEET_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        for _ in _measured(_connected(undo, rank, num_ranks, path, device), device, settings.small):
+            pass
+        synchronize(device)
+    end(0)  # not in the order in which Python forgets what NCCL waits for
 
 
 def _connected(undo: ExitStack, rank: int, num_ranks: int, path: Path, device: torch.device) -> Collectives:
@@ -109,8 +101,9 @@ def _ways(collectives: Collectives, device: torch.device) -> Iterator[Way]:
         yield Way("broadcast", library, size_bytes, collectives.broadcast)
 
 
-def _measured(collectives: Collectives, device: torch.device, num_samples: int) -> Iterator[tuple[Way, list[float]]]:
+def _measured(collectives: Collectives, device: torch.device, small: bool) -> Iterator[tuple[Way, list[float]]]:
     """Each way, checked and then timed, in us of one. Raises: WrongNumbers."""
+    clock, num_samples = event_us if device.type == "cuda" else wall_us, 5 if small else 50
     for way in _ways(collectives, device):
         _check(collectives, device, way)
         tensor = torch.zeros(way.size_bytes // 2, dtype=torch.bfloat16, device=device)
@@ -119,14 +112,14 @@ def _measured(collectives: Collectives, device: torch.device, num_samples: int) 
             for _ in range(_REPEATS):
                 way.launch(tensor)
 
-        if device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
+        if graph is not None:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 repeat()
-            yield way, [each / _REPEATS for each in _replayed_us(graph, num_samples)]
+        call = repeat if graph is None else graph.replay
+        yield way, [clock(device, call) / _REPEATS for _ in range(_WARM + num_samples)][_WARM:]
+        if graph is not None:
             graph.reset()
-        else:
-            yield way, [each / _REPEATS for each in _called_us(repeat, num_samples)]
 
 
 def _check(collectives: Collectives, device: torch.device, way: Way) -> None:
@@ -137,39 +130,3 @@ def _check(collectives: Collectives, device: torch.device, way: Way) -> None:
     for _ in range(3):  # kernels over one buffer, one behind the other
         if not torch.equal(way.launch(of_ranks[collectives.rank].clone()), wanted):
             raise WrongNumbers(f"{way.operation} by {way.system} of {format_bytes(way.size_bytes)} is not that of the ranks")
-
-
-def _replayed_us(graph: torch.cuda.CUDAGraph, num_samples: int) -> Iterator[float]:
-    for number in range(-2, num_samples):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        if number >= 0:
-            yield 1e3 * float(began.elapsed_time(ended))
-
-
-def _called_us(call: Callable[[], object], num_samples: int) -> Iterator[float]:
-    for _ in range(num_samples):
-        began_us = now_us()
-        call()
-        yield now_us() - began_us
-
-
-def main() -> None:
-    """Another rank: it measures too, and says nothing."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}")
-    for name, kind in (("rank", int), ("num_ranks", int), ("path", Path), ("device", torch.device), ("num_samples", int)):
-        parser.add_argument(name, type=kind)
-    given: Any = parser.parse_args()
-    with ExitStack() as undo:
-        collectives = _connected(undo, given.rank, given.num_ranks, given.path, given.device)
-        for _ in _measured(collectives, given.device, given.num_samples):
-            pass
-        synchronize(given.device)
-
-
-if __name__ == "__main__":
-    main()
-    end(0)  # not in the order in which Python forgets what NCCL waits for
