@@ -1,4 +1,4 @@
-"""What growing costs a decode loop in steady state, by how memory comes to a sequence: see `Mode`.
+"""What growing costs a decode loop in steady state, by how memory comes to a sequence: see `MODES`.
 
     ┌ critical: the device idles ────────────────────────┐┌ slack: the device works ──────────────────┐
     which rows are short of memory | grow them | launch   || advance | turn over | map ahead, admit | wait
@@ -9,10 +9,8 @@ A newcomer's prompt counts as written when its memory is mapped: prefill has no 
 Legend: B rows of the batch (-1 in slots_B: empty), S slots, K kv heads, D head dim.
 """
 
-import enum
 import gc
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,17 +34,9 @@ SLACK_SHARE: Final = 0.75
 Indices = npt.NDArray[np.int64]
 
 
-class Mode(enum.Enum):
-    """How memory comes to a sequence, and what becomes of it at the sequence's end."""
-
-    STATIC = "static"
-    """Every slot is mapped to its end in advance: the reference."""
-    OFF = "off"
-    """Mapped in the foreground, when a row is missing."""
-    SLACK = "slack"
-    """Mapped ahead while the step's work runs."""
-    ADOPTED = "adopted"
-    """As slack, and an ended sequence's slot stays mapped, for a newcomer."""
+STATIC, OFF, SLACK, ADOPTED = MODES = ("static", "off", "slack", "adopted")
+"""How memory comes to a sequence: every slot is mapped to its end in advance, the reference; in the foreground, when a row is
+missing; ahead, while the step's work runs; and so that an ended sequence's slot stays mapped too, for a newcomer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +78,30 @@ def run(recorder: Recorder) -> None:
     cases = [
         (f"{sizes.sequences} sequences, {how}", together, mode)
         for how, together in (("all cross together", True), ("coming and going", False))
-        for mode in Mode
-        if not (together and mode is Mode.ADOPTED)
+        for mode in MODES
+        if not (together and mode == ADOPTED)
     ]
     with Pool(settings.device, pages * PAGE_BYTES) as pool:
         static_us: dict[str, float] = {}
-        for workload, together, mode in recorder.track(cases, lambda case: f"{case[0]}, {case[2].value}"):
+        for workload, together, mode in recorder.track(cases, lambda case: f"{case[0]}, {case[2]}"):
             samples = _measure(settings, sizes, pool, mode, together, static_us.get("slack", 0.0))
-            if mode is Mode.STATIC:  # the first of each workload
+            if mode == STATIC:  # the first of each workload
                 static_us = {metric: summarize(samples[metric]).p50 for metric in ("step", "slack")}
             for metric, unit in _TIMES.items():
-                recorder.samples(workload, mode.value, metric, unit, samples[metric])
+                recorder.samples(workload, mode, metric, unit, samples[metric])
                 if metric == "step":
                     more_us = summarize(samples["step"]).p50 - static_us["step"]
-                    recorder.figure(workload, mode.value, "step, over static", unit, more_us, len(samples["step"]))
-            recorder.figure(workload, mode.value, "stalled", "steps", sum(samples["stalled"]), len(samples["step"]))
+                    recorder.figure(workload, mode, "step, over static", unit, more_us, len(samples["step"]))
+            recorder.figure(workload, mode, "stalled", "steps", sum(samples["stalled"]), len(samples["step"]))
 
 
 def _measure(
-    settings: Settings, sizes: GrowthSizes, pool: Pool, mode: Mode, together: bool, static_slack_us: float
+    settings: Settings, sizes: GrowthSizes, pool: Pool, mode: str, together: bool, static_slack_us: float
 ) -> dict[str, list[float]]:
     """The samples of a loop. `static_slack_us` is what the static mode leaves beside a step; it maps nothing itself."""
     rng = np.random.default_rng(settings.seed)  # the same requests in every mode
     with KVCache(settings.shape.layout, pool, slots=sizes.slots, max_tokens=sizes.max_tokens) as cache:
-        if mode is Mode.STATIC:
+        if mode == STATIC:
             sequences = [cache.open() for _ in range(sizes.sequences)]
             for sequence in sequences:
                 sequence.grow(sizes.max_tokens)
@@ -154,9 +144,9 @@ class DecodeLoop:
     """An engine's decode loop with nothing in it but memory. `samples` has a list for each metric."""
 
     def __init__(
-        self, cache: KVCache, work: "StepWork", mode: Mode, requests: Iterator[Lengths], num_rows: int, slack_us: float
+        self, cache: KVCache, work: "StepWork", mode: str, requests: Iterator[Lengths], num_rows: int, slack_us: float
     ) -> None:
-        self._mode, self._maps_ahead = mode, mode in (Mode.SLACK, Mode.ADOPTED)
+        self._mode, self._maps_ahead = mode, mode in (SLACK, ADOPTED)
         self.samples: dict[str, list[float]] = defaultdict(list)
         self._slack_us = slack_us
         """How long memory is mapped beside a step."""
@@ -192,7 +182,7 @@ class DecodeLoop:
         cache.advance(slots)
         self._turn_over()
         slack_us = now_us()
-        if self._mode is not Mode.OFF:
+        if self._mode != OFF:
             self._map_ahead()
         self._work.wait()
         waited_us = now_us()
@@ -217,7 +207,7 @@ class DecodeLoop:
         for row in short.tolist():
             sequence = self._sequences[row]
             sequence.grow(sequence.length + 1)
-        admits = self._mode is Mode.OFF and bool(self._waiting)
+        admits = self._mode == OFF and bool(self._waiting)
         for row in list(self._waiting) if admits else ():
             self._admit(row)
         return admits or len(short) > 0
@@ -226,7 +216,7 @@ class DecodeLoop:
         """Ended sequences are closed or parked, and their successors opened."""
         for row in self._ended:
             sequence = self._sequences.pop(row)
-            if self._mode in (Mode.STATIC, Mode.ADOPTED):
+            if self._mode in (STATIC, ADOPTED):
                 sequence.park(0)
             else:
                 sequence.close()
@@ -256,26 +246,34 @@ class DecodeLoop:
 _CPU_SLACK_US: Final = 3_000.0
 
 
-class StepWork(ABC):
+class StepWork:
     """What a decode step does on the device: append a row for each sequence, attend to its rows, read the weights.
 
-    Rows name their slot and position, in integers that every dtype holds exactly.
+    Rows name their slot and position, in integers that every dtype holds exactly. On a CPU rows are appended when a step is
+    launched, in plain torch; then the device counts as busy for 3 ms.
     """
+
+    _until_us = 0.0
 
     def __init__(self, cache: KVCache, shape: Shape) -> None:
         self._cache, self._shape = cache, shape
 
-    @abstractmethod
     def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
         """Queue a step: row `lengths_B[b]` of slot `slots_B[b]` is written, then rows up to and with it are read."""
+        here = slots_B >= 0
+        slots, lengths = torch.from_numpy(slots_B[here]), torch.from_numpy(lengths_B[here])
+        new = self._new(slots, lengths)
+        for layer in range(self._shape.layers):
+            reference.append(new, new, self._cache.k(layer), self._cache.v(layer), slots, lengths, self._cache.limit)
+        self._until_us = now_us() + _CPU_SLACK_US
 
-    @abstractmethod
     def done(self) -> bool:
         """Whether the device has finished, and idles."""
+        return now_us() >= self._until_us
 
-    @abstractmethod
     def wait(self) -> None:
         """Until it has."""
+        time.sleep(max(0.0, self._until_us - now_us()) / 1e6)
 
     def check(self, slot: int, start: int, end: int) -> None:
         """Are the rows [start, end) of a slot what was appended there? Raises: WrongNumbers."""
@@ -295,27 +293,7 @@ class StepWork(ABC):
 def open_work(cache: KVCache, settings: Settings, num_rows: int, shape: Shape | None = None) -> StepWork:
     """The work of this device, of a shape or of the settings'. On CUDA kernels are compiled and a graph captured."""
     shape = shape or settings.shape
-    return _CudaWork(cache, shape, num_rows) if settings.on_gpu else _HostWork(cache, shape)
-
-
-class _HostWork(StepWork):
-    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms."""
-
-    _until_us = 0.0
-
-    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
-        here = slots_B >= 0
-        slots, lengths = torch.from_numpy(slots_B[here]), torch.from_numpy(lengths_B[here])
-        new = self._new(slots, lengths)
-        for layer in range(self._shape.layers):
-            reference.append(new, new, self._cache.k(layer), self._cache.v(layer), slots, lengths, self._cache.limit)
-        self._until_us = now_us() + _CPU_SLACK_US
-
-    def done(self) -> bool:
-        return now_us() >= self._until_us
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self._until_us - now_us()) / 1e6)
+    return _CudaWork(cache, shape, num_rows) if settings.on_gpu else StepWork(cache, shape)
 
 
 class _CudaWork(StepWork):

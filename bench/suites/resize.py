@@ -260,21 +260,16 @@ class OnePool:
         guests: list[Guest] = []
 
         def admit() -> None:
-            guests.append(side.admit(prompts[len(guests)]))
-            if len(guests) == 1:
-                samples["first page"].append(now_us() - asked_us)
-
-        def admit_in_slack() -> None:
             began_us = now_us()
-            admit()
-            while len(guests) < len(prompts) and now_us() - began_us <= self._slack_us:
-                admit()
+            while len(guests) < len(prompts):
+                guests.append(side.admit(prompts[len(guests)]))
+                if len(guests) == 1:
+                    samples["first page"].append(now_us() - asked_us)
+                if self._way == AT_ONCE or now_us() - began_us > self._slack_us:
+                    break
 
         while len(guests) < len(prompts):
-            if self._way == AT_ONCE:
-                take_step(samples, [side], in_front=admit)
-            else:
-                take_step(samples, [side], beside=admit_in_slack)
+            take_step(samples, [side], **{"in_front" if self._way == AT_ONCE else "beside": admit})
         samples["until all are in"].append(now_us() - asked_us)
         samples["steps"].append(len(samples["step"]) - before)
         side.write_and_check(guests)
