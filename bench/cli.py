@@ -1,8 +1,8 @@
 """The command line: `python -m bench SUITE...`, and `python -m bench report|compare`.
 
 A suite is a module of bench/suites with a function `run(recorder)`. It may also have `PARTS`, the names that `--parts` chooses
-from; `check(settings)`, which raises ValueError for settings that cannot be run; and `absent(settings)`, which says what is
-left out because something that it needs is missing, and why.
+from; `cases_of(settings)`, by part those that `--cases` chooses from; `check(settings)`, which raises ValueError for settings
+that cannot be run; and `absent(settings)`, which says what is left out because something that it needs is missing, and why.
 """
 
 import argparse
@@ -134,13 +134,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 
 def _check(settings: Settings, names: Sequence[str]) -> None:
-    """Raises: ValueError for parts and options of suites that are not wanted, before anything is measured."""
-    if settings.cases and not {"kernels", "serve", "tiers"}.intersection(names):
-        raise ValueError("--cases is of kernels, serve and tiers: name one of them, or leave --cases out")
-    if settings.fa3 and not {"kernels", "prefix", "serve"}.intersection(names):
-        raise ValueError("--fa3 is of kernels, prefix and serve: name one of them, or leave --fa3 out")
-    if settings.tensor_parallel_sizes and not {"collectives", "serve"}.intersection(names):
-        raise ValueError("--tensor-parallel-size is of collectives and serve: name one of them, or leave it out")
+    """Raises: ValueError for parts, cases and options of suites that are not wanted, before anything is measured."""
     modules = {name: load(name) for name in names}
     if settings.parts:
         with_parts = [name for name, module in modules.items() if hasattr(module, "PARTS")]
@@ -150,6 +144,12 @@ def _check(settings: Settings, names: Sequence[str]) -> None:
         (name,) = with_parts
         if unknown := [part for part in settings.parts if part not in modules[name].PARTS]:
             raise ValueError(f"no part {', '.join(unknown)}; {name} has {', '.join(modules[name].PARTS)}")
+    if settings.cases:
+        found = [module.cases_of(settings) for module in modules.values() if hasattr(module, "cases_of")]
+        cases = {part: list(of_part) for of_suite in found for part, of_part in of_suite.items()}
+        if unknown := [case for case in settings.cases if not any(case in of_part for of_part in cases.values())]:
+            there_are = "; ".join(f"{part} has {', '.join(of_part) or 'none'}" for part, of_part in cases.items())
+            raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'there are none'}")
     for module in modules.values():
         if hasattr(module, "check"):
             module.check(settings)

@@ -146,8 +146,8 @@ class Settings:
         return part in self.parts or not self.parts
 
     def wants_case(self, case: str) -> bool:
-        """Whether a case was asked for, by name or by naming none. Cases are of the parts that are named."""
-        return case in self.cases or not self.cases or not self.parts
+        """Whether a case was asked for, by name or by naming none."""
+        return case in self.cases or not self.cases
 
 
 # clocks

@@ -84,18 +84,13 @@ _ONCE: Final = ("quantised", "shared")
 """Parts that are measured for the first shape only: their question is not one of shapes."""
 
 
-def cases(settings: Settings, part: str) -> Sequence[Case]:
-    """All that this machine can run of a part."""
+def cases_of(settings: Settings) -> dict[str, list[str]]:
+    """All that this machine can run, by part."""
+    return {part: [case.name for case in _cases(settings, part)] for part in PARTS if settings.wants(part)}
+
+
+def _cases(settings: Settings, part: str) -> Sequence[Case]:
     return (_CPU if not settings.on_gpu else _QUICK if settings.quick else _FULL).get(part, ())
-
-
-def check(settings: Settings) -> None:
-    """Raises: ValueError for a case that there is not, naming those that there are."""
-    names = {part: [case.name for case in cases(settings, part)] for part in PARTS if settings.wants(part)}
-    if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
-        where = "on a CPU" if not settings.on_gpu else "with --quick" if settings.quick else "without --quick"
-        there_are = "; ".join(f"{part} has {', '.join(of_part) or 'none'}" for part, of_part in names.items())
-        raise ValueError(f"no case {', '.join(unknown)} {where}: {there_are}")
 
 
 def absent(settings: Settings) -> dict[str, str]:
@@ -114,8 +109,8 @@ def run(recorder: Recorder) -> None:
         for shape in shapes
         for part in PARTS
         if settings.wants(part) and (shape is shapes[0] or part not in _ONCE)
-        for case in cases(settings, part)
-        if not settings.cases or case.name in settings.cases
+        for case in _cases(settings, part)
+        if settings.wants_case(case.name)
     ]
     for shape, part, case in recorder.track(steps, lambda step: f"{step[0].name} {step[1]} {step[2].name}"):
         getattr(Measurer(recorder, shape, case, f"{shape.name} {part} {case.name}"), part)()

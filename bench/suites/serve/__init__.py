@@ -102,7 +102,7 @@ class Context:
 
 
 def check(settings: Settings) -> None:
-    """Raises: ValueError for a part that was asked for and lacks something, for unknown cases, or for too few tokens a step."""
+    """Raises: ValueError for a part or a case that was asked for and lacks something, or for too few tokens a step."""
     for part in _NEEDED:
         asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
         if asked and (why := _lacking(part, settings)):
@@ -115,23 +115,21 @@ def check(settings: Settings) -> None:
             f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than the {num_sequences} sequences that run "
             f"at once, each of which needs one token a step; raise it to {num_sequences} at least"
         )
-    if settings.cases and settings.parts:
-        from bench.suites.serve.compared import case_names
+    of_vllm = [case for case in settings.cases if case in GENERATED]
+    if of_vllm and settings.wants("outside") and (why := lacks_vllm(settings)):
+        raise ValueError(f"serve's part outside cannot run {', '.join(of_vllm)}: {why}")
 
-        names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] in ("compared", "outside")}
-        if "quantised" in settings.parts:
-            names["quantised"] = ["auto", *KV_KINDS]
-        if "policies" in settings.parts:
-            from bench.suites.serve.policies import Sizes
 
-            model = model_of(settings.shape.name, tiny=settings.small)
-            names["policies"] = list(Sizes.of(settings, model).policies)
-        if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
-            there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
-            raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'these parts have none'}")
-        of_vllm = [case for case in settings.cases if case in GENERATED]
-        if of_vllm and (why := lacks_vllm(settings)):
-            raise ValueError(f"serve's part outside cannot run {', '.join(of_vllm)}: {why}")
+def cases_of(settings: Settings) -> dict[str, list[str]]:
+    """By part, those of what compares systems, types and policies."""
+    from bench.suites.serve.compared import workloads_of
+    from bench.suites.serve.policies import Sizes
+
+    model = model_of(settings.shape.name, tiny=settings.small)
+    cases = {part: list(workloads_of(model, settings, part)) for part in ("closed", "rates", "outside")}
+    cases["outside"] += GENERATED  # by vLLM
+    cases |= {"quantised": ["auto", *KV_KINDS], "policies": list(Sizes.of(settings, model).policies)}
+    return {part: names for part, names in cases.items() if settings.wants(part)}
 
 
 def lacks_vllm(settings: Settings) -> str | None:

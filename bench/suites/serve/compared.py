@@ -15,8 +15,8 @@ import torch
 from bench import workloads
 from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers
-from bench.suites.serve import GENERATED, Context
-from bench.suites.serve.models import ServedModel, Weights, model_of, requests_s
+from bench.suites.serve import Context
+from bench.suites.serve.models import ServedModel, Weights, requests_s
 from bench.suites.serve.systems import (
     EngineLimits,
     EngineSystem,
@@ -87,12 +87,6 @@ def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str,
             workloads.ragged(**common, count=128),
         ]
     return {workload.name: workload for workload in asked}
-
-
-def case_names(settings: Settings, part: str) -> list[str]:
-    """By which `--cases` chooses among what a part asks: vLLM, outside, has the parts of `generate` too."""
-    names = list(workloads_of(model_of(settings.shape.name, tiny=settings.small), settings, part))
-    return [*names, *GENERATED] if part == "outside" else names
 
 
 def run(context: Context, part: str) -> None:
