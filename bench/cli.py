@@ -177,7 +177,6 @@ def _parser() -> Parser:
     library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)
     add("--repeat", type=int, default=2, help="of serve and tiers, timed runs of each workload; default: 2")
-    add("--max-num-batched-tokens", type=int, help="of serve, tokens of one step at most; default: the engine's own")
     ranks = (
         "of serve's parts mixed to full: an engine over so many GPUs, for each number, such as 1 2; of collectives, these alone"
     )
@@ -200,7 +199,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         if device.index >= count:
             raise ValueError(f"--device {given.device}: torch sees {count} GPUs here; name another, or cpu")
         torch.cuda.set_device(device)
-    same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "max_num_batched_tokens", "tokenizer", "dir")
+    same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "tokenizer", "dir")
     options: dict[str, Any] = {name: getattr(given, name) for name in same}
     return Settings(
         device=device,

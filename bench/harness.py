@@ -82,7 +82,6 @@ _RANGES: Final[Mapping[str, tuple[int, int]]] = {
     "sequences": (1, 65_536),  # more than any memory has rows for; their slots still find addresses
     "steps": (1, _MOST),
     "repeat": (1, _MOST),
-    "max_num_batched_tokens": (1, _MOST),
 }
 
 
@@ -108,7 +107,6 @@ class Settings:
     """FlashAttention-3's library."""
     repeat: int = 2
     """Timed runs of each serving workload."""
-    max_num_batched_tokens: int | None = None
     tensor_parallel_sizes: tuple[int, ...] = ()
     """GPUs of each engine, or processes on a CPU, from `device` on; empty for one."""
     tokenizer: Path | None = None

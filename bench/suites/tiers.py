@@ -35,9 +35,9 @@ from bench.suites.serve.generate import random_tokens
 from bench.suites.serve.models import Weights, prefill_s
 from bench.suites.serve.systems import (
     LIKELIEST,
-    EngineLimits,
     EngineSystem,
     LogProbs,
+    Options,
     Said,
     ServedRun,
     params_of,
@@ -269,7 +269,7 @@ def _random_rows(
 class _Engine(EngineSystem):
     """An engine over tiers, which have what the device forgets."""
 
-    def __init__(self, weights: Weights, limits: EngineLimits, tiers: Sequence[Tier]) -> None:
+    def __init__(self, weights: Weights, limits: Options, tiers: Sequence[Tier]) -> None:
         super().__init__("vmmkv", weights, limits, tiers=tiers)
         self.tiers: Final = tiers
         self.beside: Callable[[list[Said]], object] = lambda said: None
@@ -306,7 +306,7 @@ def _others(context: Context, prompts: Sequence[TokenIds]) -> list[TokenIds]:
 
 
 @contextmanager
-def _engine(context: Context, weights: Weights, limits: EngineLimits, sizes: Mapping[str, int]) -> Iterator[_Engine]:
+def _engine(context: Context, weights: Weights, limits: Options, sizes: Mapping[str, int]) -> Iterator[_Engine]:
     """An engine with tiers of so many bytes."""
     context.recorder.note(f"{context.model.name}: the engine starts, over {' and '.join(sizes) or 'no tier'}")
     with _opened(context.settings, sizes) as tiers, closing(_Engine(weights, limits, tiers)) as engine:
@@ -318,9 +318,8 @@ def _first(context: Context, shape: Shape) -> None:
     """Of each length and tier: a new prompt is computed, is on the device, and when that has forgotten it, in the tier."""
     settings = context.settings
     lengths = (1100,) if settings.small else (4096, 8192, 32_768)
-    limits = EngineLimits(
-        budget_bytes=64 * MIB if settings.small else 12 * GIB, max_tokens=max(lengths) + _OWN_TOKENS, max_num_seqs=8
-    )
+    limits = {"kv_budget_bytes": 64 * MIB if settings.small else 12 * GIB, "max_tokens": max(lengths) + _OWN_TOKENS}
+    limits["max_num_seqs"] = 8
     cases = _cases(settings, "host", "disk", "redis")
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         for case in cases:
@@ -371,9 +370,8 @@ def _working_set(context: Context, shape: Shape) -> None:
     max_tokens = begin[1] + (turns - 1) * more[1] + turns * out
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         pages = ceil_div(num_tokens * weights.source.layout.row_bytes, PAGE_BYTES)
-        limits = EngineLimits(
-            budget_bytes=pages // 4 * PAGE_BYTES, max_tokens=max_tokens, max_num_seqs=2 if settings.small else 64
-        )
+        budget_bytes, most = pages // 4 * PAGE_BYTES, 2 if settings.small else 64
+        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": max_tokens, "max_num_seqs": most}
         text = f"{count} conversations of {turns} turns, {num_tokens // count} tokens each, a quarter of them on the device"
         name = context.name("working_set", text)
         systems = {
@@ -397,7 +395,7 @@ def _working_set(context: Context, shape: Shape) -> None:
             save_weights(Weights(context.model, settings.device, settings.seed), folder)
             context.recorder.note(f"{name}, vLLM")
             host_gib = pages * PAGE_BYTES / GIB
-            vllm = Vllm(folder, context.model, settings, kv_cache_memory_bytes=limits.budget_bytes, kv_offloading_size=host_gib)
+            vllm = Vllm(folder, context.model, settings, kv_cache_memory_bytes=budget_bytes, kv_offloading_size=host_gib)
             with closing(vllm):
                 _check(context, vllm, talks[0][0][:2])
                 runs = [_rounds(vllm, talk, out) for talk in talks[1:]]
@@ -434,7 +432,7 @@ def _compare(
     context: Context,
     name: str,
     weights: Weights,
-    limits: EngineLimits,
+    limits: Options,
     systems: Mapping[str, tuple[str, Mapping[str, int]]],
     serve: Callable[[_Engine], list[ServedRun]],
 ) -> None:
@@ -487,7 +485,7 @@ def _beside(context: Context, shape: Shape) -> None:
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
         num_pages = count * layout.pages_for(begin + out) + (2 + num_stores) * layout.pages_for(known)
-        limits = EngineLimits(budget_bytes=num_pages * PAGE_BYTES, max_tokens=known + _OWN_TOKENS, max_num_seqs=count)
+        limits = {"kv_budget_bytes": num_pages * PAGE_BYTES, "max_tokens": known + _OWN_TOKENS, "max_num_seqs": count}
         with _engine(context, weights, limits, {"host": 8 * layout.pages_for(known) * PAGE_BYTES}) as engine:
             _check(context, engine, [prompt])
             rows: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -588,7 +586,7 @@ def _swap(context: Context, shape: Shape) -> None:
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
         budget_bytes = layout.pages_for(num_fitting * (length + out)) * PAGE_BYTES
-        limits = EngineLimits(budget_bytes=budget_bytes, max_tokens=length + out, max_num_seqs=count)
+        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": length + out, "max_num_seqs": count}
         tier_bytes = count * layout.pages_for(length + out) * PAGE_BYTES
         name = context.name("swap", f"{count} requests of {length} tokens in, {out} out, room for {num_fitting}")
         systems = {"none": ("recompute", {}), "host": ("swap", {"host": tier_bytes})}

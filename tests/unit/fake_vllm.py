@@ -40,7 +40,6 @@ class LLM:
     gpu_memory_utilization: float
     max_model_len: int
     max_num_seqs: int
-    max_num_batched_tokens: int | None
     seed: int
     stream_interval: int
     kv_cache_memory_bytes: int | None = None

@@ -122,7 +122,6 @@ def test_compare_names_what_is_worse_and_exits_with_1_if_told(
         (["append", "--parts", "decode"], "--parts: append have none"),
         (["kernels", "--parts", "x"], "no part x; kernels has decode"),
         (["kernels", "--cases", "9x9"], "no case 9x9: decode has 2x96, skewed"),
-        (["serve", "--max-num-batched-tokens", "4"], "is less than the 16 sequences"),
         (["serve", "--parts", "closed", "--cases", "x"], "no case x: closed has uniform, chat"),
         (["compare", "absent", "absent"], "absent: no such file or folder"),
         (["report", "absent"], "absent: no such file or folder"),

@@ -19,7 +19,7 @@ from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memo
 from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
-from bench.suites.serve.systems import EngineLimits, share_same, take_turns
+from bench.suites.serve.systems import share_same, take_turns
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import Driver, open_driver
@@ -45,10 +45,8 @@ def run(recorder: Recorder) -> None:
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
         memories = backend.systems_on(settings.device, settings.fa3)
-        if small:
-            limits = EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256)
-        else:
-            limits = EngineLimits(budget_bytes=16 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
+        sizes = (64 * MIB, 2048, 8, 256) if small else (16 * GIB, 8192, 128, 8192)
+        limits = dict(zip(("kv_budget_bytes", "max_tokens", "max_num_seqs", "max_num_batched_tokens"), sizes, strict=True))
         with (
             recorder.guarded(f"{prefix}requests"),
             opened(context, limits, memories, without_prefixes=True) as systems,

@@ -102,19 +102,13 @@ class Context:
 
 
 def check(settings: Settings) -> None:
-    """Raises: ValueError for a part or a case that was asked for and lacks something, or for too few tokens a step."""
+    """Raises: ValueError for a part or a case that was asked for and lacks something."""
     for part in _NEEDED:
         asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
         if asked and (why := _lacking(part, settings)):
             raise ValueError(f"serve's part {part} cannot run: {why}")
     if settings.tensor_parallel_sizes and not set(settings.parts) & set(GENERATED):
         raise ValueError(f"--tensor-parallel-size is of serve's parts {', '.join(GENERATED)}: name some by --parts")
-    num_sequences = 16 if settings.small else 256
-    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < num_sequences:
-        raise ValueError(
-            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than the {num_sequences} sequences that run "
-            f"at once, each of which needs one token a step; raise it to {num_sequences} at least"
-        )
     of_vllm = [case for case in settings.cases if case in GENERATED]
     if of_vllm and settings.wants("outside") and (why := lacks_vllm(settings)):
         raise ValueError(f"serve's part outside cannot run {', '.join(of_vllm)}: {why}")

@@ -18,11 +18,10 @@ from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.models import ServedModel, Weights, requests_s
 from bench.suites.serve.systems import (
-    EngineLimits,
     EngineSystem,
     LogProbs,
+    Options,
     ServedRun,
-    System,
     share_off,
     share_same,
     take_turns,
@@ -35,12 +34,11 @@ _CHECKED_TOKENS: Final = 4
 """Of each answer that is held against the first system's."""
 
 
-def limits_of(settings: Settings) -> EngineLimits:
+def limits_of(settings: Settings) -> Options:
     """The same for all systems."""
     if settings.small:
-        return EngineLimits(budget_bytes=16 * MIB, max_tokens=512, max_num_seqs=8, max_num_batched_tokens=256)
-    step_tokens = settings.max_num_batched_tokens
-    return EngineLimits(budget_bytes=16 * GIB, max_tokens=4096, max_num_seqs=256, max_num_batched_tokens=step_tokens)
+        return {"kv_budget_bytes": 16 * MIB, "max_tokens": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    return {"kv_budget_bytes": 16 * GIB, "max_tokens": 4096, "max_num_seqs": 256}
 
 
 def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
@@ -52,7 +50,7 @@ def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str,
     common: dict[str, Any] = {
         "seed": seed,
         "vocabulary": min(_IDS, model.vocabulary),
-        "max_tokens": limits_of(settings).max_tokens,
+        "max_tokens": limits_of(settings)["max_tokens"],
     }
     if part == "rates":
         rates, duration_s, least = ([4.0, 8.0], 1.0, 4) if small else ([1.0, 2.0, 4.0, 8.0, 16.0], 12.0, 24)
@@ -95,12 +93,11 @@ def run(context: Context, part: str) -> None:
     asked = {case: each for case, each in workloads_of(context.model, settings, part).items() if settings.wants_case(case)}
     if not asked:
         return
-    assert limits.budget_bytes is not None
     memories = ["vmmkv"] if part == "outside" else systems_on(settings.device, settings.fa3)
     with opened(context, limits, memories, outside=part == "outside") as systems:
         for case, workload in asked.items():
             text = f", {case} requests/s, Poisson" if part == "rates" else f": {workload.text}"
-            name = context.name(part, f"{workload.name}{text}, {format_bytes(limits.budget_bytes)} of rows")
+            name = context.name(part, f"{workload.name}{text}, {format_bytes(limits['kv_budget_bytes'])} of rows")
             with context.recorder.guarded(name):
                 for system, runs in _measured(context, name, systems, workload).items():
                     if part == "rates":
@@ -112,8 +109,8 @@ def run(context: Context, part: str) -> None:
 
 @contextmanager
 def opened(
-    context: Context, limits: EngineLimits, memories: Iterable[str], *, outside: bool = False, without_prefixes: bool = False
-) -> Iterator[list[System]]:
+    context: Context, limits: Options, memories: Iterable[str], *, outside: bool = False, without_prefixes: bool = False
+) -> Iterator[list[Any]]:
     """All systems, beside each other, over the same weights. A kept engine takes all memory, and is closed.
 
     `without_prefixes`: vmmkv without a prefix cache in place of static slots, which share nothing either.
@@ -123,12 +120,12 @@ def opened(
         weights = Weights(context.model, context.settings.device, context.settings.seed)
         stack.callback(weights.close)
         stack.enter_context(torch.inference_mode())
-        systems: list[System] = []
+        systems: list[Any] = []
         stack.callback(systems.clear)
         for memory in memories:
             context.recorder.note(f"{context.model.name}: {memory} starts")
             shares = not (without_prefixes and memory == "static")
-            systems.append(EngineSystem(memory if shares else "vmmkv", weights, limits, prefix_cache=shares))
+            systems.append(EngineSystem(memory if shares else "vmmkv", weights, {**limits, "prefix_cache": shares}))
             stack.callback(systems[-1].close)
         if outside:
             from bench.suites.serve.outside import StaticBatches
@@ -140,7 +137,7 @@ def opened(
     context.close()  # collects: what captured graphs and weights keep is not free before
 
 
-def _measured(context: Context, name: str, systems: Sequence[System], workload: Workload) -> dict[str, list[ServedRun]]:
+def _measured(context: Context, name: str, systems: Sequence[Any], workload: Workload) -> dict[str, list[ServedRun]]:
     """The runs of each system. All are checked before any has rows. Raises: WrongNumbers."""
     recorder, strict = context.recorder, not context.settings.on_gpu
     offs = checked(context, systems, workload, 2 if context.settings.small else 4)
@@ -155,7 +152,7 @@ def _measured(context: Context, name: str, systems: Sequence[System], workload: 
     return runs
 
 
-def checked(context: Context, systems: Sequence[System], workload: Workload, count: int) -> dict[str, float]:
+def checked(context: Context, systems: Sequence[Any], workload: Workload, count: int) -> dict[str, float]:
     """By how much log-probabilities are off the first system's, as a share of what other prompts change.
 
     Of engines, those of the first tokens of an answer, of which all but one are decoded; of others, the first token's.

@@ -126,7 +126,7 @@ def filling(model: ServedModel, settings: Settings, num_tokens: int) -> Workload
 
 def run(context: Context, part: str) -> None:
     """The stages of a part by the engine."""
-    engine: UserEngine = context.engine(UserEngine, context.model, context.settings, None, None, context.num_ranks)
+    engine: UserEngine = context.engine(UserEngine, context.model, context.settings, context.num_ranks)
     of_part = stages(context.model, context.settings, part)
     if part not in context.alone:  # by the engine of the fewest ranks, which those of more are held against
         context.alone[part] = computed_alone(context, engine, of_part)

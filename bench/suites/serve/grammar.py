@@ -19,7 +19,7 @@ from bench.harness import WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.models import Weights, digest_of, tokenizer_file
 from bench.suites.serve.schemas import SCHEMAS
-from bench.suites.serve.systems import EngineLimits, EngineSystem, params_of
+from bench.suites.serve.systems import EngineSystem, Options, params_of
 from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Generate
 from vmmkv.server.structured_output.compiler import Compilation
@@ -144,8 +144,8 @@ class _ByScript(StructuredOutputManager):
 class ScriptedEngine(EngineSystem):
     """The engine over slots, asked for answers by a grammar. Close it."""
 
-    def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: EngineLimits) -> None:
-        super().__init__("vmmkv", weights, limits, prefix_cache=False)
+    def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: Options) -> None:
+        super().__init__("vmmkv", weights, {**limits, "prefix_cache": False})
         self._structured = _ByScript(vocabulary)
         self.loop.follow_grammars(self._structured)
 
@@ -201,7 +201,7 @@ def run(context: Context, part: str) -> None:
         compilation = Compilation(vocabulary)
         asked = {name: of_schema(SCHEMAS[name]) for name in names}
         compiled = {name: compilation.compile(one.kind, one.source) for name, one in asked.items()}
-        limits = EngineLimits(max_tokens=2 * _PROMPT_TOKENS + max_tokens, max_num_seqs=max(at_once))
+        limits = {"max_tokens": 2 * _PROMPT_TOKENS + max_tokens, "max_num_seqs": max(at_once)}
         engine = stack.enter_context(closing(ScriptedEngine(weights, vocabulary, limits)))
         draws = random.Random(settings.seed)
 

@@ -21,11 +21,10 @@ from bench.harness import Settings, WrongNumbers, release_memory
 from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
-from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, ServedRun, Turns, UserEngine
+from bench.suites.serve.systems import LIKELIEST, LogProbs, Options, ServedRun, Turns, UserEngine, of_users
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVLayout
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
-from vmmkv.units import format_bytes
 
 _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
@@ -114,25 +113,17 @@ class StaticBatches:
     Prompts are padded on the left. All batches of a run have one size, so that nothing is compiled or allocated between them:
     empty rows are computed too. All else is transformers' default: attention by SDPA, prompts in one piece, and on a GPU
     compiled decode steps; compiling is not timed. A DynamicCache, whose steps are not compiled, has half the speed or less.
-    See System. Raises: ValueError if the budget does not hold one sequence.
     """
 
     name: Final = "transformers StaticCache"
 
-    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
-        assert limits.budget_bytes and limits.max_tokens, "all systems have the same"
-        self._model, self._max_tokens = as_transformers(weights), limits.max_tokens
+    def __init__(self, weights: Weights, limits: Options) -> None:
+        self._model, self._max_tokens = as_transformers(weights), limits["max_tokens"]
         row_bytes = KVLayout.from_config(self._model.config, self._model.dtype).row_bytes
-        sequence_bytes = limits.max_tokens * row_bytes
-        self._most_rows: Final = min(limits.max_num_seqs, limits.budget_bytes // sequence_bytes)
-        if not self._most_rows:
-            raise ValueError(
-                f"{self.name}: a sequence takes {format_bytes(sequence_bytes)}, and the budget is "
-                f"{format_bytes(limits.budget_bytes)}; raise budget_bytes"
-            )
+        self._most_rows: Final = min(limits["max_num_seqs"], limits["kv_budget_bytes"] // (self._max_tokens * row_bytes))
 
     def run(self, workload: Workload) -> ServedRun:
-        """See System."""
+        """See EngineSystem."""
         turns, waiting = Turns(workload.asks), deque[int]()
         num_rows = min(self._most_rows, sum(ask.after is None for ask in workload.asks))  # one turn of each conversation
         with no_grad(), self._cache() as cache:
@@ -157,7 +148,7 @@ class StaticBatches:
         return ServedRun(turns.served, turns.seconds)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See System."""
+        """See EngineSystem."""
         config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_scores=True)
         with no_grad(), self._cache() as cache:
             padded = self._padded([prompt.tolist() for prompt in prompts])
@@ -166,7 +157,7 @@ class StaticBatches:
         return [dict(zip(*each, strict=True)) for each in zip(ids.tolist(), values.tolist(), strict=True)]
 
     def close(self) -> None:
-        """See System. The weights are the engine's."""
+        """Nothing of its own is left: the weights are the engine's."""
         self._model = None
 
     def _next_batch(self, turns: Turns, waiting: deque[int], num_rows: int) -> list[int]:
@@ -246,8 +237,7 @@ class Vllm:
             skip_tokenizer_init=True,
             gpu_memory_utilization=0.9,
             max_model_len=min(model.reach, _VLLM_TOKENS),
-            max_num_seqs=EngineLimits.of(settings).max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=of_users(settings)["max_num_seqs"],
             seed=settings.seed,
             stream_interval=_VLLM_TOKENS,
             **options,
@@ -292,7 +282,7 @@ class Vllm:
         return ServedRun(turns.served, turns.seconds, cached_tokens=cached_tokens, likeliest=likeliest)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See System."""
+        """See EngineSystem."""
         asks = tuple(Ask(prompt=prompt, num_out=1) for prompt in prompts)
         return self.run(Workload(name="", text="", asks=asks), num_scored=len(prompts)).likeliest
 

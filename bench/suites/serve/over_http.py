@@ -30,7 +30,7 @@ from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
-from bench.suites.serve.systems import EngineLimits, UserEngine
+from bench.suites.serve.systems import UserEngine, of_users
 from bench.workloads import Ask
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.console import die_with_parent
@@ -159,13 +159,9 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
 
 def engine_options(settings: Settings) -> list[str]:
     """Those of `vmmkv serve` by which its engine is the one in this process."""
-    limits = EngineLimits.of(settings)
-    options = {"--seed": settings.seed, "--max-num-seqs": limits.max_num_seqs}
-    if limits.budget_bytes is not None:
-        options["--kv-budget"] = limits.budget_bytes
-    if limits.max_num_batched_tokens is not None:
-        options["--max-num-batched-tokens"] = limits.max_num_batched_tokens
-    return ["--load-format", "dummy", *(str(each) for option in options.items() for each in option)]
+    limits = of_users(settings)
+    options = ["--load-format", "dummy", "--seed", str(settings.seed), "--max-num-seqs", str(limits["max_num_seqs"])]
+    return options + (["--kv-budget", str(limits["kv_budget_bytes"])] if limits["kv_budget_bytes"] else [])
 
 
 @contextmanager

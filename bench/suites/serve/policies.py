@@ -22,7 +22,7 @@ from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.generate import random_tokens
 from bench.suites.serve.models import ServedModel, Weights, requests_s
-from bench.suites.serve.systems import LIKELIEST, EngineLimits, EngineSystem, LogProbs, Said, ServedRun, params_of, share_off
+from bench.suites.serve.systems import LIKELIEST, EngineSystem, LogProbs, Options, Said, ServedRun, params_of, share_off
 from bench.workloads import Ask, Workload
 from vmmkv.server.kv_policy import Eviction
 from vmmkv.server.protocol import Compacted, FromEngine, Generate, Output
@@ -83,7 +83,7 @@ class Moment(NamedTuple):
 class PolicyEngine(EngineSystem):
     """The engine, whose requests have a policy, and whose steps are watched."""
 
-    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
+    def __init__(self, weights: Weights, limits: Options) -> None:
         self._num_compactions = 0
         super().__init__("vmmkv", weights, limits)
         self.policy: Mapping[str, Any] | None = None
@@ -147,12 +147,7 @@ def run(context: Context, part: str) -> None:
         layout = weights.source.layout
         whole_bytes = layout.pages_for(sizes.prompt + sizes.out) * PAGE_BYTES
         budget_bytes = max(1, sizes.num_requests * 3 // 4) * whole_bytes
-        limits = EngineLimits(
-            budget_bytes=budget_bytes,
-            max_tokens=sizes.prompt + sizes.out,
-            max_num_seqs=sizes.num_requests,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
+        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": sizes.prompt + sizes.out, "max_num_seqs": sizes.num_requests}
         text = f"{len(asks)} requests of {sizes.prompt} tokens in, {sizes.out} out, {format_bytes(budget_bytes)} of rows"
         name = context.name(part, text)
         recorder.note(f"{model.name}: the engine starts")

@@ -12,7 +12,7 @@ from typing import Final
 from bench.suites.serve import Context
 from bench.suites.serve.generate import Stage, computed_alone, measure, stages
 from bench.suites.serve.models import requests_s
-from bench.suites.serve.systems import EngineLimits, UserEngine
+from bench.suites.serve.systems import UserEngine, of_users
 from vmmkv.layout import KV_KINDS
 from vmmkv.units import GIB
 
@@ -24,13 +24,13 @@ _TIMES: Final = 2
 
 def run(context: Context, part: str) -> None:
     """Both workloads by an engine of each type; `--cases` chooses types."""
-    settings, limits = context.settings, EngineLimits.of(context.settings)
-    limits = replace(limits, budget_bytes=limits.budget_bytes or _BUDGET_BYTES, max_num_seqs=_TIMES * limits.max_num_seqs)
+    settings, limits = context.settings, of_users(context.settings)
+    limits = {"kv_budget_bytes": limits["kv_budget_bytes"] or _BUDGET_BYTES, "max_num_seqs": _TIMES * limits["max_num_seqs"]}
     (few,) = stages(context.model, settings, "mixed")
     lengths = [len(ask.prompt) + ask.num_out for ask in few.workload.asks]
     context.close()
     for kv_cache_dtype in filter(settings.wants_case, ("auto", *KV_KINDS)):
-        with closing(UserEngine(context.model, settings, limits, kv_cache_dtype)) as engine:
+        with closing(UserEngine(context.model, settings, kv_cache_dtype=kv_cache_dtype, **limits)) as engine:
             for stage in (few, times(context, few)):
                 name = context.name(part, stage.workload.text)
                 stage = replace(stage, workload=replace(stage.workload, name=part))

@@ -22,7 +22,8 @@ from bench.harness import WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.generate import random_tokens, stages
 from bench.suites.serve.models import Weights, prefill_s, read_s
-from bench.suites.serve.systems import EngineLimits, EngineSystem
+from bench.suites.serve.systems import EngineSystem, of_users
+from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.units import ceil_div
 
 _SYSTEM: Final = "vmmkv"
@@ -61,7 +62,7 @@ def _open(context: Context) -> EngineSystem:
     """The engine's loop over vmmkv, with its own choice of memory: it takes all of a GPU."""
     settings = context.settings
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
-        return EngineSystem(_SYSTEM, weights, EngineLimits.of(settings))
+        return EngineSystem(_SYSTEM, weights, of_users(settings))
 
 
 def _time_steps(context: Context, engine: EngineSystem) -> None:
@@ -129,15 +130,11 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
     """Microseconds from step to step while all of a batch decode, at least `window` of them around `rows` rows each.
 
     The first of many prompts begins to decode while the last are computed: all answers have steps to spare.
-    Raises: ValueError if prompts take too many steps; WrongNumbers if too few steps had the whole batch.
+    Raises: WrongNumbers if too few steps had the whole batch.
     """
-    spare = max(window // 2, ceil_div(batch * rows, engine.step_tokens))
+    spare = max(window // 2, ceil_div(batch * rows, STEP_TOKENS[context.settings.device.type]))
     length = rows - window // 2 - spare
-    if length < _APART:
-        raise ValueError(
-            f"{batch} prompts of about {rows} tokens take {spare} steps of {engine.step_tokens} tokens: by then the first has "
-            "left the context; raise --max-num-batched-tokens"
-        )
+    assert length >= _APART, "the first has left the context when the last prompt is computed"
     seed = context.settings.seed
     draws = random.Random(seed)
     engine.forget()

@@ -1,6 +1,6 @@
 """What serves a workload: the engine over one kind of memory, the engine as a user has it, and the checks before timing.
 
-    asks ── Turns: which requests have arrived ──> System.run ──> ServedRun: tokens of each request, and when they came
+    asks ── Turns: which requests have arrived ──> run ──> ServedRun: tokens of each request, and when they came
 
 All is greedy unless a stage samples, and no token ends an answer before its number of tokens. Nothing is known of any prompt
 before a run.
@@ -17,8 +17,8 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 
@@ -27,8 +27,7 @@ from bench.harness import Recorder, Settings, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine.loading import STEP_TOKENS, Loaded, assemble
+from vmmkv.server.engine.loading import Loaded, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 from vmmkv.tiers import Tier
 from vmmkv.units import MIB
@@ -152,46 +151,14 @@ Said = tuple[int, Sequence[int], bool]
 # systems
 
 
-class System(Protocol):
-    """Serves workloads. Close it."""
-
-    @property
-    def name(self) -> str:
-        """As rows have it."""
-        ...
-
-    def run(self, workload: Workload) -> ServedRun:
-        """All requests, each when it arrives. Raises: WrongNumbers."""
-        ...
-
-    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """The likeliest first tokens of each prompt, computed side by side."""
-        ...
-
-    def close(self) -> None:
-        """Give its memory back. Idempotent."""
-        ...
+Options = Mapping[str, Any]
+"""Of `vmmkv.server.LLM`, by their names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """The same for all systems that are compared. None: the engine's own choice."""
-
-    budget_bytes: int | None = None
-    """For K and V."""
-    max_tokens: int | None = None
-    """Of the longest request: the rows of a static slot."""
-    max_num_seqs: int
-    max_num_batched_tokens: int | None = None
-
-    @classmethod
-    def of(cls, settings: Settings) -> "EngineLimits":
-        """Of an engine that takes all memory, which is little where sizes are small."""
-        return cls(
-            budget_bytes=32 * MIB if settings.small else None,
-            max_num_seqs=16 if settings.small else 256,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
+def of_users(settings: Settings) -> dict[str, Any]:
+    """The limits of an engine that takes all memory, which is little where sizes are small."""
+    small = settings.small
+    return {"max_num_seqs": 16 if small else 256, "kv_budget_bytes": 32 * MIB if small else None}
 
 
 def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = False, **sampling: Any) -> SamplingParams:
@@ -203,33 +170,20 @@ def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = Fal
 class EngineSystem:
     """The engine's loop over one of `SYSTEMS`, each a kind of memory."""
 
-    def __init__(
-        self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True, tiers: Sequence[Tier] = ()
-    ) -> None:
-        name = f"{memory} {limits.max_tokens}" if memory == "static" else memory
-        self.name: Final = name if prefix_cache else "none"
+    def __init__(self, memory: str, weights: Weights, options: Options, *, tiers: Sequence[Tier] = ()) -> None:
+        config = replace(weights.config, **options)
+        name = f"{memory} {config.max_tokens}" if memory == "static" else memory
+        self.name: Final = name if config.prefix_cache else "none"
         self.dtype: Final = weights.source.dtype
-        self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[weights.device.type]
         self._said: deque[FromEngine] = deque()
         self._cached: Counter[str] = Counter()
         self.snapshot: Snapshot | None = None
         """The engine's counts since it was started, at the end of the last run or later."""
-        config = ServeConfig(
-            model=weights.config.model,
-            device=weights.config.device,
-            load_format="dummy",
-            seed=weights.config.seed,
-            kv_budget_bytes=limits.budget_bytes,
-            max_tokens=limits.max_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            prefix_cache=prefix_cache,
-        )
         self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=SYSTEMS[memory], tiers=tiers)
         self.loop: Final = self.loaded.engine
 
     def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
-        """See System. `keep`: prefixes of the run before stay."""
+        """All requests, each when it arrives. `keep`: prefixes of the run before stay. Raises: WrongNumbers."""
         if not keep:
             self.forget()
         self._cached = Counter()
@@ -292,7 +246,7 @@ class EngineSystem:
                 yield from message.outputs
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See System."""
+        """The likeliest first tokens of each prompt, computed side by side."""
         return [likeliest[0] for _, likeliest in self.begins(prompts, 1)]
 
     def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
@@ -326,7 +280,7 @@ class EngineSystem:
         self._said.clear()
 
     def close(self) -> None:
-        """See System."""
+        """Give its memory back. Idempotent."""
         self.loaded.close()
 
 
@@ -368,30 +322,14 @@ class UserEngine:
 
     name = "vmmkv"
 
-    def __init__(
-        self,
-        model: ServedModel,
-        settings: Settings,
-        limits: EngineLimits | None = None,
-        kv_cache_dtype: str | None = None,
-        num_ranks: int = 1,
-    ) -> None:
+    def __init__(self, model: ServedModel, settings: Settings, num_ranks: int = 1, **options: Any) -> None:
         """With a type of the KV cache, or several ranks, the name says it."""
-        self._device, limits = settings.device, limits or EngineLimits.of(settings)
+        self._device = settings.device
+        given = {"device": str(settings.device), "load_format": "dummy", "seed": settings.seed, **of_users(settings), **options}
         with model.directory() as directory:
-            self._engine = LLM(
-                directory,
-                device=str(settings.device),
-                kv_budget_bytes=limits.budget_bytes,
-                kv_cache_dtype=kv_cache_dtype or "auto",
-                tensor_parallel_size=num_ranks,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                load_format="dummy",
-                seed=settings.seed,
-            )
+            self._engine = LLM(directory, tensor_parallel_size=num_ranks, **given)
         ready = self._engine.ready
-        if kv_cache_dtype is not None:
+        if "kv_cache_dtype" in options:
             self.name = f"{self.name}, {ready.kv_cache_dtype} KV"
         if num_ranks > 1:
             self.name = f"{self.name}, TP {num_ranks}"
@@ -400,7 +338,7 @@ class UserEngine:
         self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
 
     def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
-        """See System. Each request has a seed, and parameters by `sampling`.
+        """All requests at once. Each has a seed, and parameters by `sampling`.
 
         `num_scored`: the likeliest first tokens of so many; `keep`: prefixes of the run before stay.
         """
@@ -441,7 +379,7 @@ class UserEngine:
         return [self.run(each, num_scored=1).likeliest[0] for each in alone]
 
     def close(self) -> None:
-        """See System."""
+        """Give its memory back. Idempotent."""
         self._engine.close()
 
 
