@@ -14,7 +14,7 @@ of more than `max_tokens` together are drawn again, so a small `max_tokens` give
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Final
@@ -49,10 +49,15 @@ class Ask:
 class Workload:
     """Requests in the order in which they are sent, if nothing else says when."""
 
-    name: str
-    text: str
+    name: str = ""
+    text: str = ""
     """Sizes in words, as rows have them."""
     asks: tuple[Ask, ...]
+
+
+def at_once(prompts: Iterable[TokenIds], num_out: int, **names: str) -> Workload:
+    """Requests for so many tokens each."""
+    return Workload(asks=tuple(Ask(prompt=prompt, num_out=num_out) for prompt in prompts), **names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

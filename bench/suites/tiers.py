@@ -31,7 +31,7 @@ import torch
 
 from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, synchronize
 from bench.suites.serve import Context, lacks_vllm
-from bench.suites.serve.generate import random_tokens
+from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import Weights, prefill_s
 from bench.suites.serve.systems import (
     LIKELIEST,
@@ -44,7 +44,7 @@ from bench.suites.serve.systems import (
     share_off,
     share_same,
 )
-from bench.workloads import Ask, TokenIds, Workload
+from bench.workloads import TokenIds, at_once
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import open_driver
 from vmmkv.holder.process import run as hold
@@ -290,19 +290,14 @@ class _Engine(EngineSystem):
 
 def _check(context: Context, engine: "_Engine | Vllm", prompts: Sequence[TokenIds]) -> None:
     """Hold first tokens of prompts that only the tiers know against those before. Raises: WrongNumbers."""
-    moved, right, again = map(engine.likeliest, (_others(context, prompts), prompts, prompts))
+    others = behind_others(context.model, context.settings.seed, prompts, _OWN_TOKENS)
+    moved, right, again = map(engine.likeliest, (others, prompts, prompts))
     share_off(right, again, moved, engine.dtype, "first tokens of prompts that tiers have")
 
 
 def _prompt(context: Context, length: int, *names: int) -> TokenIds:
     """Random tokens; of the same length and names the same, else with no beginning in common."""
-    return np.array(random_tokens(context.model, context.settings.seed, length, *names, length), np.int32)
-
-
-def _others(context: Context, prompts: Sequence[TokenIds]) -> list[TokenIds]:
-    """Prompts with the last tokens of these, behind other ones."""
-    begins = [_prompt(context, len(each) - _OWN_TOKENS, 11, number) for number, each in enumerate(prompts)]
-    return [np.concatenate((begin, each[-_OWN_TOKENS:])) for begin, each in zip(begins, prompts, strict=True)]
+    return random_tokens(context.model, context.settings.seed, length, *names, length)
 
 
 @contextmanager
@@ -336,9 +331,8 @@ def _measure_first(context: Context, engine: _Engine, name: str, length: int, ti
     _check(context, engine, prompts[:1])
     runs: defaultdict[str, list[ServedRun]] = defaultdict(list)
     for prompt in prompts[1:]:
-        asked = Workload(name="first", text="", asks=(Ask(prompt=prompt, num_out=1),))
         for source in ("computed", "device", tier):
-            runs[source].append(engine.run(asked, keep=source == "device"))
+            runs[source].append(engine.run(at_once([prompt], 1), keep=source == "device"))
     for source, of_source in runs.items():
         if source != tier and not without_tier:
             continue
@@ -414,9 +408,7 @@ def _rounds(engine: "_Engine | Vllm", talks: Talks, num_out: int) -> ServedRun:
     whole = ServedRun([], 0.0)
     for news in talks:
         prompts = [np.concatenate(parts) for parts in zip(so_far, news, strict=True)]
-        run = engine.run(
-            Workload(name="", text="", asks=tuple(Ask(prompt=each, num_out=num_out) for each in prompts)), keep=True
-        )
+        run = engine.run(at_once(prompts, num_out), keep=True)
         so_far = [np.array([*prompt, *each.tokens], np.int32) for prompt, each in zip(prompts, run.served, strict=True)]
         cached = Counter(whole.cached_by_source) + Counter(run.cached_by_source)
         whole = ServedRun(
@@ -479,8 +471,8 @@ def _beside(context: Context, shape: Shape) -> None:
     count, begin, out, known, num_stores = (4, 32, 24, 1025, 2) if settings.small else (32, 128, 384, 8193, 24)
     draw = np.random.default_rng((settings.seed, 13)).integers
     vocabulary = min(10_001, context.model.vocabulary)
-    asks = tuple(Ask(prompt=draw(0, vocabulary, begin, dtype=np.int32), num_out=out) for _ in range(count))
-    decoding, prompt = Workload(name="decode", text="", asks=asks), draw(0, vocabulary, known, dtype=np.int32)
+    decoding = at_once((draw(0, vocabulary, begin, dtype=np.int32) for _ in range(count)), out)
+    prompt = draw(0, vocabulary, known, dtype=np.int32)
     name = context.name("beside", f"{count} requests of {begin} tokens in, {out} out; copies of {known - 1} tokens")
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
@@ -498,7 +490,7 @@ def _beside(context: Context, shape: Shape) -> None:
                     ("beside both", True, True),
                 ):
                     recorder.note(f"{name}, {system}, run {number} of {settings.repeat}")
-                    engine.run(Workload(name="known", text="", asks=(Ask(prompt=prompt, num_out=1),)))
+                    engine.run(at_once([prompt], 1))
                     engine.forget()
                     stored = [draw(0, vocabulary, known - 1, dtype=np.int32) for _ in range(num_stores if stores else 0)]
                     with _Copies(engine, prompt if loads else None, stored, count) as copies:
@@ -580,8 +572,7 @@ def _swap(context: Context, shape: Shape) -> None:
     runs = [[_prompt(context, length, 15, number, index) for index in range(count)] for number in range(settings.repeat)]
 
     def serve(engine: _Engine) -> list[ServedRun]:
-        asks = [tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts) for prompts in runs]
-        return [engine.run(Workload(name="swap", text="", asks=of_run)) for of_run in asks]
+        return [engine.run(at_once(prompts, out)) for prompts in runs]
 
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
@@ -616,7 +607,8 @@ def _restart(context: Context, shape: Shape) -> None:
         recorder.note(f"{name}: the first engine starts")
         first = _Killable(stack, options)
         answers = {system: [first.ask(each) for each in prompts] for system in ("computed", "warm")}
-        moved = [first.ask(each).likeliest for each in _others(context, prompts)]
+        others = behind_others(context.model, settings.seed, prompts, _OWN_TOKENS)
+        moved = [first.ask(each).likeliest for each in others]
         first.connection.send(last)
         first.kill()
         recorder.note(f"{name}: the next engine starts")

@@ -20,7 +20,7 @@ from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
 from bench.suites.serve.systems import share_same, take_turns
-from bench.workloads import Ask, TokenIds, Workload
+from bench.workloads import TokenIds, Workload, at_once
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import Driver, open_driver
 from vmmkv.units import GIB, MIB, PAGE_BYTES
@@ -124,7 +124,7 @@ def _wave(context: Context, prefix_tokens: int, round_: int, number: int) -> Wor
     own, out, requests = _request_sizes(context.settings)
     prefix = tokens(prefix_tokens)
     prompts = [np.concatenate((prefix, tokens(own, 1 + number, index))) for index in range(requests)]
-    return Workload(name="shared prefix", text="", asks=tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts))
+    return at_once(prompts, out)
 
 
 # attaching

@@ -10,7 +10,7 @@ full      the requests of mixed, where other prompts' prefixes have filled the m
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from bench.harness import Settings
 from bench.suites.serve import Context
 from bench.suites.serve.models import ServedModel, requests_s
 from bench.suites.serve.systems import LogProbs, ServedRun, UserEngine, share_off, share_same
-from bench.workloads import Ask, Workload
+from bench.workloads import Ask, TokenIds, Workload, at_once
 
 if TYPE_CHECKING:
     from bench.suites.serve.outside import Vllm
@@ -56,28 +56,27 @@ class Stage:
         return sum(ask.num_out for ask in self.workload.asks)
 
 
-def random_tokens(model: ServedModel, seed: int, count: int, *names: int) -> list[int]:
+def random_tokens(model: ServedModel, seed: int, count: int, *names: int) -> TokenIds:
     """Random ids; of the same names the same."""
-    return random.Random(f"{seed}/{'/'.join(map(str, names))}").choices(range(min(_IDS, model.vocabulary)), k=count)
+    ids = random.Random(f"{seed}/{'/'.join(map(str, names))}").choices(range(min(_IDS, model.vocabulary)), k=count)
+    return np.array(ids, np.int32)
+
+
+def behind_others(model: ServedModel, seed: int, prompts: Sequence[TokenIds], own_tokens: int) -> list[TokenIds]:
+    """Prompts with the last tokens of these, behind other ones."""
+    lengths = [len(prompt) - own_tokens for prompt in prompts]
+    begins = [random_tokens(model, seed, length, 11, number) for number, length in enumerate(lengths)]
+    return [np.concatenate((begin, prompt[-own_tokens:])) for begin, prompt in zip(begins, prompts, strict=True)]
 
 
 def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
     """The workloads of a part, each behind the other; of the same seed the same."""
     small, seed = settings.small, settings.seed
 
-    def stage(
-        name: str,
-        text: str,
-        prompts: list[list[int]],
-        outs: list[int],
-        *,
-        shared: int = 0,
-        known: bool = False,
-        own_tokens: int = 16,
-    ) -> Stage:
-        asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=out) for prompt, out in zip(prompts, outs, strict=True))
-        bound_s = requests_s(model, list(map(len, prompts)), outs, shared=shared, known=known)
-        return Stage(workload=Workload(name=name, text=text, asks=asks), bound_s=bound_s, own_tokens=own_tokens)
+    def stage(name: str, text: str, asks: Iterable[tuple[TokenIds, int]], own_tokens: int = 16, **shared: Any) -> Stage:
+        of_workload = tuple(Ask(prompt=prompt, num_out=out) for prompt, out in asks)
+        bound_s = requests_s(model, [len(ask.prompt) for ask in of_workload], [ask.num_out for ask in of_workload], **shared)
+        return Stage(workload=Workload(name=name, text=text, asks=of_workload), bound_s=bound_s, own_tokens=own_tokens)
 
     if part in _LIKE_MIXED:
         how, options = _LIKE_MIXED[part]
@@ -86,33 +85,32 @@ def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
     if part == "mixed":  # a prompt's length, its tokens, its answer's length, and so on: lengths in and out are drawn alike
         count, shortest, longest = (10, 8, 40) if small else (256, 100, 1024)
         draws, most = random.Random(seed), min(_IDS, model.vocabulary) - 1
-        prompts, outs = [], []
+        asks = []
         for _ in range(count):
-            length = draws.randint(shortest, longest)
-            prompts.append([draws.randint(0, most) for _ in range(length)])
-            outs.append(draws.randint(shortest, longest))
+            prompt = np.array([draws.randint(0, most) for _ in range(draws.randint(shortest, longest))], np.int32)
+            asks.append((prompt, draws.randint(shortest, longest)))
         text = f"{count} requests of {shortest}..{longest} tokens in, as many out"
-        return [stage(part, text, prompts, outs, own_tokens=shortest // 2)]
+        return [stage(part, text, asks, shortest // 2)]
     if part == "single":
         length, out = (64, 12) if small else (1024, 256)
-        return [stage(part, f"{length} tokens in, {out} out", [random_tokens(model, seed, length, 1)], [out])]
+        return [stage(part, f"{length} tokens in, {out} out", [(random_tokens(model, seed, length, 1), out)])]
     if part == "first":
         length = 700 if small else min(8192, model.reach - 1)
-        return [stage(part, f"{length} tokens in, 1 out", [random_tokens(model, seed, length, 2)], [1])]
+        return [stage(part, f"{length} tokens in, 1 out", [(random_tokens(model, seed, length, 2), 1)])]
     if part == "long":
         count, length, out = (2, 900, 6) if small else (8, min(32768, model.reach - 256), 256)
-        prompts = [random_tokens(model, seed, length, 3, index) for index in range(count)]
-        return [stage(part, f"{count} requests of {length} tokens in, {out} out", prompts, [out] * count)]
+        asks = [(random_tokens(model, seed, length, 3, index), out) for index in range(count)]
+        return [stage(part, f"{count} requests of {length} tokens in, {out} out", asks)]
     count, shared, own, out = (4, 1100, 16, 6) if small else (128, 4096, 128, 64)
     text = f"{count} requests of {shared} shared tokens and {own} own in, {out} out"
     prefix = random_tokens(model, seed, shared, 4)
     cold, warm = (
-        [prefix + random_tokens(model, seed, own, name, index) for index in range(count)]  # own tokens of each
+        [(np.concatenate((prefix, random_tokens(model, seed, own, name, index))), out) for index in range(count)]
         for name in (5, 6)
     )
     return [
-        stage("shared cold", text, cold, [out] * count, shared=shared, own_tokens=own),
-        stage("shared warm", text, warm, [out] * count, shared=shared, known=True, own_tokens=own),
+        stage("shared cold", text, cold, own, shared=shared),
+        stage("shared warm", text, warm, own, shared=shared, known=True),
     ]
 
 
@@ -120,8 +118,7 @@ def filling(model: ServedModel, settings: Settings, num_tokens: int) -> Workload
     """Prompts of more than so many tokens together, which nothing else begins with, and one token out of each."""
     length = min(_FILLING_TOKENS, model.reach // 2)
     prompts = [random_tokens(model, settings.seed, length, 8, index) for index in range(num_tokens // length + 1)]
-    asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=1) for prompt in prompts)
-    return Workload(name="filling", text=f"{len(asks)} requests of {length} tokens in, 1 out", asks=asks)
+    return at_once(prompts, 1, name="filling", text=f"{len(prompts)} requests of {length} tokens in, 1 out")
 
 
 def run(context: Context, part: str) -> None:
@@ -141,12 +138,11 @@ def computed_alone(context: Context, engine: UserEngine, of_part: Sequence[Stage
     """What `timed_runs` holds first tokens against."""
     found = []
     for stage in of_part:
-        asks, own = stage.workload.asks, stage.own_tokens
+        asks = stage.workload.asks
         longest = max(len(ask.prompt) for ask in asks)
         count = min(2 if context.settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest))
         prompts = [ask.prompt for ask in asks[:count]]
-        begins = [random_tokens(context.model, context.settings.seed, len(each) - own, 6, n) for n, each in enumerate(prompts)]
-        others = [np.array([*begin, *prompt[-own:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)]
+        others = behind_others(context.model, context.settings.seed, prompts, stage.own_tokens)
         found.append((engine.likeliest(prompts), engine.likeliest(others)))
     return found
 

@@ -22,7 +22,7 @@ from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
 from bench.suites.serve.systems import LIKELIEST, LogProbs, Options, ServedRun, Turns, UserEngine, of_users
-from bench.workloads import Ask, TokenIds, Workload
+from bench.workloads import TokenIds, Workload, at_once
 from vmmkv import KVLayout
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
 
@@ -283,8 +283,7 @@ class Vllm:
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See EngineSystem."""
-        asks = tuple(Ask(prompt=prompt, num_out=1) for prompt in prompts)
-        return self.run(Workload(name="", text="", asks=asks), num_scored=len(prompts)).likeliest
+        return self.run(at_once(prompts, 1), num_scored=len(prompts)).likeliest
 
     def forget(self) -> None:
         """Empty the prefix cache, when what is being stored in host memory is there. Raises: WrongNumbers."""

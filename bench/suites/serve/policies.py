@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.generate import random_tokens
+from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import ServedModel, Weights, requests_s
 from bench.suites.serve.systems import LIKELIEST, EngineSystem, LogProbs, Options, Said, ServedRun, params_of, share_off
 from bench.workloads import Ask, Workload
@@ -100,7 +100,7 @@ class PolicyEngine(EngineSystem):
         """All of them at once, over an empty prefix cache. Raises: WrongNumbers."""
         self.policy, self.scored, self.firsts, self.moments = policy, scored, {}, []
         self._num_asked, self._begun, self._has_ended = len(asks), set(), False
-        return self.run(Workload(name="policies", text="", asks=tuple(asks)))
+        return self.run(Workload(asks=tuple(asks)))
 
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
         """See EngineSystem."""
@@ -138,10 +138,8 @@ def run(context: Context, part: str) -> None:
     cases = {case: policy for case, policy in sizes.policies.items() if settings.wants_case(case)}
     if not cases:
         return
-    asks = [
-        Ask(prompt=np.array(random_tokens(model, settings.seed, sizes.prompt, 10, index), np.int32), num_out=sizes.out)
-        for index in range(sizes.num_requests)
-    ]
+    prompts = [random_tokens(model, settings.seed, sizes.prompt, 10, index) for index in range(sizes.num_requests)]
+    asks = [Ask(prompt=prompt, num_out=sizes.out) for prompt in prompts]
     context.close()
     with closing(Weights(model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
@@ -153,13 +151,10 @@ def run(context: Context, part: str) -> None:
         recorder.note(f"{model.name}: the engine starts")
         with closing(PolicyEngine(weights, limits)) as engine:
             scored = sorted({0, len(asks) - 1})  # the last one's prompt is computed beside requests that are compacted
-            prompts = [asks[index].prompt for index in scored]
-            begins = [random_tokens(model, settings.seed, sizes.prompt - _OWN_TOKENS, 11, index) for index in scored]
-            others = [
-                np.array([*begin, *prompt[-_OWN_TOKENS:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)
-            ]
+            compared = [prompts[index] for index in scored]
+            others = behind_others(model, settings.seed, compared, _OWN_TOKENS)
             recorder.note("requests alone")
-            alone, moved = ([engine.likeliest([each])[0] for each in some] for some in (prompts, others))
+            alone, moved = ([engine.likeliest([each])[0] for each in some] for some in (compared, others))
             prefills_s = _prefills(context, engine, {ALL: None} | cases, asks[0])
             for case, policy in cases.items():
                 with recorder.guarded(name, _system(case)):

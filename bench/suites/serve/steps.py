@@ -140,7 +140,7 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
     engine.forget()
     for index in range(batch):
         prompt = random_tokens(context.model, seed, length - draws.randrange(_APART), 7, batch, rows, index)
-        engine.add(index, prompt, window + 2 * spare)
+        engine.add(index, prompt.tolist(), window + 2 * spare)
     num_steady, before_s = 0, None
     try:
         while engine.loop.has_work:

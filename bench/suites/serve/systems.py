@@ -25,7 +25,7 @@ import torch
 from bench.baselines.backend import SYSTEMS
 from bench.harness import Recorder, Settings, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
-from bench.workloads import Ask, TokenIds, Workload
+from bench.workloads import Ask, TokenIds, Workload, at_once
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.engine.loading import Loaded, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
@@ -375,8 +375,7 @@ class UserEngine:
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """Of each prompt alone, over an empty cache: what checks hold a batch against."""
-        alone = [Workload(name="alone", text="", asks=(Ask(prompt=prompt, num_out=1),)) for prompt in prompts]
-        return [self.run(each, num_scored=1).likeliest[0] for each in alone]
+        return [self.run(at_once([prompt], 1), num_scored=1).likeliest[0] for prompt in prompts]
 
     def close(self) -> None:
         """Give its memory back. Idempotent."""
