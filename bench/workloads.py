@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -84,43 +84,40 @@ DOCUMENT_PROMPT: Final = LogNormal(median=7059, p90=12985)
 DOCUMENT_OUT: Final = LogNormal(median=208, p90=371)
 
 
-def uniform(
-    *, seed: int, vocabulary: int, count: int, max_tokens: int, prompt: Range = (100, 1024), out: Range = (100, 1024)
-) -> Workload:
-    """Prompts and answers of any length in a range, each as likely. Raises: ValueError for sizes that cannot be."""
-    draws = _Draws(seed, vocabulary, count, max_tokens, prompt, out)
+class Sizes(TypedDict):
+    """Of every workload: `count` requests, or conversations, each of which has `max_tokens` tokens at most."""
+
+    seed: int
+    vocabulary: int
+    count: int
+    max_tokens: int
+
+
+def uniform(prompt: Range = (100, 1024), out: Range = (100, 1024), **sizes: Unpack[Sizes]) -> Workload:
+    """Prompts and answers of any length in a range, each as likely."""
+    draws = _Draws(**sizes)
     lengths = draws.pairs(lambda n: (draws.between(n, prompt), draws.between(n, out)))
     return draws.unrelated("uniform", f"{_words(prompt)} in, {_words(out)} out", *lengths)
 
 
-def chat(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: float = 1.0) -> Workload:
+def chat(scale: float = 1.0, **sizes: Unpack[Sizes]) -> Workload:
     """Lengths of openchat_sharegpt4: conversations with GPT-4, each turn with what came before as its prompt.
 
     `scale` times as long, for a model that is too small for them: the spread stays.
-    Raises: ValueError for sizes that cannot be, or of which hardly anything fits into `max_tokens`.
     """
-    draws = _Draws(seed, vocabulary, count, max_tokens)
-    return draws.published("chat", "openchat_sharegpt4", CHAT_PROMPT, CHAT_OUT, scale)
+    return _Draws(**sizes).published("chat", "openchat_sharegpt4", CHAT_PROMPT, CHAT_OUT, scale)
 
 
-def long_documents(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: float = 1.0) -> Workload:
-    """Long prompts, short answers: lengths of arxiv_summarization. `scale` and errors: as `chat`."""
-    draws = _Draws(seed, vocabulary, count, max_tokens)
-    return draws.published("long documents", "arxiv_summarization", DOCUMENT_PROMPT, DOCUMENT_OUT, scale)
+def long_documents(scale: float = 1.0, **sizes: Unpack[Sizes]) -> Workload:
+    """Long prompts, short answers: lengths of arxiv_summarization. `scale`: as `chat`."""
+    return _Draws(**sizes).published("long documents", "arxiv_summarization", DOCUMENT_PROMPT, DOCUMENT_OUT, scale)
 
 
 def shared_prefix(
-    *,
-    seed: int,
-    vocabulary: int,
-    count: int,
-    max_tokens: int,
-    prefix_tokens: int = 1024,
-    own: Range = (32, 128),
-    out: Range = (32, 128),
+    prefix_tokens: int = 1024, own: Range = (32, 128), out: Range = (32, 128), **sizes: Unpack[Sizes]
 ) -> Workload:
     """All prompts begin with the same `prefix_tokens` tokens, a system prompt, and go on with their own."""
-    draws = _Draws(seed, vocabulary, count, max_tokens - prefix_tokens, (prefix_tokens, prefix_tokens), own, out)
+    draws = _Draws(sizes["seed"], sizes["vocabulary"], sizes["count"], sizes["max_tokens"] - prefix_tokens)
     prefix = draws.ids(prefix_tokens)
     lengths = draws.pairs(lambda n: (draws.between(n, own), draws.between(n, out)))
     text = f"{prefix_tokens} shared + {_words(own)} in, {_words(out)} out"
@@ -128,15 +125,7 @@ def shared_prefix(
 
 
 def multi_turn(
-    *,
-    seed: int,
-    vocabulary: int,
-    count: int,
-    max_tokens: int,
-    turns: int = 4,
-    new: Range = (50, 200),
-    out: Range = (50, 200),
-    think_s: float = 1.0,
+    turns: int = 4, new: Range = (50, 200), out: Range = (50, 200), think_s: float = 1.0, **sizes: Unpack[Sizes]
 ) -> Workload:
     """`count` conversations of so many turns each: a turn's prompt is the whole conversation before it and `new` tokens.
 
@@ -144,9 +133,7 @@ def multi_turn(
     first turns come first, then all second ones. Each turn but the first comes `think_s` after the one before, on average,
     exponentially distributed.
     """
-    draws = _Draws(seed, vocabulary, count, max_tokens, (turns, turns), new, out)
-    if think_s < 0:
-        raise ValueError(f"think_s={think_s}: at least 0")
+    draws, count = _Draws(**sizes), sizes["count"]
     news, outs = draws.pairs(  # [count, turns]
         lambda n: (draws.between(n * turns, new).reshape(n, turns), draws.between(n * turns, out).reshape(n, turns))
     )
@@ -163,18 +150,9 @@ def multi_turn(
     return Workload(name="multi turn", text=text, asks=tuple(asks))
 
 
-def skewed(
-    *,
-    seed: int,
-    vocabulary: int,
-    count: int,
-    max_tokens: int,
-    short: Range = (32, 256),
-    long: Range = (2048, 3072),
-    out: Range = (32, 512),
-) -> Workload:
+def skewed(short: Range = (32, 256), long: Range = (2048, 3072), out: Range = (32, 512), **sizes: Unpack[Sizes]) -> Workload:
     """A few very long prompts (a sixteenth of all, one at least) anywhere among many short ones."""
-    draws = _Draws(seed, vocabulary, count, max_tokens, short, long, out)
+    draws, count = _Draws(**sizes), sizes["count"]
     num_long = max(1, round(count / 16))
     ins, outs = np.empty(count, np.int64), np.empty(count, np.int64)
     are_long = np.zeros(count, np.bool_)
@@ -189,25 +167,19 @@ def skewed(
     return draws.unrelated("skewed", text, ins, outs)
 
 
-def ragged(
-    *, seed: int, vocabulary: int, count: int, max_tokens: int, prompt: Range = (100, 1024), mean_out: float = 256.0
-) -> Workload:
+def ragged(prompt: Range = (100, 1024), mean_out: float = 256.0, **sizes: Unpack[Sizes]) -> Workload:
     """Answers that end at very different times: each token is as likely as any to be the last (a geometric distribution)."""
-    draws = _Draws(seed, vocabulary, count, max_tokens, prompt)
-    if mean_out < 1:
-        raise ValueError(f"mean_out={mean_out}: an answer has at least 1 token")
+    draws = _Draws(**sizes)
     lengths = draws.pairs(lambda n: (draws.between(n, prompt), draws.rng.geometric(1 / mean_out, n)))
-    text = f"{_words(prompt)} in, {mean_out:g} out on average, geometric, at most {max_tokens} tokens"
+    text = f"{_words(prompt)} in, {mean_out:g} out on average, geometric, at most {sizes['max_tokens']} tokens"
     return draws.unrelated("ragged", text, *lengths)
 
 
 def arriving(workload: Workload, rate_per_s: float, *, seed: int) -> Workload:
     """The same requests, spread out as a Poisson process.
 
-    A request that waits for another (`after`) has no moment of its own, and keeps 0.0. Raises: ValueError unless rate > 0.
+    A request that waits for another (`after`) has no moment of its own, and keeps 0.0.
     """
-    if not rate_per_s > 0:
-        raise ValueError(f"rate_per_s={rate_per_s}: more than 0")
     num_free = sum(ask.after is None for ask in workload.asks)
     moments = iter(np.cumsum(np.random.default_rng(seed).gamma(1.0, 1 / rate_per_s, num_free)).tolist())
     asks = tuple(replace(ask, arrival_s=next(moments)) if ask.after is None else ask for ask in workload.asks)
@@ -215,14 +187,9 @@ def arriving(workload: Workload, rate_per_s: float, *, seed: int) -> Workload:
 
 
 class _Draws:
-    """Draws of one workload. Raises: ValueError for sizes that cannot be."""
+    """Draws of one workload."""
 
-    def __init__(self, seed: int, vocabulary: int, count: int, max_tokens: int, *ranges: Range) -> None:
-        if vocabulary < 1 or count < 1:
-            raise ValueError(f"vocabulary={vocabulary}, count={count}: both are at least 1")
-        for least, most in ranges:
-            if not 1 <= least <= most:
-                raise ValueError(f"lengths from {least} to {most}: at least 1, and not more than the most")
+    def __init__(self, seed: int, vocabulary: int, count: int, max_tokens: int) -> None:
         self.rng: Final = np.random.default_rng(seed)
         self._vocabulary, self._count, self._max_tokens = vocabulary, count, max_tokens
 
@@ -233,7 +200,10 @@ class _Draws:
         return self.rng.integers(0, self._vocabulary, count, dtype=np.int32)
 
     def pairs(self, draw: Callable[[int], tuple[Lengths, Lengths]], count: int | None = None) -> tuple[Lengths, Lengths]:
-        """`count` pairs that `draw` gives, none with more than `max_tokens` together; [count] or [count, turns] each."""
+        """`count` pairs that `draw` gives, none with more than `max_tokens` together; [count] or [count, turns] each.
+
+        Raises: ValueError if hardly any fits.
+        """
         count = self._count if count is None else count
         first, second = draw(count)
         for _ in range(_MOST_ROUNDS):
@@ -254,8 +224,6 @@ class _Draws:
         return Workload(name=name, text=f"{len(asks)} requests, {text}", asks=asks)
 
     def published(self, name: str, dataset: str, prompt: LogNormal, out: LogNormal, scale: float) -> Workload:
-        if scale <= 0:
-            raise ValueError(f"scale={scale}: more than 0")
         lengths = self.pairs(lambda n: (prompt.draw(self.rng, n, scale), out.draw(self.rng, n, scale)))
         times = "" if scale == 1 else f" times {scale:g}"
         return self.unrelated(name, f"lengths of {dataset}{times}, at most {self._max_tokens} tokens", *lengths)
