@@ -12,7 +12,7 @@ Legend: N tokens of a window, H query heads, K kv heads, D head dim.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -94,13 +94,8 @@ class QuantisingAttention:
     @torch.inference_mode()
     def losses(self, tokens_N: torch.Tensor, kv_type: KVType | None) -> torch.Tensor:
         """Float32 [N - 1]: what each token but the first costs, in nats, given those before it; None keeps K and V exact."""
-        return self.predict(tokens_N, kv_type)[0]
-
-    @torch.inference_mode()
-    def predict(self, tokens_N: torch.Tensor, kv_type: KVType | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and int64 [N - 1]: the likeliest token in the place of each."""
         self._kv_type = kv_type
-        return predict(self.model, tokens_N)
+        return losses(self.model, tokens_N)
 
     @torch.inference_mode()
     def watch(self, tokens_N: torch.Tensor, watch: Callable[[Attended], None]) -> None:
@@ -133,13 +128,8 @@ class QuantisingAttention:
 
 def losses(model: Any, tokens_N: torch.Tensor) -> torch.Tensor:
     """Float32 [N - 1]: the model's cross-entropy of each token but the first, in nats."""
-    return predict(model, tokens_N)[0]
-
-
-def predict(model: Any, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and int64 [N - 1]: the likeliest token in the place of each."""
     logits_NV = model(input_ids=tokens_N[None], use_cache=False).logits[0, :-1]
-    return cross_entropy(logits_NV.float(), tokens_N[1:], reduction="none"), logits_NV.argmax(dim=-1)
+    return cross_entropy(logits_NV.float(), tokens_N[1:], reduction="none")
 
 
 def calibrate(attention: QuantisingAttention, tokens_N: torch.Tensor) -> None:
@@ -155,11 +145,9 @@ def calibrate(attention: QuantisingAttention, tokens_N: torch.Tensor) -> None:
     attention.head_scales = scales
 
 
-def output_errors(
-    attention: QuantisingAttention, tokens_N: torch.Tensor, kv_types: Sequence[KVType]
-) -> dict[KVType, list[float]]:
-    """For each layer |outputs over quantised KV - outputs| / |outputs|, of the same q, k and v."""
-    errors: dict[KVType, list[float]] = {kv_type: [] for kv_type in kv_types}
+def output_errors(attention: QuantisingAttention, windows: Iterable[torch.Tensor]) -> dict[KVType, list[float]]:
+    """By KV type, for each layer |outputs over quantised KV - outputs| / |outputs|, of the same q, k and v."""
+    errors: dict[KVType, list[float]] = {kv_type: [] for kv_type in KV_TYPES}
 
     def watch(seen: Attended) -> None:
         exact_NHD = seen.outputs(None, {})
@@ -167,7 +155,8 @@ def output_errors(
             given_NHD = seen.outputs(kv_type, attention.head_scales)
             samples.append(float((given_NHD - exact_NHD).norm() / exact_NHD.norm()))
 
-    attention.watch(tokens_N, watch)
+    for tokens_N in windows:
+        attention.watch(tokens_N, watch)
     return errors
 
 
@@ -187,20 +176,16 @@ def run(recorder: Recorder) -> None:
         own_loss = float(losses(model, windows[0]).mean())
     attention = QuantisingAttention(model)
     calibrate(attention, windows[0])
-    errors: dict[KVType | None, list[float]] = {kv_type: [] for kv_type in KV_TYPES}
-    for window in recorder.track(windows[:_ERROR_WINDOWS], lambda _: "attention outputs"):
-        for kv_type, samples in output_errors(attention, window, KV_TYPES).items():
-            errors[kv_type] += samples
-    exact_loss, exact_M = 0.0, torch.empty(0)
+    errors = output_errors(attention, recorder.track(windows[:_ERROR_WINDOWS], lambda _: "attention outputs"))
+    exact_loss = 0.0
     for system in recorder.track((None, *KV_TYPES)):
         name = f"{dtype_name} KV" if system is None else str(system)
-        predicted = [attention.predict(window, system) for window in windows]
-        losses_N, likeliest_M = (torch.cat([each[place].cpu() for each in predicted]) for place in range(2))
+        losses_N = torch.cat([attention.losses(window, system) for window in windows])
         if not losses_N.isfinite().all():
             raise WrongNumbers(f"{name}: a loss is not finite")
         loss, num_predicted = float(losses_N.double().mean()), losses_N.numel()
         if system is None:
-            exact_loss, exact_M = loss, likeliest_M
+            exact_loss = loss
             first_loss = float(losses_N[: num_tokens - 1].mean())
             if not abs(first_loss - own_loss) <= _AGREEMENT[model.dtype]:  # NaN is not
                 own = f"and transformers' own attention {own_loss:.6f}"
@@ -211,8 +196,6 @@ def run(recorder: Recorder) -> None:
         if system is not None:
             above = 100 * math.expm1(loss - exact_loss)
             recorder.figure(workload, name, "perplexity above exact", "%", above, num_predicted)
-            same = 100 * float((likeliest_M == exact_M).double().mean())
-            recorder.figure(workload, name, "same likeliest token as exact", "%", same, num_predicted)
             recorder.samples(workload, name, "attention output error", "%", [100 * error for error in errors[system]])
     del attention, model
     serve(recorder, windows)

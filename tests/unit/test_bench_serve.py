@@ -210,7 +210,7 @@ def test_systems_are_compared_in_closed_and_open_loops(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_systems_outside_the_engine_give_its_answers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    rows = measured(tmp_path, "outside", cases=("uniform", "multi turn"))
+    rows = measured(tmp_path, "outside", cases=("uniform", "chat"))
     systems = {row.system for row in rows if row.metric == "throughput"}
     assert systems == {"vmmkv", "transformers StaticCache"}
 

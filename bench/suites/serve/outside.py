@@ -21,8 +21,8 @@ from bench.harness import Settings, WrongNumbers, release_memory
 from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
-from bench.suites.serve.systems import LIKELIEST, LogProbs, Options, ServedRun, Turns, UserEngine, of_users
-from bench.workloads import TokenIds, Workload, at_once
+from bench.suites.serve.systems import LIKELIEST, LogProbs, Options, Served, ServedRun, Turns, UserEngine, of_users
+from bench.workloads import Ask, TokenIds, Workload, at_once
 from vmmkv import KVLayout
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
 
@@ -123,29 +123,24 @@ class StaticBatches:
         self._most_rows: Final = min(limits["max_num_seqs"], limits["kv_budget_bytes"] // (self._max_tokens * row_bytes))
 
     def run(self, workload: Workload) -> ServedRun:
-        """See EngineSystem."""
-        turns, waiting = Turns(workload.asks), deque[int]()
-        num_rows = min(self._most_rows, sum(ask.after is None for ask in workload.asks))  # one turn of each conversation
+        """All requests, in order; none waits for another. See EngineSystem."""
+        waiting, served = deque(workload.asks), list[Served]()
+        num_rows = min(self._most_rows, len(waiting))
         with no_grad(), self._cache() as cache:
             self._answer([[0, 0]] + [[0]] * (num_rows - 1), _WARM_TOKENS, cache)
             began_s = time.perf_counter()
-            while turns.num_unfinished:
-                now_s = time.perf_counter() - began_s
-                waiting.extend(turns.arrived(now_s))
-                if not waiting:
-                    assert turns.next_s is not None, "a request waits for one that is lost"
-                    time.sleep(max(0.0, turns.next_s - now_s))
-                    continue
-                batch = self._next_batch(turns, waiting, num_rows)
-                outs = [turns.asks[index].num_out for index in batch]
+            while waiting:
+                batch = self._next_batch(waiting, num_rows)
                 empty = [[0]] * (num_rows - len(batch))
-                steps = self._answer([turns.prompts[index] for index in batch] + empty, max(outs), cache)
-                for row, index in enumerate(batch):
-                    own = steps[: outs[row]]
-                    turns.served[index].tokens = [tokens[row] for _, tokens in own]
-                    turns.served[index].token_s = [at_s - began_s for at_s, _ in own]
-                    turns.end(index)
-        return ServedRun(turns.served, turns.seconds)
+                prompts = [ask.prompt.tolist() for ask in batch]
+                longest = max(ask.num_out for ask in batch)
+                steps = self._answer(prompts + empty, longest, cache)
+                if len(steps) != longest:
+                    raise WrongNumbers(f"answers have {len(steps)} tokens of {longest}")
+                for row, ask in enumerate(batch):
+                    own = [(tokens[row], at_s - began_s) for at_s, tokens in steps[: ask.num_out]]
+                    served.append(Served(0.0, len(ask.prompt), *map(list, zip(*own, strict=True))))
+        return ServedRun(served, max(each.token_s[-1] for each in served))
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See EngineSystem."""
@@ -160,13 +155,13 @@ class StaticBatches:
         """Nothing of its own is left: the weights are the engine's."""
         self._model = None
 
-    def _next_batch(self, turns: Turns, waiting: deque[int], num_rows: int) -> list[int]:
+    def _next_batch(self, waiting: deque[Ask], num_rows: int) -> list[Ask]:
         """Waiting requests in order, until one does not fit beside the padding of the others."""
-        batch: list[int] = []
+        batch: list[Ask] = []
         longest_prompt = longest_out = 0
         while waiting and len(batch) < num_rows:
-            longest_prompt = max(longest_prompt, len(turns.prompts[waiting[0]]))
-            longest_out = max(longest_out, turns.asks[waiting[0]].num_out)
+            longest_prompt = max(longest_prompt, len(waiting[0].prompt))
+            longest_out = max(longest_out, waiting[0].num_out)
             if longest_prompt + longest_out > self._max_tokens:
                 break
             batch.append(waiting.popleft())
