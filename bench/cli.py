@@ -41,20 +41,12 @@ ALL: Final = tuple(name for name in SUITES if name not in ("collectives", "quali
 
 _COMMANDS: Final = ("report", "compare")
 
-
 _LIST: Final = "\n".join(f"  {name:19}{text}" for name, text in SUITES.items())
 _SUITE_LIST: Final = f"""suites:
 {_LIST}
   all                all but collectives, quality and streaming
 
-What says something where:
-  on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, tiers, transformers: on a CPU host memory stands for
-                   the GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
-  anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality and streaming
-  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality and streaming
-                   need SmolLM2 (`vmmkv fetch smollm2-135m`); --fa3 needs FlashAttention-3, see bench/README.md
-
-other commands (each has --help):
+other commands (each has --help; bench/README.md says what is needed, and what says something on a CPU):
   python -m bench report     rows to one HTML page, and figures
   python -m bench compare    two sets of rows by median and spread"""
 
@@ -168,23 +160,29 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="everything random follows from it; default: 0")
     shapes = "llama-3.1-8b on a GPU (kernels: and the two smaller models; serve, tiers: and qwen3-0.6b), wide on a CPU"
     add("--model-shape", choices=SHAPES, help=f"default: {shapes}")
-    add("--sequences", type=int, help="at once; default: 256 on a GPU, 8 on a CPU, and of serve's policies 32 and 4")
-    add("--steps", type=int, help="of append and transformers, steps that are measured")
+    add("--sequences", type=_count, help="at once; default: 256 on a GPU, 8 on a CPU, and of serve's policies 32 and 4")
+    add("--steps", type=_count, help="of append and transformers, steps that are measured")
     add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
     cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, 8, mixed; of "
     cases += "tiers: none, host, disk, redis"
     add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
     library = "of kernels, prefix and serve, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     add("--fa3", type=Path, metavar="LIBRARY", help=library)
-    add("--repeat", type=int, default=2, help="of serve and tiers, timed runs of each workload; default: 2")
+    add("--repeat", type=_count, default=2, help="of serve and tiers, timed runs of each workload; default: 2")
     ranks = (
         "of serve's parts mixed to full: an engine over so many GPUs, for each number, such as 1 2; of collectives, these alone"
     )
-    add("--tensor-parallel-size", type=int, nargs="+", default=(), metavar="N", help=ranks)
+    add("--tensor-parallel-size", type=_count, nargs="+", default=(), metavar="N", help=ranks)
     tokenizer = "of serve's parts http and grammar, a tokenizer.json; default: that of SmolLM2"
     add("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
     add("--dir", type=Path, metavar="DIR", help="of tiers, where a disk tier's files go; default: a temporary directory")
     return parser
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} is less than 1")
+    return count
 
 
 def _settings(given: argparse.Namespace) -> Settings:

@@ -27,7 +27,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.baselines import COMMON_PREFILL
 from bench.cli import OUT, SUITES, Parser
-from bench.rows import FAILED, GPU, Provenance, Recorded, Row, Summary, figure, make_folder, newest, read
+from bench.rows import FAILED, GPU, Recorded, Row, Summary, figure, make_folder, newest, read
 
 PAGE: Final = "report.html"
 _HERE: Final = Path(__file__).parent
@@ -191,7 +191,6 @@ class Figure:
     name: str
     title: str
     alt: str
-    caption: str
     canvas: Canvas
 
     def svg(self) -> str:
@@ -247,7 +246,7 @@ def bars(name: str, title: str, panels: Panels) -> Figure:
             handles = [Patch(color=colour, label=one) for one, colour in colours.items()]
             canvas.legend(handles=handles, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(colours)))
     alt = f"{title}: bars of {', '.join(colours)} at {', '.join(groups)}, in {unit}. The table below has the numbers."
-    return Figure(name=name, title=title, alt=alt, caption="Bars: medians; whiskers: p20 to p80.", canvas=canvas)
+    return Figure(name=name, title=title, alt=alt, canvas=canvas)
 
 
 def lines(name: str, title: str, panels: Panels, x_label: str) -> Figure:
@@ -272,7 +271,7 @@ def lines(name: str, title: str, panels: Panels, x_label: str) -> Figure:
         canvas.legend(handles, labels, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(colours)))
     shown = "; ".join(f"{heading} in {unit}" for heading, unit in panels)
     alt = f"{title}: {shown}, against {x_label}, for {', '.join(colours)}. The table below has the numbers."
-    return Figure(name=name, title=title, alt=alt, caption="Lines: medians; bands: p20 to p80.", canvas=canvas)
+    return Figure(name=name, title=title, alt=alt, canvas=canvas)
 
 
 def _colours(panels: Panels) -> dict[str, str]:
@@ -397,19 +396,6 @@ def _slug(text: str) -> str:
 # the page
 
 
-class Section(NamedTuple):
-    """The rows of one suite on one device."""
-
-    suite: str
-    question: str
-    device: str
-    quick: bool
-    origins: Sequence[str]
-    figures: Sequence[Figure]
-    tables: Mapping[str, Sequence[Row]]
-    """Rows by workload."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Write the page; its path is printed."""
     parser = Parser(
@@ -444,7 +430,18 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
     groups: defaultdict[tuple[str, str, bool], list[Recorded]] = defaultdict(list)
     for one in sorted(recorded, key=lambda one: order.get(one.row.suite, len(order))):
         groups[one.row.suite, one.provenance.device, one.provenance.quick].append(one)
-    sections = [_section(*key, rows) for key, rows in groups.items()]
+    sections: list[dict[str, Any]] = [
+        {
+            "suite": suite,
+            "question": SUITES.get(suite, ""),
+            "device": device,
+            "quick": quick,
+            "origins": dict.fromkeys(one.provenance.origin for one in rows),
+            "figures": [*figures(suite, [one.row for one in rows], _slug(device) + ("-quick" if quick else ""))],
+            "rows": [one.row for one in rows],
+        }
+        for (suite, device, quick), rows in groups.items()
+    ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -465,7 +462,7 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         runs=_runs(recorded),
     )
     if docs is not None:
-        drawn = [each for section in sections for each in section.figures]
+        drawn = [each for section in sections for each in section["figures"]]
         for name, ending in DOCS.items():
             chosen = next((each for each in drawn if each.name.endswith(ending)), None)
             if chosen is not None:
@@ -476,31 +473,21 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
     return page
 
 
-def _section(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -> Section:
-    tables: defaultdict[str, list[Row]] = defaultdict(list)
-    for one in recorded:
-        tables[one.row.workload].append(one.row)
-    origins = tuple(dict.fromkeys(one.provenance.origin for one in recorded))
-    drawn = tuple(figures(suite, [one.row for one in recorded], _slug(device) + ("-quick" if quick else "")))
-    return Section(suite, SUITES.get(suite, ""), device, quick, origins, drawn, tables)
-
-
 def _runs(recorded: Sequence[Recorded]) -> list[dict[str, str]]:
     """Where and from what rows were measured, newest first."""
-    runs: dict[Any, tuple[Provenance, dict[str, None]]] = {}
+    runs: defaultdict[Any, list[Recorded]] = defaultdict(list)
     for one in recorded:
         made = one.provenance
-        _, suites = runs.setdefault((made.date, made.commit, made.device, made.seed, made.quick), (made, {}))
-        suites[one.row.suite] = None
+        runs[made.date, made.commit, made.device, made.seed, made.quick].append(one)
     return [
         {
-            "date (UTC)": made.date,
-            "suites": ", ".join(suites),
-            "device": f"{made.device}, driver {made.driver}",
-            "commit": made.commit,
-            "seed": str(made.seed),
-            "quick": "yes" if made.quick else "no",
-            "versions": ", ".join(f"{name} {version}" for name, version in made.versions.items()),
+            "date (UTC)": date,
+            "suites": ", ".join(dict.fromkeys(one.row.suite for one in of_run)),
+            "device": f"{device}, driver {of_run[0].provenance.driver}",
+            "commit": commit,
+            "seed": str(seed),
+            "quick": "yes" if quick else "no",
+            "versions": ", ".join(f"{name} {version}" for name, version in of_run[0].provenance.versions.items()),
         }
-        for _, (made, suites) in sorted(runs.items(), reverse=True)
+        for (date, commit, device, seed, quick), of_run in sorted(runs.items(), reverse=True)
     ]

@@ -118,7 +118,7 @@ def test_compare_names_what_is_worse_and_exits_with_1_if_told(
     [
         (["nothing"], "no suite or command nothing; suites: driver_calls, append"),
         (["append", "--device", "tpu"], "no such device; there are cpu, cuda"),
-        (["append", "--steps", "0"], "--steps 0: at least 1"),
+        (["append", "--steps", "0"], "argument --steps: 0 is less than 1"),
         (["append", "--parts", "decode"], "--parts: append have none"),
         (["kernels", "--parts", "x"], "no part x; kernels has decode"),
         (["kernels", "--cases", "9x9"], "no case 9x9: decode has 2x96, skewed"),
