@@ -9,12 +9,13 @@ with recorder.guarded(workload):         a failure is printed, recorded, and the
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,6 +28,8 @@ from rich.table import Table
 
 from bench.rows import FAILED, GPU, Row, RowFile, exact, figure, summarize
 from vmmkv import KVLayout
+from vmmkv.config import KNOWN_VARIABLES, PREFIX
+from vmmkv.server.console import die_with_parent
 
 HBM_BYTES_PER_S: Final = 4.5e12
 """What an H200 reads at best: the bound of everything that moves bytes."""
@@ -34,6 +37,7 @@ BF16_FLOPS: Final = 7.2e14
 """Dense bf16 operations a second that an H200 reaches at best: the bound of everything that computes."""
 
 _Item = TypeVar("_Item")
+_Ready = TypeVar("_Ready")
 
 
 class WrongNumbers(Exception):
@@ -233,6 +237,49 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+# programs
+
+_START_S: Final = 300.0
+_STOP_S: Final = 60.0
+_SAID_CHARACTERS: Final = 4096
+"""Of the end of what a program has said: what goes with a failure."""
+
+
+@contextmanager
+def started(command: Sequence[str], ready: Callable[[str], _Ready | None], **variables: str) -> Iterator[_Ready]:
+    """A program until the block ends, and what `ready` makes of what the program has said, when that is true.
+
+    Raises: WrongNumbers if it does not start. What fails, here or in the block, gets the end of what it has said as a note.
+    """
+    # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES}
+    with TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment | variables, start_new_session=True, preexec_fn=die_with_parent()
+        )
+
+        def said() -> str:
+            return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+        try:
+            deadline_s = time.monotonic() + _START_S
+            while not (answer := ready(said())):
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise WrongNumbers(f"{command[0]} does not start")
+                time.sleep(0.1)
+            yield answer
+        except BaseException as error:
+            error.add_note(f"what it said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
+            raise
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # rows and progress

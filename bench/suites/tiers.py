@@ -12,16 +12,15 @@ disk tier lies behind a host tier; elsewhere each tier is alone.
 """
 
 import multiprocessing
+import random
 import shutil
-import socket
-import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import numpy as np
 import torch
 
-from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, synchronize
+from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, started, synchronize
 from bench.suites.serve import Context, lacks_vllm
 from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import Weights, prefill_s
@@ -46,8 +45,6 @@ from bench.suites.serve.systems import (
 )
 from bench.workloads import TokenIds, at_once
 from vmmkv import KVCache, Pool, PrefixCache
-from vmmkv.driver import open_driver
-from vmmkv.holder.process import run as hold
 from vmmkv.memory.address_space import wrap
 from vmmkv.prefix import Fetch
 from vmmkv.server import LLM
@@ -124,21 +121,12 @@ def _opened(settings: Settings, sizes: Mapping[str, int]) -> Iterator[list[Tier]
 @contextmanager
 def _redis(size_bytes: int) -> Iterator[str]:
     """The URL of a server that keeps so many bytes in memory."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(random.randrange(10_000, 30_000))  # below those that the kernel gives out
     most_bytes = size_bytes * 3 // 2 + 64 * MIB  # a record takes 2.5 MiB there, and connections have buffers
     limits = ["--save", "", "--maxmemory", str(most_bytes), "--maxmemory-policy", "allkeys-lru"]
-    command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--loglevel", "warning", *limits]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        try:
-            while server.poll() is None:
-                with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
-                    break
-                time.sleep(0.01)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            server.kill()
+    command = ["redis-server", "--port", port, "--bind", "127.0.0.1", *limits]
+    with started(command, lambda said: "Ready to accept connections" in said):
+        yield f"redis://127.0.0.1:{port}/0"
 
 
 def _written(tiers: Sequence[Tier]) -> None:
@@ -596,11 +584,8 @@ def _restart(context: Context, shape: Shape) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="vmmkv-bench-")))
         path, device = folder / "kv.sock", str(settings.device)
-        holder = _start(stack, _hold, path, budget_bytes, device)
-        while not path.exists():
-            if not holder.is_alive():
-                raise WrongNumbers("the holder has ended")
-            time.sleep(0.01)
+        holder = [sys.executable, "-m", "vmmkv", "hold", "--socket", str(path), "--budget", str(budget_bytes)]
+        stack.enter_context(started([*holder, "--device", device], lambda said: path.exists()))
         options: dict[str, Any] = {"device": device, "kv_holder": path, "load_format": "dummy", "seed": settings.seed}
         options |= {"max_num_seqs": 8, "max_tokens": length + _OWN_TOKENS}
         options["model"] = stack.enter_context(context.model.directory())
@@ -612,9 +597,8 @@ def _restart(context: Context, shape: Shape) -> None:
         first.connection.send(last)
         first.kill()
         recorder.note(f"{name}: the next engine starts")
-        with closing(_Killable(stack, options)) as second:
-            for system in ("restarted", "restarted, warm"):
-                answers[system] = [second.ask(each) for each in prompts]
+        second = _Killable(stack, options)
+        answers |= {system: [second.ask(each) for each in prompts] for system in ("restarted", "restarted, warm")}
         dtype = choose_dtype("auto", settings.device)
         right = [answer.likeliest for answer in answers["computed"]]
         for system, of_system in answers.items():
@@ -642,7 +626,9 @@ class _Killable:
     def __init__(self, stack: ExitStack, options: Mapping[str, Any]) -> None:
         self._began_s = time.monotonic()  # of all processes
         self.connection, theirs = _SPAWN.Pipe()
-        self._process = _start(stack, _answer, theirs, self._began_s, options)
+        self._process = _SPAWN.Process(target=_answer, args=(theirs, self._began_s, options), daemon=True)
+        self._process.start()
+        stack.callback(self.kill)
         theirs.close()
 
     def ask(self, prompt: TokenIds) -> _Answer:
@@ -656,23 +642,8 @@ class _Killable:
         self._process.kill()
         self._process.join()
 
-    close = kill
-
 
 _SPAWN: Final = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
-
-
-def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> SpawnProcess:
-    """A process that ends with the block, if it has not before."""
-    process = _SPAWN.Process(target=target, args=arguments, daemon=True)
-    process.start()
-    stack.callback(process.join)
-    stack.callback(process.terminate)
-    return process
-
-
-def _hold(path: Path, budget_bytes: int, device: str) -> None:
-    hold(path, budget_bytes, open_driver(device), lambda line: None)
 
 
 def _answer(connection: Connection, began_s: float, options: Mapping[str, Any]) -> None:

@@ -10,30 +10,24 @@ when all are there: parsing is not the server's time.
 import asyncio
 import json
 import multiprocessing
-import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import httpx
 
-from bench.harness import Settings, WrongNumbers
+from bench.harness import Settings, WrongNumbers, started
 from bench.suites.serve import Context
 from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import UserEngine, of_users
 from bench.workloads import Ask
-from vmmkv.config import KNOWN_VARIABLES, PREFIX
-from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
 
 SYSTEM: Final = "vmmkv serve"
@@ -47,12 +41,7 @@ _BEGINNING: Final = 4
 other batches, whose rounding on a GPU may part a long answer from the one without HTTP: both are right."""
 _LEAST_ALIKE: Final = 0.5
 """Of the share of answers that are the same in all runs without HTTP, what has to begin alike over HTTP."""
-_START_S: Final = 300.0
-_STOP_S: Final = 60.0
-_SAID_CHARACTERS: Final = 4096
-"""Of the end of what the server has said: what goes with a failure."""
 _ANNOUNCED: Final = re.compile(r"at (http://\S+)/v1")
-_Ready = TypeVar("_Ready")
 
 
 def run(context: Context, part: str) -> None:
@@ -153,7 +142,7 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
     with started([*command, *engine_options(settings)], _ANNOUNCED.search, VMMKV_ADMIN_KEY=admin_key) as announced:
         headers = {"Authorization": f"Bearer {admin_key}"}
         # A proxy does not know this machine's ports.
-        with httpx.Client(base_url=announced[1], headers=headers, timeout=_STOP_S, trust_env=False) as client:
+        with httpx.Client(base_url=announced[1], headers=headers, timeout=60.0, trust_env=False) as client:
             yield client
 
 
@@ -162,41 +151,6 @@ def engine_options(settings: Settings) -> list[str]:
     limits = of_users(settings)
     options = ["--load-format", "dummy", "--seed", str(settings.seed), "--max-num-seqs", str(limits["max_num_seqs"])]
     return options + (["--kv-budget", str(limits["kv_budget_bytes"])] if limits["kv_budget_bytes"] else [])
-
-
-@contextmanager
-def started(command: Sequence[str], ready: Callable[[str], _Ready | None], **variables: str) -> Iterator[_Ready]:
-    """A program until the block ends, and what `ready` makes of what the program has said, when that is true.
-
-    Raises: WrongNumbers if it does not start. What fails, here or in the block, gets the end of what it has said as a note.
-    """
-    # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES}
-    with TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment | variables, start_new_session=True, preexec_fn=die_with_parent()
-        )
-
-        def said() -> str:
-            return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
-
-        try:
-            deadline_s = time.monotonic() + _START_S
-            while not (answer := ready(said())):
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise WrongNumbers(f"{command[0]} does not start")
-                time.sleep(0.1)
-            yield answer
-        except BaseException as error:
-            error.add_note(f"what it said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
-            raise
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # the clients

@@ -10,7 +10,7 @@ One engine serves all cases. What scores and compactions cost is seen twice:
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
@@ -18,14 +18,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from bench.harness import Settings, WrongNumbers
+from bench.harness import Settings
 from bench.suites.serve import Context
 from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import ServedModel, Weights, requests_s
-from bench.suites.serve.systems import LIKELIEST, EngineSystem, LogProbs, Options, Said, ServedRun, params_of, share_off
-from bench.workloads import Ask, Workload
+from bench.suites.serve.systems import EngineSystem, Said, ServedRun, share_off
+from bench.workloads import TokenIds, Workload, at_once
 from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.protocol import Compacted, FromEngine, Generate, Output
+from vmmkv.server.protocol import Compacted, FromEngine
 from vmmkv.units import GIB, PAGE_BYTES, format_bytes
 
 ALL: Final = "none"
@@ -80,33 +80,16 @@ class Moment(NamedTuple):
     """Have all requests their first tokens, and has none ended?"""
 
 
-class PolicyEngine(EngineSystem):
-    """The engine, whose requests have a policy, and whose steps are watched."""
+class WatchedEngine(EngineSystem):
+    """The engine, whose steps are watched."""
 
-    def __init__(self, weights: Weights, limits: Options) -> None:
-        self._num_compactions = 0
-        super().__init__("vmmkv", weights, limits)
-        self.policy: Mapping[str, Any] | None = None
-        self.scored: Sequence[int] = ()
-        """Requests whose likeliest first tokens are wanted."""
-        self.firsts: dict[int, LogProbs] = {}
-        """By request, of the last run."""
-        self.moments: list[Moment] = []
-        """Of the last run."""
-        self._begun: set[int] = set()
-        self._has_ended = False
+    _num_compactions = _num_asked = 0
 
-    def run_by(self, policy: Mapping[str, Any] | None, asks: Sequence[Ask], scored: Sequence[int] = ()) -> ServedRun:
-        """All of them at once, over an empty prefix cache. Raises: WrongNumbers."""
-        self.policy, self.scored, self.firsts, self.moments = policy, scored, {}, []
-        self._num_asked, self._begun, self._has_ended = len(asks), set(), False
-        return self.run(Workload(asks=tuple(asks)))
-
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
+    def run(self, workload: Workload, **options: Any) -> ServedRun:
         """See EngineSystem."""
-        num_logprobs = LIKELIEST if index in self.scored else None
-        params = params_of(num_out, num_logprobs=num_logprobs, kv_policy=self.policy)
-        self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params))
+        self.moments: list[Moment] = []
+        self._num_asked, self._begun, self._has_ended = len(workload.asks), set[int](), False
+        return super().run(workload, **options)
 
     def _hear(self, message: FromEngine) -> None:
         self._num_compactions += isinstance(message, Compacted)
@@ -123,13 +106,6 @@ class PolicyEngine(EngineSystem):
         self.moments.append(Moment(time.perf_counter(), *counts, is_whole))
         return said
 
-    def outputs(self) -> Iterator[Output]:
-        """See EngineSystem."""
-        for output in super().outputs():
-            if output.top_logprobs:
-                self.firsts.setdefault(int(output.request_id), dict(output.top_logprobs[0]))
-            yield output
-
 
 def run(context: Context, part: str) -> None:
     """The cases that are wanted."""
@@ -139,31 +115,29 @@ def run(context: Context, part: str) -> None:
     if not cases:
         return
     prompts = [random_tokens(model, settings.seed, sizes.prompt, 10, index) for index in range(sizes.num_requests)]
-    asks = [Ask(prompt=prompt, num_out=sizes.out) for prompt in prompts]
+    workload = at_once(prompts, sizes.out)
     context.close()
     with closing(Weights(model, settings.device, settings.seed)) as weights:
         layout = weights.source.layout
         whole_bytes = layout.pages_for(sizes.prompt + sizes.out) * PAGE_BYTES
         budget_bytes = max(1, sizes.num_requests * 3 // 4) * whole_bytes
         limits = {"kv_budget_bytes": budget_bytes, "max_tokens": sizes.prompt + sizes.out, "max_num_seqs": sizes.num_requests}
-        text = f"{len(asks)} requests of {sizes.prompt} tokens in, {sizes.out} out, {format_bytes(budget_bytes)} of rows"
+        text = f"{len(prompts)} requests of {sizes.prompt} tokens in, {sizes.out} out, {format_bytes(budget_bytes)} of rows"
         name = context.name(part, text)
         recorder.note(f"{model.name}: the engine starts")
-        with closing(PolicyEngine(weights, limits)) as engine:
-            scored = sorted({0, len(asks) - 1})  # the last one's prompt is computed beside requests that are compacted
+        with closing(WatchedEngine("vmmkv", weights, limits)) as engine:
+            scored = sorted({0, len(prompts) - 1})  # the last one's prompt is computed beside requests that are compacted
             compared = [prompts[index] for index in scored]
             others = behind_others(model, settings.seed, compared, _OWN_TOKENS)
             recorder.note("requests alone")
             alone, moved = ([engine.likeliest([each])[0] for each in some] for some in (compared, others))
-            prefills_s = _prefills(context, engine, {ALL: None} | cases, asks[0])
+            prefills_s = _prefills(context, engine, {ALL: None} | cases, prompts[0])
             for case, policy in cases.items():
                 with recorder.guarded(name, _system(case)):
                     recorder.note(f"{case}, {text}")
-                    served = engine.run_by(policy, asks, scored)
-                    if len(engine.firsts) != len(scored):
-                        raise WrongNumbers(f"of {len(scored)} requests with log-probabilities {len(engine.firsts)} have some")
+                    served = engine.run(workload, scored=scored, kv_policy=policy)
                     what = "first tokens, against requests alone,"
-                    off = share_off(alone, [engine.firsts[index] for index in scored], moved, engine.dtype, what)
+                    off = share_off(alone, served.likeliest, moved, engine.dtype, what)
                     recorder.figure(name, _system(case), "first tokens off by", "% of another prompt's", 100 * off)
                     _add_prefills(context, case, sizes, prefills_s)
                     _add_rows(context, name, case, policy, served, engine.moments, budget_bytes, whole_bytes)
@@ -175,14 +149,14 @@ def _system(case: str) -> str:
 
 
 def _prefills(
-    context: Context, engine: PolicyEngine, cases: Mapping[str, Mapping[str, Any] | None], ask: Ask
+    context: Context, engine: WatchedEngine, cases: Mapping[str, Mapping[str, Any] | None], prompt: TokenIds
 ) -> dict[str, list[float]]:
     """Seconds of one request alone until its second token, by case. Cases take turns; the first round is not timed."""
-    one, seconds = Ask(prompt=ask.prompt, num_out=2), {case: list[float]() for case in cases}
+    one, seconds = at_once([prompt], 2), {case: list[float]() for case in cases}
     for number in range(1 + context.settings.repeat):
         context.recorder.note(f"one request alone by each policy, run {number} of {context.settings.repeat}")
         for case, policy in cases.items():
-            run = engine.run_by(policy, [one])
+            run = engine.run(one, kv_policy=policy)
             if number:
                 seconds[case].append(run.seconds)
     return seconds

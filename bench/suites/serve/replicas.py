@@ -14,10 +14,10 @@ from typing import Final
 import httpx
 import torch
 
-from bench.harness import Settings, WrongNumbers
+from bench.harness import Settings, WrongNumbers, started
 from bench.suites.serve import Context
 from bench.suites.serve.generate import stages
-from bench.suites.serve.over_http import AskAll, Streamed, add_rows, body_of, clients, engine_options, started, times_of
+from bench.suites.serve.over_http import AskAll, Streamed, add_rows, body_of, clients, engine_options, times_of
 from bench.suites.serve.quantised import times
 from bench.workloads import Ask
 from vmmkv.server.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from bench.harness import WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.generate import random_tokens, stages
 from bench.suites.serve.models import Weights, prefill_s, read_s
-from bench.suites.serve.systems import EngineSystem, of_users
+from bench.suites.serve.systems import EngineSystem, of_users, params_of
 from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.units import ceil_div
 
@@ -140,7 +140,7 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
     engine.forget()
     for index in range(batch):
         prompt = random_tokens(context.model, seed, length - draws.randrange(_APART), 7, batch, rows, index)
-        engine.add(index, prompt.tolist(), window + 2 * spare)
+        engine.add(index, prompt.tolist(), params_of(window + 2 * spare))
     num_steady, before_s = 0, None
     try:
         while engine.loop.has_work:

@@ -177,33 +177,44 @@ class EngineSystem:
         self.dtype: Final = weights.source.dtype
         self._said: deque[FromEngine] = deque()
         self._cached: Counter[str] = Counter()
+        self._firsts: dict[int, LogProbs] = {}
         self.snapshot: Snapshot | None = None
         """The engine's counts since it was started, at the end of the last run or later."""
         self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=SYSTEMS[memory], tiers=tiers)
         self.loop: Final = self.loaded.engine
 
-    def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
-        """All requests, each when it arrives. `keep`: prefixes of the run before stay. Raises: WrongNumbers."""
+    def run(
+        self, workload: Workload, *, keep: bool = False, scored: Sequence[int] = (), kv_policy: Options | None = None
+    ) -> ServedRun:
+        """All requests, each when it arrives. `keep`: prefixes of the run before stay.
+
+        `scored`: requests whose likeliest first tokens are wanted. Raises: WrongNumbers.
+        """
         if not keep:
             self.forget()
-        self._cached = Counter()
+        self._cached, self._firsts = Counter(), dict[int, LogProbs]()
+        params = [
+            params_of(ask.num_out, num_logprobs=LIKELIEST if index in scored else None, kv_policy=kv_policy)
+            for index, ask in enumerate(workload.asks)
+        ]
         turns, began_s = Turns(workload.asks), time.perf_counter()
         try:
             while turns.num_unfinished:
-                self._serve(turns, began_s)
+                self._serve(turns, began_s, params)
         except BaseException:
             self.abort(len(workload.asks))
             raise
         self.loop.settle()
         self._said.clear()
         held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
-        return ServedRun(turns.served, turns.seconds, self._cached.total(), self._cached, held_bytes)
+        likeliest = [self._firsts[index] for index in scored]
+        return ServedRun(turns.served, turns.seconds, self._cached.total(), self._cached, held_bytes, likeliest)
 
-    def _serve(self, turns: Turns, began_s: float) -> None:
+    def _serve(self, turns: Turns, began_s: float, params: Sequence[SamplingParams]) -> None:
         """A step, for those that have arrived."""
         now_s = time.perf_counter() - began_s
         for index in turns.arrived(now_s):
-            self.add(index, turns.prompts[index], turns.asks[index].num_out)
+            self.add(index, turns.prompts[index], params[index])
         if not self.loop.has_work:
             assert turns.next_s is not None, f"the engine has lost {turns.num_unfinished} requests"
             time.sleep(max(0.0, turns.next_s - now_s))
@@ -223,9 +234,9 @@ class EngineSystem:
         else:
             self._said.append(message)
 
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
+    def add(self, index: int, prompt: list[int], params: SamplingParams) -> None:
         """A request, from now on."""
-        self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params_of(num_out)))
+        self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params))
 
     def step(self) -> list[Said]:
         """A step, and what it has said."""
@@ -233,6 +244,8 @@ class EngineSystem:
         said: list[Said] = []
         for output in self.outputs():
             self._cached.update(dict(output.cached))
+            if output.top_logprobs:
+                self._firsts.setdefault(int(output.request_id), dict(output.top_logprobs[0]))
             said.append((int(output.request_id), output.token_ids, output.finish_reason is not None))
         return said
 
@@ -255,7 +268,7 @@ class EngineSystem:
         begins: list[Begin] = [([], []) for _ in prompts]
         params = params_of(num_tokens, num_logprobs=LIKELIEST)
         for index, prompt in enumerate(prompts):
-            self.loop.receive(Generate(request_id=str(index), prompt=prompt.tolist(), params=params))
+            self.add(index, prompt.tolist(), params)
         while self.loop.has_work:
             self.loop.step()
         for output in self.outputs():
