@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -149,6 +149,24 @@ _HEAD_START_CYCLES: Final = 200_000
 def now_us() -> float:
     """A clock in microseconds that never goes back."""
     return time.perf_counter_ns() / 1e3
+
+
+class Stopwatch:
+    """Adds up in `spent_us` what calls take the host."""
+
+    spent_us = 0.0
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that is counted."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began_us = now_us()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.spent_us += now_us() - began_us
+
+        return timed
 
 
 def warm_clock(device: torch.device) -> None:

@@ -7,15 +7,14 @@
 Attention over shared rows is in the suite kernels, part `shared`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
 from bench.baselines import backend
-from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
+from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
@@ -62,8 +61,8 @@ def run(recorder: Recorder) -> None:
         named = "" if settings.shape.name == _PLAIN else f"{settings.shape.name} "
         prefixes = (64, 1024) if small else (1024, 4096, 16384, 65536, 131072)
         for tokens in recorder.track(prefixes, lambda tokens: f"attach {tokens} tokens"):
-            with recorder.guarded(f"{named}attach {tokens} tokens"):
-                _Attaching(recorder, tokens, 0.02 if small else 0.7).run(f"{named}attach {tokens} tokens")
+            with recorder.guarded(name := f"{named}attach {tokens} tokens"):
+                _measure_attach(recorder, name, tokens, 0.02 if small else 0.7)
             release_memory(settings.device)
     if settings.wants("tree"):
         host.measure_tree(recorder)
@@ -130,83 +129,67 @@ def _wave(context: Context, prefix_tokens: int, round_: int, number: int) -> Wor
 # attaching
 
 
-class _TimedDriver:
-    """Wraps a driver, and adds up in `spent_us` the time of its calls: the driver's share of an operation."""
+class _TimedDriver(Stopwatch):
+    """Wraps a driver, whose calls are counted: the driver's share of an operation."""
 
     def __init__(self, driver: Driver) -> None:
-        self.spent_us = 0.0
         self._driver = driver
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._driver, name)
-        return partial(self._call, found) if callable(found) else found
-
-    def _call(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        began_us = now_us()
-        try:
-            return call(*arguments, **named)
-        finally:
-            self.spent_us += now_us() - began_us
+        return self.timed(found) if callable(found) else found
 
 
-class _Attaching:
-    """Prefixes of one length, without a model. Driver time is the host's; the device's copies are in the other figure."""
+def _measure_attach(recorder: Recorder, name: str, num_tokens: int, seconds: float) -> None:
+    """Each way to attach one prefix, again and again. Driver time is the host's; the device's copies are in the other figure.
 
-    def __init__(self, recorder: Recorder, num_tokens: int, seconds: float) -> None:
-        settings = recorder.settings
-        self._recorder, self._device, self._num_tokens, self._seconds = recorder, settings.device, num_tokens, seconds
-        rng = np.random.default_rng((settings.seed, num_tokens))
-        self._tokens = rng.integers(0, 100_000, num_tokens + 1, dtype=np.int32)
-        self._driver = _TimedDriver(open_driver(settings.device))
-        self._most = num_tokens + 16
-        layout = settings.shape.layout
-        # The source, one that attaches, and some that wait to be unmapped.
-        budget_bytes = (5 * layout.pages_for(self._most) + 64) * PAGE_BYTES
-        self._pool = Pool(settings.device, budget_bytes, driver=cast(Driver, self._driver))
-        self._cache = KVCache(layout, self._pool, slots=8, max_tokens=self._most)
-        self._prefix = PrefixCache(self._cache)
-        views = (self._cache.k, self._cache.v)
-        self._planes = [view(layer) for layer in range(settings.shape.layers) for view in views]
-
-    def run(self, name: str) -> None:
-        """Each way, and its rows."""
-        prefix, known = self._prefix, self._tokens[:-1]
-        with self._pool:
-            source = prefix.attach(self._tokens, max_tokens=self._most).sequence
-            source.grow(self._num_tokens)
-            source.advance(self._num_tokens)
-            generator = torch.Generator(self._device).manual_seed(self._recorder.settings.seed)
-            for plane in self._planes:
-                plane[source.slot, : self._num_tokens].normal_(generator=generator)
-            synchronize(self._device)  # confirmed, and not only launched
-            prefix.insert(source, known)
-            self._sample(name, "alias", lambda sequence: sequence.close(), source=source.slot)
-            prefix.park(source, known)
-            self._sample(name, "adopt", lambda sequence: prefix.park(sequence, known))
-
-    def _sample(self, name: str, way: str, end: Callable[[Any], object], source: int | None = None) -> None:
-        """Attach again and again.
-
-        Raises: WrongNumbers if another number of tokens is attached, or other rows than those of the slot `source`.
-        """
-        driver_us: list[float] = []
-        whole_us: list[float] = []
-        until_us = now_us() + 1e6 * self._seconds
-        while len(driver_us) < 3 or (now_us() < until_us and len(driver_us) < 300):
-            synchronize(self._device)
-            spent_us, began_us = self._driver.spent_us, now_us()
-            attached = self._prefix.attach(self._tokens, max_tokens=self._most)
-            driver_us.append(self._driver.spent_us - spent_us)
-            synchronize(self._device)
-            whole_us.append(now_us() - began_us)
-            if attached.num_tokens != self._num_tokens:
-                raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {self._num_tokens}")
-            if source is not None and len(driver_us) == 1:
-                slot, rows = attached.sequence.slot, slice(0, self._num_tokens)
-                if not all(torch.equal(plane[slot, rows], plane[source, rows]) for plane in self._planes):
-                    raise WrongNumbers("attached rows differ from those of the prefix")
-            end(attached.sequence)
-            synchronize(self._device)
-            self._cache.drain()
-        self._recorder.samples(name, way, "in the driver", "us", driver_us)
-        self._recorder.samples(name, way, "until the device is done", "us", whole_us)
+    Raises: WrongNumbers if another number of tokens is attached, or other rows than those of the prefix.
+    """
+    settings, device, layout, most = (
+        recorder.settings,
+        recorder.settings.device,
+        recorder.settings.shape.layout,
+        num_tokens + 16,
+    )
+    tokens = np.random.default_rng((settings.seed, num_tokens)).integers(0, 100_000, num_tokens + 1, dtype=np.int32)
+    driver = _TimedDriver(open_driver(device))
+    # The source, one that attaches, and some that wait to be unmapped.
+    budget_bytes = (5 * layout.pages_for(most) + 64) * PAGE_BYTES
+    with Pool(device, budget_bytes, driver=cast(Driver, driver)) as pool:
+        cache = KVCache(layout, pool, slots=8, max_tokens=most)
+        prefix = PrefixCache(cache)
+        source = prefix.attach(tokens, max_tokens=most).sequence
+        source.grow(num_tokens)
+        source.advance(num_tokens)
+        planes = [view(layer) for layer in range(settings.shape.layers) for view in (cache.k, cache.v)]
+        generator = torch.Generator(device).manual_seed(settings.seed)
+        for plane in planes:
+            plane[source.slot, :num_tokens].normal_(generator=generator)
+        synchronize(device)  # confirmed, and not only launched
+        prefix.insert(source, tokens[:-1])
+        for way in ("alias", "adopt"):
+            if way == "adopt":
+                prefix.park(source, tokens[:-1])
+            driver_us: list[float] = []
+            whole_us: list[float] = []
+            until_us = now_us() + 1e6 * seconds
+            while len(driver_us) < 3 or (now_us() < until_us and len(driver_us) < 300):
+                synchronize(device)
+                spent_us, began_us = driver.spent_us, now_us()
+                attached = prefix.attach(tokens, max_tokens=most)
+                driver_us.append(driver.spent_us - spent_us)
+                synchronize(device)
+                whole_us.append(now_us() - began_us)
+                if attached.num_tokens != num_tokens:
+                    raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {num_tokens}")
+                if way == "adopt":
+                    prefix.park(attached.sequence, tokens[:-1])
+                else:
+                    pairs = ((plane[attached.sequence.slot], plane[source.slot]) for plane in planes)
+                    if len(driver_us) == 1 and not all(torch.equal(a[:num_tokens], b[:num_tokens]) for a, b in pairs):
+                        raise WrongNumbers("attached rows differ from those of the prefix")
+                    attached.sequence.close()
+                synchronize(device)
+                cache.drain()
+            recorder.samples(name, way, "in the driver", "us", driver_us)
+            recorder.samples(name, way, "until the device is done", "us", whole_us)

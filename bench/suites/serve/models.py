@@ -267,16 +267,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """A tokenizer, and the vocabulary in it, to be read and added to."""
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}; by --tokenizer FILE name a tokenizer.json") from error
-    match tokenizer:
-        case {"model": {"type": "BPE", "vocab": dict(vocabulary)}} if _ids(vocabulary) == set(range(len(vocabulary))):
+        vocabulary = tokenizer["model"]["vocab"]
+        if sorted(vocabulary.values()) == list(range(len(vocabulary))):
             return tokenizer, vocabulary
-    raise ValueError(
-        f"{path} cannot be padded: wanted a tokenizer of byte pairs (BPE) whose ids have no gaps, such as that "
-        f"of {SOURCE}; name one by --tokenizer FILE"
-    )
-
-
-def _ids(vocabulary: dict[str, Any]) -> set[int]:
-    return {each for each in vocabulary.values() if isinstance(each, int)}
+        error: Exception = ValueError("its ids have gaps")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as caught:
+        error = caught
+    wanted = f"wanted a tokenizer.json of byte pairs (BPE), such as that of {SOURCE}; name one by --tokenizer FILE"
+    raise ValueError(f"{path} cannot be padded: {error!r}; {wanted}") from error

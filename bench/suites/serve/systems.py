@@ -18,12 +18,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from bench.baselines.backend import SYSTEMS
-from bench.harness import Recorder, Settings, WrongNumbers, synchronize
+from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload, at_once
 from vmmkv.server import LLM, SamplingParams
@@ -89,7 +89,7 @@ class ServedRun:
     likeliest: list[LogProbs] = field(default_factory=list)
     """Of requests for which it was asked: the likeliest first tokens."""
     broadcasts_s: list[float] = field(default_factory=list)
-    """Of an engine over several ranks, by step: see `StepBroadcasts`."""
+    """Of an engine over several ranks, by step: see `watch_broadcasts`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -297,37 +297,23 @@ class EngineSystem:
         self.loaded.close()
 
 
-class StepBroadcasts:
-    """What it takes rank 0 to have the others make a step: its messages, and what launches a broadcast of inputs.
+def watch_broadcasts(loaded: Loaded) -> list[float]:
+    """Seconds, by step to come, in which rank 0 has the others make it: its messages, and launches of broadcasts of inputs.
 
     It is time of the host, which a GPU that has steps queued does not see. A step that is replayed from a graph has its
     broadcast within: what that takes the device the suite `collectives` says.
     """
+    watch, steps_s, ranks, engine = Stopwatch(), list[float](), cast(Any, loaded.ranks), cast(Any, loaded.engine)
+    ranks.send, ranks.collectives.broadcast = watch.timed(ranks.send), watch.timed(ranks.collectives.broadcast)
+    step = engine.step
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.steps_s: list[float] = []
-        self._in_step_s = 0.0
-        ranks: Any = loaded.ranks
-        ranks.send, ranks.collectives.broadcast = self._timed(ranks.send), self._timed(ranks.collectives.broadcast)
-        engine: Any = loaded.engine
-        step = engine.step
+    def timed_step() -> None:
+        before_us = watch.spent_us
+        step()
+        steps_s.append(1e-6 * (watch.spent_us - before_us))
 
-        def timed_step() -> None:
-            self._in_step_s = 0.0
-            step()
-            self.steps_s.append(self._in_step_s)
-
-        engine.step = timed_step
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            began_s = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self._in_step_s += time.perf_counter() - began_s
-
-        return timed
+    engine.step = timed_step
+    return steps_s
 
 
 class UserEngine:
@@ -346,7 +332,7 @@ class UserEngine:
             self.name = f"{self.name}, {ready.kv_cache_dtype} KV"
         if num_ranks > 1:
             self.name = f"{self.name}, TP {num_ranks}"
-        self._broadcasts = StepBroadcasts(self._engine._open()) if num_ranks > 1 else None
+        self._broadcasts_s = watch_broadcasts(self._engine._open()) if num_ranks > 1 else []
         self.dtype: Final[torch.dtype] = getattr(torch, ready.dtype)
         self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
 
@@ -364,8 +350,7 @@ class UserEngine:
         prompts = [ask.prompt.tolist() for ask in workload.asks]
         gc.collect()
         synchronize(self._device)
-        if self._broadcasts is not None:
-            self._broadcasts.steps_s.clear()
+        self._broadcasts_s.clear()
         began_s = time.perf_counter()
         completions = self._engine.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - began_s
@@ -382,7 +367,7 @@ class UserEngine:
             served,
             seconds,
             cached_tokens=sum(completion.cached_tokens for completion in completions),
-            broadcasts_s=[] if self._broadcasts is None else list(self._broadcasts.steps_s),
+            broadcasts_s=list(self._broadcasts_s),
             likeliest=[(completion.outputs[0].top_logprobs or [{}])[0] for completion in completions[:num_scored]],
         )
 
