@@ -26,7 +26,7 @@ from vmmkv import KVCache, Pool, Sequence
 from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES
 
-_TIMES: Final = {"step": "us", "stall": "us", "pump": "us", "pumped": "pages/step"}
+_TIMES: Final = {"step": "us", "pump": "us", "pumped": "pages/step"}
 """Samples of the loop that have a distribution, with their units, in the order of the table. To map ahead is to pump."""
 SLACK_SHARE: Final = 0.75
 """The share of the device's working time in which memory is mapped. The rest is for the last call, which is not cut short."""
@@ -175,9 +175,7 @@ class DecodeLoop:
         lengths = cache.lengths[slots]
         lengths_B = np.zeros_like(self._slots_B)
         lengths_B[rows] = lengths
-        decided_us = now_us()
-        stalled = self._grow(rows[lengths >= cache.limits[slots]])
-        grown_us = now_us()
+        self.samples["stalled"].append(self._grow(rows[lengths >= cache.limits[slots]]))
         self._work.launch(self._slots_B, lengths_B)
         cache.advance(slots)
         self._turn_over()
@@ -190,9 +188,6 @@ class DecodeLoop:
         self._ended = over.tolist()
         self._slots_B[over] = -1
         self.samples["slack"].append(waited_us - slack_us)
-        self.samples["stalled"].append(stalled)
-        if stalled:
-            self.samples["stall"].append(grown_us - decided_us)
         self.samples["step"].append(now_us() - began_us)
 
     def check(self) -> None:

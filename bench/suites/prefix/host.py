@@ -13,6 +13,7 @@ import functools
 import gc
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -44,27 +45,25 @@ class _Timed:
     """Calls, and the microseconds that each took, by metric."""
 
     def __init__(self) -> None:
-        self.samples: dict[tuple[str, str], list[float]] = {}
+        self.samples: defaultdict[str, list[float]] = defaultdict(list)
 
-    def __call__(self, metric: str, call: Callable[[], Any], num_tokens: int | None = None) -> Any:
-        """With `num_tokens`: nanoseconds for each of them."""
+    def __call__(self, metric: str, call: Callable[[], Any]) -> Any:
+        """What the call gives."""
         began_us = now_us()
         answer = call()
-        took_us = now_us() - began_us
-        key, value = ((metric, "us"), took_us) if num_tokens is None else ((metric, "ns/token"), 1e3 * took_us / num_tokens)
-        self.samples.setdefault(key, []).append(value)
+        self.samples[metric].append(now_us() - began_us)
         return answer
 
     def record(self, recorder: Recorder, workload: str, system: str) -> None:
         """A row of each metric."""
-        for (metric, unit), samples in self.samples.items():
-            recorder.samples(workload, system, metric, unit, samples)
+        for metric, samples in self.samples.items():
+            recorder.samples(workload, system, metric, "us", samples)
 
 
 def _add_growth(recorder: Recorder, workloads: Sequence[str]) -> None:
     """Rows of growth from the first of these workloads to the last, by p20: other work on the machine adds to the rest."""
     first = {row.metric: row.summary.p20 for row in recorder.rows if row.workload == workloads[0]}
-    for row in [row for row in recorder.rows if row.workload == workloads[-1] and row.unit == "us"]:
+    for row in [row for row in recorder.rows if row.workload == workloads[-1]]:
         if row.metric in first:
             workload = f"{workloads[0]} to {workloads[-1]}"
             recorder.figure(workload, row.system, f"growth, {row.metric}", "x", row.summary.p20 / first[row.metric])
@@ -215,7 +214,7 @@ def _time_batch(timed: _Timed, text: str, num_requests: int, num_priorities: int
 
 
 def _time_waiting(num_tokens: int, seed: int, count: int) -> _Timed:
-    """Prompts that share all but their last page with the one that is computed, and then begin one after the other."""
+    """Prompts that share all but their last page with the one that is computed."""
     timed, engine, prompts = _Timed(), _Engine(2, num_tokens + _MAX_NEW), _Prompts(seed, num_tokens - _PAGE_TOKENS)
     scheduler = engine.scheduler
     scheduler.add(first := engine.request(prompts.next()))
@@ -225,20 +224,15 @@ def _time_waiting(num_tokens: int, seed: int, count: int) -> _Timed:
         step = engine.launch()
     for _ in range(_NUM_WAITING):
         scheduler.add(engine.request(prompts.next()))
-    timed("the first plan, all wait for the same rows", scheduler.schedule, _NUM_WAITING * num_tokens)
+    scheduler.schedule()
     for _ in range(count):
         timed("a plan, all wait for the same rows", scheduler.schedule)
     if len(scheduler.waiting) != _NUM_WAITING:
         raise WrongNumbers(f"{len(scheduler.waiting)} wait, and all {_NUM_WAITING} should")
     engine.read(step)
-    for _ in range(min(count, _NUM_WAITING)):
-        step = timed("one of those that wait begins", engine.launch, num_tokens)
-        (chunk,) = step.chunks
-        if chunk.start < num_tokens - _PAGE_TOKENS:
-            raise WrongNumbers(f"{chunk.start} tokens of {num_tokens} are attached")
-        engine.read(step)
-        scheduler.finish(chunk.request)
-        scheduler.add(engine.request(prompts.next()))
+    (chunk,) = engine.launch().chunks
+    if chunk.start < num_tokens - _PAGE_TOKENS:
+        raise WrongNumbers(f"{chunk.start} tokens of {num_tokens} are attached")
     return timed
 
 
@@ -248,23 +242,13 @@ def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
     cache = _open_cache(num_parked + 1, num_tokens, _LAYOUT.pages_for(_STEM_TOKENS) + num_parked)
     prefix = PrefixCache(cache)
 
-    def attach(metric: str, prompt: TokenIds, method: AttachMethod, *, is_forced: bool = False) -> VmmSequence:
-        attached = timed(metric, lambda: prefix.attach(prompt, method=method if is_forced else None))
-        if attached.method is not method:
-            raise WrongNumbers(f"{metric}: by {attached.method.value}, and not by {method.value}")
-        sequence: VmmSequence = attached.sequence
-        return sequence
-
-    def park(sequence: VmmSequence, prompt: TokenIds) -> None:
+    def fill(sequence: VmmSequence) -> None:
         sequence.grow(num_tokens)
         sequence.advance(num_tokens - sequence.length)
-        timed("park", lambda: prefix.park(sequence, prompt))
 
     running: list[tuple[VmmSequence, TokenIds]] = []
     for index in range(num_parked):
-        sequence = prefix.attach(prompt := prompts.next()).sequence
-        sequence.grow(num_tokens)
-        sequence.advance(num_tokens - sequence.length)
+        fill(sequence := prefix.attach(prompt := prompts.next()).sequence)
         if not index:
             prefix.insert(sequence, prompt)
         running.append((sequence, prompt))
@@ -272,7 +256,11 @@ def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
         prefix.park(sequence, prompt)
     for _ in range(count):
         prompt = prompts.next()
-        park(attach("attach, a parked slot is adopted", prompt, AttachMethod.ADOPT), prompt)
+        attached = timed("attach, a parked slot is adopted", functools.partial(prefix.attach, prompt))
+        if attached.method is not AttachMethod.ADOPT:
+            raise WrongNumbers(f"no slot is adopted: {attached}")
+        fill(attached.sequence)
+        prefix.park(attached.sequence, prompt)
     for _ in range(count):
         timed("free_slots, one is missing", lambda: prefix.free_slots(2))
         cache.drain()
@@ -280,14 +268,10 @@ def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
         if stats.num_parked != num_parked - 1 or stats.pool_free_bytes:
             raise WrongNumbers(f"{stats.num_parked} slots are parked, and {stats.pool_free_bytes} bytes are free")
         prompt = prompts.next()
-        sequence = attach("attach, by aliases", prompt, AttachMethod.ALIAS, is_forced=True)
+        sequence = prefix.attach(prompt, method=AttachMethod.ALIAS).sequence
         timed("grow, no page is free", functools.partial(sequence.grow, num_tokens))
-        park(sequence, prompt)
-    prompt = prompts.next()
-    park(prefix.attach(prompt, method=AttachMethod.ALIAS).sequence, prompt)
-    for _ in range(count):
-        prompt = prompts.unlike(num_tokens)
-        park(attach("attach, no slot is free", prompt, AttachMethod.COMPUTE), prompt)
+        fill(sequence)
+        prefix.park(sequence, prompt)
     return timed
 
 
@@ -311,7 +295,7 @@ def _time_fetch(num_tokens: int, seed: int, count: int) -> _Timed:
             prompt = prompts.unlike(num_tokens)
             fetch = timed("fetch", functools.partial(prefix.fetch, prompt))
             while not fetch.done and not fetch.size_bytes:
-                timed("a poll that finds records", functools.partial(prefix.poll, _POLL_US))
+                prefix.poll(_POLL_US)
             if fetch.size_bytes != num_records * PAGE_BYTES:
                 raise WrongNumbers(f"{fetch} is begun, and {num_records} records are there")
             fetch.give_up()

@@ -13,9 +13,11 @@ grammar      answers by a grammar: masks, and jump-forward (schemas)
 steps        step, breakdown: decode steps against the byte limit, and steps by kind of kernel
 """
 
+import itertools
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,11 +61,11 @@ _BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
 class Context:
     """What the parts of one shape share: the model, rows, and an engine that a part keeps for the next."""
 
-    def __init__(self, recorder: Recorder, shape: Shape, num_ranks: int = 1) -> None:
+    def __init__(self, recorder: Recorder, shape: Shape, num_ranks: int = 1, alone: dict[str, Any] | None = None) -> None:
         self.recorder, self.settings = recorder, recorder.settings
         self.num_ranks = num_ranks
         """Of engines as users have them."""
-        self.alone: dict[str, Any] = {}
+        self.alone = {} if alone is None else alone
         """By part: what `generate` holds first tokens against, by the engine of the fewest ranks."""
         self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)
         self._kept: tuple[Callable[..., Any], Any] | None = None
@@ -158,25 +160,16 @@ def run(recorder: Recorder) -> None:
         if settings.wants(part) and part not in left_out and (part == "breakdown") == last
         if settings.parts or part not in _MINUTES or (shape is shapes[0] and not settings.small)
     ]
-    context: Context | None = None
-    try:
-        for shape, size, part in recorder.track(steps, lambda step: f"{step[0].name} {step[2]}, ranks: {step[1]}"):
-            before, named = context, model_of(shape.name, tiny=settings.small).name
-            if before is None or (before.model.name, before.num_ranks) != (named, size):
-                if before is not None:
-                    before.close()
-                context = Context(recorder, shape, size)
-                if before is not None and before.model.name == named:
-                    context.alone = before.alone
-            assert context is not None
-            num_failed = len(recorder.failed)
-            with recorder.guarded(context.name(part, "all")):
-                import_module(f"{__name__}.{PARTS[part]}").run(context, part)
-            if len(recorder.failed) > num_failed:  # an engine that has failed is not trusted with the next part
-                context.close()
-    finally:
-        if context is not None:
-            context.close()
+    alone: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    tracked = recorder.track(steps, lambda step: f"{step[0].name} {step[2]}, ranks: {step[1]}")
+    for (shape, size), of_engine in itertools.groupby(tracked, lambda step: step[:2]):
+        with closing(Context(recorder, shape, size, alone[shape.name])) as context:
+            for *_, part in of_engine:
+                num_failed = len(recorder.failed)
+                with recorder.guarded(context.name(part, "all")):
+                    import_module(f"{__name__}.{PARTS[part]}").run(context, part)
+                if len(recorder.failed) > num_failed:  # an engine that has failed is not trusted with the next part
+                    context.close()
 
 
 def _lacking(part: str, settings: Settings) -> str | None:
