@@ -69,7 +69,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("old", metavar="OLD", help="a file of rows, a folder of them, or either with @COMMIT behind it")
     parser.add_argument("new", metavar="NEW", help="the same")
     parser.add_argument("--limit", type=float, default=2.0, metavar="PERCENT", help="differences that count; default: 2")
-    parser.add_argument("--all", action="store_true", help="also rows that are alike")
     parser.add_argument("--fail-on-loss", action="store_true", help="exit with 1 if anything is worse, or has failed")
     options = parser.parse_args(arguments)
     try:
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, side in (("OLD", "old"), ("NEW", "new")):
         origins = Counter(getattr(pair, side).provenance.origin for pair in pairs)
         out.print(f"{name}: " + "; ".join(f"{count} rows of {origin}" for origin, count in origins.items()), highlight=False)
-    if shown := [pair for pair in pairs if options.all or pair.verdict != _ALIKE]:
+    if shown := [pair for pair in pairs if pair.verdict != _ALIKE]:
         sides = ("old p50", "p20..p80", "n", "new p50", "p20..p80", "n", "change")
         out.print(table(("", "suite", "workload", "system", "metric"), sides, map(_cells, shown)))
     known = {one.key for one in old}

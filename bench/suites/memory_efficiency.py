@@ -22,7 +22,6 @@ import torch
 
 from bench import workloads
 from bench.baselines.paged import PagedCache
-from bench.baselines.slots import StaticCache
 from bench.harness import HBM_BYTES_PER_S, SHAPES, Recorder, Settings, Shape, WrongNumbers
 from bench.workloads import Workload
 from vmmkv import KVCache, KVLayout, Pool
@@ -114,16 +113,13 @@ class CountedSystem:
             self.unit_rows = PAGE_BYTES / row_bytes
             # What lies behind the last row is a multiple of what rows and pages have in common, each as likely.
             self.unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
-        elif name in _BLOCKS:
+        else:
             block_rows = _BLOCKS[name]
             counts = {"num_blocks": sizes.budget_bytes // (block_rows * row_bytes), "slots": sizes.slots}
             self.cache = PagedCache(_COUNTED, _CPU, block_rows=block_rows, max_tokens=MAX_TOKENS, **counts)
-            self.unit_rows, self.unfilled_rows = float(block_rows), (block_rows - 1) / 2
-            self.table_bytes = 4 * ceil_div(MAX_TOKENS, block_rows)
-        else:
-            num_slots = sizes.budget_bytes // (MAX_TOKENS * row_bytes)
-            self.cache = StaticCache(_COUNTED, _CPU, slots=num_slots, max_tokens=MAX_TOKENS)
-            self.unit_rows, self.unfilled_rows = float(MAX_TOKENS), 0.0
+            is_static = block_rows == MAX_TOKENS
+            self.unit_rows, self.unfilled_rows = float(block_rows), 0.0 if is_static else (block_rows - 1) / 2
+            self.table_bytes = 0 if is_static else 4 * ceil_div(MAX_TOKENS, block_rows)
         self.scale: Final = row_bytes / float(self.cache.layout.row_bytes)
 
     def laid_bytes(self, rows: Rows) -> float:
@@ -141,8 +137,9 @@ class CountedSystem:
                 raise WrongNumbers(f"vmmkv: {used_bytes} bytes were used by no sequence, {pool.created_bytes} are left")
 
 
-_BLOCKS: Final = {"paged 16": 16, "paged 128": 128}
-SYSTEMS: Final = ("vmmkv", *_BLOCKS, f"static {MAX_TOKENS}")
+_BLOCKS: Final = {"paged 16": 16, "paged 128": 128, f"static {MAX_TOKENS}": MAX_TOKENS}
+"""Rows of a block. A static slot counts as a block of all rows, without a table."""
+SYSTEMS: Final = ("vmmkv", *_BLOCKS)
 
 
 # the simulation

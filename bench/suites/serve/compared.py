@@ -157,30 +157,25 @@ def _measured(context: Context, name: str, systems: Sequence[Any], workload: Wor
 def checked(context: Context, systems: Sequence[Any], workload: Workload, count: int) -> dict[str, float]:
     """By how much log-probabilities are off the first system's, as a share of what other prompts change.
 
-    Of engines, those of the first tokens of an answer, of which all but one are decoded; of others, the first token's.
+    They are those of the first tokens of some answers, of which all but one are decoded, as far as these tokens are the same.
     """
     prompts = [ask.prompt for ask in workload.asks[:count]]
     rng = np.random.default_rng((context.settings.seed, 7))
     others = [rng.integers(0, context.model.vocabulary, len(prompt), dtype=np.int32) for prompt in prompts]
-    first = systems[0]
-    assert isinstance(first, EngineSystem)
-    begins = first.begins(prompts, _CHECKED_TOKENS)
-    changed = first.likeliest(others)
+    first, *compared = systems
+    begins, changed = first.begins(prompts, _CHECKED_TOKENS), first.likeliest(others)
     offs: dict[str, float] = {}
-    for system in systems[1:]:
-        if isinstance(system, EngineSystem):
-            pairs: list[tuple[LogProbs, LogProbs]] = [
-                (of_first[place], of_other[place])
-                for (tokens, of_first), (others_tokens, of_other) in zip(
-                    begins, system.begins(prompts, _CHECKED_TOKENS), strict=True
-                )
-                for place in range(_CHECKED_TOKENS)
-                if tokens[:place] == others_tokens[:place]
-            ]
-            if len(pairs) <= len(prompts):
-                raise WrongNumbers(f"{system.name} answers with other tokens than {first.name}")
-        else:
-            pairs = list(zip([likeliest[0] for _, likeliest in begins], system.likeliest(prompts), strict=True))
+    for system in compared:
+        pairs: list[tuple[LogProbs, LogProbs]] = [
+            (of_first[place], of_other[place])
+            for (tokens, of_first), (other_tokens, of_other) in zip(
+                begins, system.begins(prompts, _CHECKED_TOKENS), strict=True
+            )
+            for place in range(_CHECKED_TOKENS)
+            if tokens[:place] == other_tokens[:place]
+        ]
+        if len(pairs) <= len(prompts):
+            raise WrongNumbers(f"{system.name} answers with other tokens than {first.name}")
         wanted, given = zip(*pairs, strict=True)
         # What other prompts change is seen at first tokens.
         shifts = [changed[index % len(changed)] for index in range(len(pairs))]

@@ -21,7 +21,7 @@ from bench.harness import Settings, WrongNumbers, release_memory
 from bench.suites.serve import GENERATED, Context, compared, lacks_vllm
 from bench.suites.serve.generate import computed_alone, measure, stages
 from bench.suites.serve.models import ServedModel, Weights
-from bench.suites.serve.systems import LIKELIEST, LogProbs, Options, Served, ServedRun, Turns, UserEngine, of_users
+from bench.suites.serve.systems import LIKELIEST, Begin, LogProbs, Options, Served, ServedRun, Turns, UserEngine, of_users
 from bench.workloads import Ask, TokenIds, Workload, at_once
 from vmmkv import KVLayout
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
@@ -142,14 +142,15 @@ class StaticBatches:
                     served.append(Served(0.0, len(ask.prompt), *map(list, zip(*own, strict=True))))
         return ServedRun(served, max(each.token_s[-1] for each in served))
 
-    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
+    def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
         """See EngineSystem."""
-        config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_scores=True)
+        config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, return_dict_in_generate=True, output_scores=True)
         with no_grad(), self._cache() as cache:
             padded = self._padded([prompt.tolist() for prompt in prompts])
-            scores_BV = self._model.generate(**padded, generation_config=config, past_key_values=cache).scores[0]
-            values, ids = torch.log_softmax(scores_BV, dim=-1).topk(LIKELIEST)
-        return [dict(zip(*each, strict=True)) for each in zip(ids.tolist(), values.tolist(), strict=True)]
+            given = self._model.generate(**padded, generation_config=config, past_key_values=cache)
+            values, ids = torch.log_softmax(torch.stack(given.scores, 1), dim=-1).topk(LIKELIEST)  # [B, num_tokens, LIKELIEST]
+        begins = zip(given.sequences[:, -num_tokens:].tolist(), ids.tolist(), values.tolist(), strict=True)
+        return [(tokens, [dict(zip(*each, strict=True)) for each in zip(*found, strict=True)]) for tokens, *found in begins]
 
     def close(self) -> None:
         """Nothing of its own is left: the weights are the engine's."""
