@@ -17,7 +17,7 @@ from bench.baselines import backend
 from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.prefix import host
 from bench.suites.serve import Context
-from bench.suites.serve.compared import checked, opened
+from bench.suites.serve.compared import NO_SHARING, checked, opened
 from bench.suites.serve.systems import share_same, take_turns
 from bench.workloads import TokenIds, Workload, at_once
 from vmmkv import KVCache, Pool, PrefixCache
@@ -27,8 +27,6 @@ from vmmkv.units import GIB, MIB, PAGE_BYTES
 PARTS: Final = ("requests", "attach", "tree", "host")
 _PLAIN: Final = "llama-3.1-8b"
 """The shape whose workloads are named without it."""
-_NO_SHARING: Final = "none"
-"""The engine without a prefix cache."""
 
 
 def absent(settings: Settings) -> dict[str, str]:
@@ -43,13 +41,12 @@ def run(recorder: Recorder) -> None:
     if settings.wants("requests"):
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
-        memories = backend.systems_on(settings.device, settings.fa3)
+        names = [
+            name for name in backend.systems_on(settings.device, settings.fa3) if name != "static"
+        ]  # shares nothing either
         sizes = (64 * MIB, 2048, 8, 256) if small else (16 * GIB, 8192, 128, 8192)
         limits = dict(zip(("kv_budget_bytes", "max_tokens", "max_num_seqs", "max_num_batched_tokens"), sizes, strict=True))
-        with (
-            recorder.guarded(f"{prefix}requests"),
-            opened(context, limits, memories, without_prefixes=True) as systems,
-        ):
+        with recorder.guarded(f"{prefix}requests"), opened(context, limits, [*names, NO_SHARING]) as systems:
             lengths = (1200, 100) if small else (4096, 200, 1000, 4000)
             rounds = 1 if small else 2
             # A round without rows: the first creates memory that later ones find.
@@ -94,19 +91,19 @@ def _measure_requests(context: Context, systems: Sequence[Any], prefix_tokens: i
         offs = checked(context, systems, waves[0][0], 2)
 
         def leaves_out(system: str, round_: int, place: int) -> bool:
-            return system == _NO_SHARING and (round_ > 0 or place > 1)
+            return system == NO_SHARING and (round_ > 0 or place > 1)
 
         by_state = take_turns(recorder, systems, waves, names, leaves_out=leaves_out)
         for name, runs in zip(names, by_state, strict=True):
             for system, of_system in runs.items():
-                pairs = zip(of_system, runs[first], strict=system != _NO_SHARING)
+                pairs = zip(of_system, runs[first], strict=system != NO_SHARING)
                 sames = [share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in pairs]
                 recorder.samples(name, system, "total", "s", [run.seconds for run in of_system])
                 firsts_ms = [1e3 * each.first_s for run in of_system for each in run.served]
                 recorder.samples(name, system, "first token", "ms", firsts_ms)
                 attached = [100 * run.cached_tokens / run.prompt_tokens for run in of_system]
                 recorder.samples(name, system, "prompt tokens attached", "%", attached)
-                if system != _NO_SHARING:  # behind the first such run, by sequences that have ended too
+                if system != NO_SHARING:  # behind the first such run, by sequences that have ended too
                     recorder.figure(name, system, "memory, held", "GiB", of_system[0].held_bytes / GIB)
                 if system != first:
                     recorder.samples(name, system, f"same answers as {first}", "%", [100 * same for same in sames])

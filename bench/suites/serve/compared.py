@@ -29,6 +29,8 @@ from bench.suites.serve.systems import (
 from bench.workloads import Workload
 from vmmkv.units import GIB, MIB, format_bytes
 
+OUTSIDE: Final = "transformers StaticCache"
+NO_SHARING: Final = "none"
 _IDS: Final = 10_001
 _CHECKED_TOKENS: Final = 4
 """Of each answer that is held against the first system's."""
@@ -95,8 +97,8 @@ def run(context: Context, part: str) -> None:
     asked = {case: each for case, each in workloads_of(context.model, settings, part).items() if settings.wants_case(case)}
     if not asked:
         return
-    memories = ["vmmkv"] if part == "outside" else systems_on(settings.device, settings.fa3)
-    with opened(context, limits, memories, outside=part == "outside") as systems:
+    names = ["vmmkv", OUTSIDE] if part == "outside" else systems_on(settings.device, settings.fa3)
+    with opened(context, limits, names) as systems:
         for case, workload in asked.items():
             text = f", {case} requests/s, Poisson" if part == "rates" else f": {workload.text}"
             name = context.name(part, f"{workload.name}{text}, {format_bytes(limits['kv_budget_bytes'])} of rows")
@@ -110,12 +112,10 @@ def run(context: Context, part: str) -> None:
 
 
 @contextmanager
-def opened(
-    context: Context, limits: Options, memories: Iterable[str], *, outside: bool = False, without_prefixes: bool = False
-) -> Iterator[list[Any]]:
+def opened(context: Context, limits: Options, names: Iterable[str]) -> Iterator[list[Any]]:
     """All systems, beside each other, over the same weights. A kept engine takes all memory, and is closed.
 
-    `without_prefixes`: vmmkv without a prefix cache in place of static slots, which share nothing either.
+    `NO_SHARING` is vmmkv without a prefix cache, `OUTSIDE` transformers; others are of the baselines.
     """
     context.close()
     with ExitStack() as stack:
@@ -124,15 +124,16 @@ def opened(
         stack.enter_context(torch.inference_mode())
         systems: list[Any] = []
         stack.callback(systems.clear)
-        for memory in memories:
-            context.recorder.note(f"{context.model.name}: {memory} starts")
-            shares = not (without_prefixes and memory == "static")
-            systems.append(EngineSystem(memory if shares else "vmmkv", weights, {**limits, "prefix_cache": shares}))
-            stack.callback(systems[-1].close)
-        if outside:
-            from bench.suites.serve.outside import StaticBatches
+        for name in names:
+            context.recorder.note(f"{context.model.name}: {name} starts")
+            if name == OUTSIDE:
+                from bench.suites.serve.outside import StaticBatches
 
-            systems.append(StaticBatches(weights, limits))
+                systems.append(StaticBatches(weights, limits))
+            elif name == NO_SHARING:
+                systems.append(EngineSystem("vmmkv", weights, {**limits, "prefix_cache": False}))
+            else:
+                systems.append(EngineSystem(name, weights, limits))
             stack.callback(systems[-1].close)
         del weights
         yield systems

@@ -18,9 +18,10 @@ from typing import Any, Final
 import torch
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
-from vmmkv.server.config import ServeConfig
+from vmmkv.config import read_environment
+from vmmkv.server.config import VARIABLES, ServeConfig
 from vmmkv.server.engine.loading import ModelSource, choose_dtype
-from vmmkv.server.models import KNOWN_CONFIGS
+from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir
 
 Config = Mapping[str, Any]
 """What a config.json holds."""
@@ -219,22 +220,12 @@ def tokenizer_file(named: Path | None) -> Path:
 
     Raises: ValueError if there is no such file, naming what would work.
     """
-    if named is not None:
-        if not named.is_file():
-            raise ValueError(f"--tokenizer {named} is no file; name a tokenizer.json, such as that of {SOURCE}")
-        return named
-    from vmmkv.config import read_environment
-    from vmmkv.server.config import VARIABLES
-    from vmmkv.server.models import KNOWN_MODELS, manifest_problem, model_dir  # the other suites need no server
-
-    directory = model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES))
-    problem = manifest_problem(directory, KNOWN_MODELS[SOURCE]) if directory.is_dir() else "it is not there"
-    if problem is not None:
+    path = named or model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES)) / "tokenizer.json"
+    if not path.is_file():
         raise ValueError(
-            f"a tokenizer is needed, and that of {SOURCE} cannot be taken from {directory}: {problem}; bring it by "
-            f"`vmmkv fetch {SOURCE}`, or name a tokenizer.json by --tokenizer FILE"
+            f"--tokenizer {path} is no file; name a tokenizer.json, or bring that of {SOURCE} by `vmmkv fetch {SOURCE}`"
         )
-    return directory / "tokenizer.json"
+    return path
 
 
 def digest_of(path: Path) -> str:

@@ -115,7 +115,7 @@ class StaticBatches:
     compiled decode steps; compiling is not timed. A DynamicCache, whose steps are not compiled, has half the speed or less.
     """
 
-    name: Final = "transformers StaticCache"
+    name: Final = compared.OUTSIDE
 
     def __init__(self, weights: Weights, limits: Options) -> None:
         self._model, self._max_tokens = as_transformers(weights), limits["max_tokens"]
