@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -47,8 +47,7 @@ class WrongNumbers(Exception):
 # settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """The parts of a model that a KV cache sees, and the bytes of its weights, which every decode step reads too."""
 
     name: str
@@ -65,15 +64,12 @@ class Shape:
         return KVLayout.uniform(layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype)
 
 
-_SHAPES = tuple(
-    Shape(name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, weight_bytes=weight_bytes)
-    for name, layers, heads, kv_heads, dim, dtype, weight_bytes in (
-        ("llama-3.1-8b", 32, 32, 8, 128, torch.bfloat16, 16_060_522_496),
-        ("qwen3-0.6b", 28, 16, 8, 128, torch.bfloat16, 1_192_099_840),
-        ("smollm2-135m", 30, 9, 3, 64, torch.bfloat16, 269_030_016),
-        # Rows of 64 KiB in one layer: few steps cross many pages, and a CPU still attends to them in milliseconds.
-        ("wide", 1, 32, 32, 256, torch.float32, 0),
-    )
+_SHAPES = (
+    Shape("llama-3.1-8b", 32, 32, 8, 128, torch.bfloat16, 16_060_522_496),
+    Shape("qwen3-0.6b", 28, 16, 8, 128, torch.bfloat16, 1_192_099_840),
+    Shape("smollm2-135m", 30, 9, 3, 64, torch.bfloat16, 269_030_016),
+    # Rows of 64 KiB in one layer: few steps cross many pages, and a CPU still attends to them in milliseconds.
+    Shape("wide", 1, 32, 32, 256, torch.float32, 0),
 )
 SHAPES: Final = {shape.name: shape for shape in _SHAPES}
 MODEL_SHAPES: Final = _SHAPES[:3]

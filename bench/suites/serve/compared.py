@@ -5,7 +5,7 @@ outside    the same beside transformers
 rates      requests arrive at random: how long each waits, and how many are served well, by how many there are
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -43,11 +43,24 @@ def limits_of(settings: Settings) -> Options:
     return {"kv_budget_bytes": 16 * GIB, "max_tokens": 4096, "max_num_seqs": 256}
 
 
-def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
-    """What a part asks, by names: workloads' own, or rates.
+_CLOSED: Final[Sequence[tuple[Callable[..., Workload], dict[str, Any], dict[str, Any]]]] = (
+    (workloads.uniform, {"count": 6, "prompt": (10, 100), "out": (10, 40)}, {"count": 128}),
+    (workloads.chat, {"count": 6, "scale": 0.04}, {"count": 96}),
+    (workloads.long_documents, {"count": 3, "scale": 0.04}, {"count": 48, "scale": 0.3}),
+    (
+        workloads.shared_prefix,
+        {"count": 6, "prefix_tokens": 256, "own": (8, 16), "out": (8, 16)},
+        {"count": 128, "prefix_tokens": 2048},
+    ),
+    (workloads.multi_turn, {"count": 2, "turns": 2, "new": (20, 40), "out": (10, 20), "think_s": 0.05}, {"count": 32}),
+    (workloads.skewed, {"count": 6, "short": (10, 40), "long": (300, 400), "out": (8, 30)}, {"count": 128}),
+    (workloads.ragged, {"count": 6, "prompt": (10, 100), "mean_out": 20}, {"count": 128}),
+)
+"""Each with its sizes on a CPU, which say only that everything works, and on a GPU, scaled to what fits."""
 
-    Small ones on a CPU say only that everything works. Chats and documents are scaled to what fits.
-    """
+
+def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
+    """What a part asks, by names: workloads' own, or rates."""
     small, seed = settings.small, settings.seed
     common: dict[str, Any] = {
         "seed": seed,
@@ -64,30 +77,10 @@ def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str,
             return workloads.arriving(first, rate, seed=seed)
 
         return {f"{rate:g}": arriving(rate) for rate in rates}
-    if small:
-        asked = [
-            workloads.uniform(**common, count=6, prompt=(10, 100), out=(10, 40)),
-            workloads.chat(**common, count=6, scale=0.04),
-            workloads.long_documents(**common, count=3, scale=0.04),
-            workloads.shared_prefix(**common, count=6, prefix_tokens=256, own=(8, 16), out=(8, 16)),
-            workloads.multi_turn(**common, count=2, turns=2, new=(20, 40), out=(10, 20), think_s=0.05),
-            workloads.skewed(**common, count=6, short=(10, 40), long=(300, 400), out=(8, 30)),
-            workloads.ragged(**common, count=6, prompt=(10, 100), mean_out=20),
-        ]
-        if part == "outside":
-            asked = asked[:2]
-    elif part == "outside":  # few: some systems outside take minutes
-        asked = [workloads.uniform(**common, count=32), workloads.chat(**common, count=32)]
-    else:
-        asked = [
-            workloads.uniform(**common, count=128),
-            workloads.chat(**common, count=96),
-            workloads.long_documents(**common, count=48, scale=0.3),
-            workloads.shared_prefix(**common, count=128, prefix_tokens=2048),
-            workloads.multi_turn(**common, count=32, turns=4),
-            workloads.skewed(**common, count=128),
-            workloads.ragged(**common, count=128),
-        ]
+    asked = []
+    for make, little, much in _CLOSED[:2] if part == "outside" else _CLOSED:
+        few = {"count": 32} if part == "outside" else {}  # some systems outside take minutes
+        asked.append(make(**common, **(little if small else much | few)))
     return {workload.name: workload for workload in asked}
 
 

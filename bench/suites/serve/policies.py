@@ -187,16 +187,14 @@ def _add_rows(
     recorder.figure(name, system, "KV memory at peak", "GiB", peak.used_bytes / GIB)
     recorder.figure(name, system, "running at once", "requests", max(moment.num_running for moment in moments))
     whole = [moment for moment in moments if moment.is_whole]
+    fitting = budget_bytes // whole_bytes
+    if len(whole) > 1 and case != ALL:  # one of them whole, as its prompt is computed
+        fitting = 1 + (budget_bytes - whole_bytes) * len(lengths) // whole[-1].used_bytes
+    recorder.figure(name, system, "sequences that fit", "", fitting)
     if len(whole) < 2:
-        recorder.figure(name, system, "sequences that fit", "", budget_bytes // whole_bytes)
         return
     # The last prompt is compacted behind the first of these.
-    held_bytes = whole[-1].used_bytes
-    recorder.figure(name, system, "KV memory, all decoding", "GiB", held_bytes / GIB)
-    fitting = budget_bytes // whole_bytes
-    if case != ALL:  # one of them whole, as its prompt is computed
-        fitting = 1 + (budget_bytes - whole_bytes) * len(lengths) // held_bytes
-    recorder.figure(name, system, "sequences that fit", "", fitting)
+    recorder.figure(name, system, "KV memory, all decoding", "GiB", whole[-1].used_bytes / GIB)
     steps_s = np.diff([moment.at_s for moment in whole])
     rate = sum(moment.num_tokens for moment in whole[1:]) / float(steps_s.sum())
     recorder.figure(name, system, "throughput, all decoding", "tok/s", rate, len(steps_s))
