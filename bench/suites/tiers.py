@@ -260,14 +260,6 @@ class _Engine(EngineSystem):
     def __init__(self, weights: Weights, limits: Options, tiers: Sequence[Tier]) -> None:
         super().__init__("vmmkv", weights, limits, tiers=tiers)
         self.tiers: Final = tiers
-        self.beside: Callable[[list[Said]], object] = lambda said: None
-        """What else is done behind each step, told what the step has said."""
-
-    def step(self) -> list[Said]:
-        """See EngineSystem."""
-        said = super().step()
-        self.beside(said)
-        return said
 
     def forget(self) -> None:
         """Empty the prefix cache, when the tiers have what is in it."""

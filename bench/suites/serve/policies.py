@@ -89,22 +89,20 @@ class WatchedEngine(EngineSystem):
         """See EngineSystem."""
         self.moments: list[Moment] = []
         self._num_asked, self._begun, self._has_ended = len(workload.asks), set[int](), False
+        self.beside = self._watch
         return super().run(workload, **options)
 
     def _hear(self, message: FromEngine) -> None:
         self._num_compactions += isinstance(message, Compacted)
         super()._hear(message)
 
-    def step(self) -> list[Said]:
-        """See EngineSystem."""
-        said = super().step()
+    def _watch(self, said: list[Said]) -> None:
         self._begun.update(index for index, tokens, _ in said if tokens)
         self._has_ended |= any(has_ended for *_, has_ended in said)
         used_bytes, num_tokens = self.loaded.memory.cache.stats().pool_used_bytes, sum(len(tokens) for _, tokens, _ in said)
         is_whole = len(self._begun) == self._num_asked and not self._has_ended
         counts = self._num_compactions, used_bytes, self.loop.num_running, num_tokens
         self.moments.append(Moment(time.perf_counter(), *counts, is_whole))
-        return said
 
 
 def run(context: Context, part: str) -> None:

@@ -178,6 +178,8 @@ class EngineSystem:
         self._said: deque[FromEngine] = deque()
         self._cached: Counter[str] = Counter()
         self._firsts: dict[int, LogProbs] = {}
+        self.beside: Callable[[list[Said]], object] = lambda said: None
+        """What else is done behind each step of a run, told what the step has said."""
         self.snapshot: Snapshot | None = None
         """The engine's counts since it was started, at the end of the last run or later."""
         self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=SYSTEMS[memory], tiers=tiers)
@@ -220,6 +222,7 @@ class EngineSystem:
             time.sleep(max(0.0, turns.next_s - now_s))
             return
         said = self.step()
+        self.beside(said)
         now_s = time.perf_counter() - began_s
         for index, tokens, has_ended in said:
             served = turns.served[index]
