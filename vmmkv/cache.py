@@ -977,7 +977,7 @@ class KVCache(Planes, Closing, Unique):
         try:
             sharing.take(self.memory, slot, num_tokens, pages, copy_bytes, large_ends)
         except BaseException:
-            if self.table.limits[slot]:
+            if self.memory.num_pages(slot):
                 self.memory.reclaim_all(slot, self.memory.lower_limit(slot, 0))
             self.table.starts[:, slot] = 0
             raise

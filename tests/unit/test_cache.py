@@ -930,6 +930,18 @@ def test_rows_are_copied_with_a_recorded_stream_or_nothing_changes(cache, driver
     cache.check()
 
 
+@pytest.mark.parametrize("number", range(6))
+def test_a_fork_of_no_rows_that_fails_leaves_nothing_mapped(pool, driver, number):
+    with KVCache(LAYOUT, pool, slots=2, max_tokens=64, guard_tokens=16) as cache:  # a page, and a limit of no rows
+        cache.record_stream(torch.Stream("cpu"))
+        empty = cache.open()
+        driver.fail_at = {driver.num_calls + number}
+        with contextlib.suppress(DriverError):
+            cache.fork(empty)
+        driver.fail_at = set()
+        cache.check()
+
+
 def test_an_exchange_whose_copy_fails_leaves_the_shared_page_in_place(cache, driver, monkeypatch):
     parent, copy = grown(cache, 64), driver.copy
     parent.k(0)[:64] = 7.0
