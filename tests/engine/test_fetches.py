@@ -69,12 +69,23 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def slow() -> Iterator[FaultyTier]:
-    """A host tier whose loads come when it is told to hurry."""
-    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["slow"], chance=1.0)
-    yield tier
-    assert not tier.lent
+def tier() -> Iterator[HostTier]:
+    """Lends nothing in the end."""
+    yield (tier := HostTier(64 * PAGE_BYTES))
     tier.close()
+
+
+@pytest.fixture
+def asks(tier: HostTier) -> FaultyTier:
+    """A host tier that has to find out what it has while its `chance` is 1."""
+    return FaultyTier(tier, 0, ["asks"], chance=0.0)
+
+
+@pytest.fixture
+def slow(tier: HostTier) -> Iterator[FaultyTier]:
+    """A host tier whose loads come when it is told to hurry."""
+    yield (slow := FaultyTier(tier, 0, ["slow"], chance=1.0))
+    assert not slow.lent
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -116,8 +127,7 @@ def random_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_the_next_turn_loads_the_rows_as_they_were_before_a_policy(harness: MakeHarness) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
+def test_the_next_turn_loads_the_rows_as_they_were_before_a_policy(harness: MakeHarness, tier: HostTier) -> None:
     one = serving(harness, tier)
     answer = one.said(PROMPT, 10, kv_policy={"type": "snapkv", "budget": 100})
     assert [(each.kept_rows, each.dropped_rows) for each in one.sent if isinstance(each, Compacted)] == [(100, 400)]
@@ -129,7 +139,6 @@ def test_the_next_turn_loads_the_rows_as_they_were_before_a_policy(harness: Make
     one.run()
     assert one.outputs("next")[0].cached == (("host", 448),)
     assert one.tokens("next") == one.expected(turn_two)
-    tier.close()
 
 
 HYBRID = {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 1}
@@ -143,9 +152,8 @@ KINDS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_of_every_kind_say_the_same_from_a_tier(harness: MakeHarness, kind: str) -> None:
+def test_models_of_every_kind_say_the_same_from_a_tier(harness: MakeHarness, tier: HostTier, kind: str) -> None:
     make, ours = KINDS[kind]
-    tier = HostTier(256 * PAGE_BYTES)
     one = harness(make(), ours=ours, share=True, tiers=[tier], max_tokens=1024)
     tokens = stored(one, PROMPT)
     assert tokens == one.expected(PROMPT) and len(set(tokens)) > 2
@@ -154,7 +162,6 @@ def test_models_of_every_kind_say_the_same_from_a_tier(harness: MakeHarness, kin
     assert one.tokens("again") == tokens
     ((source, num_tokens),) = one.outputs("again")[0].cached
     assert source == "host" and num_tokens > 300
-    tier.close()
 
 
 def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_be_read(
@@ -245,23 +252,21 @@ def test_a_tier_whose_stats_raise_is_left_out_of_the_metrics_and_used_all_the_sa
 # waiting
 
 
-def test_requests_wait_for_the_answer_of_a_tier_and_then_for_one_load(harness: MakeHarness) -> None:
-    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["asks"], chance=0.0)
-    one = serving(harness, tier)
+def test_requests_wait_for_the_answer_of_a_tier_and_then_for_one_load(harness: MakeHarness, asks: FaultyTier) -> None:
+    one = serving(harness, asks)
     tokens = stored(one, PROMPT)
-    tier.chance = 1.0
+    asks.chance = 1.0
     for name, prompt in {"a": PROMPT, "b": PROMPT, "new": PROMPTS[1]}.items():
         one.ask(name, prompt)
     one.step(5)
     assert not any(one.outputs(name) for name in ("a", "b", "new"))
-    tier.chance = 0.0
+    asks.chance = 0.0
     one.run()
     assert [one.tokens(name) for name in "ab"] == [tokens] * 2 and one.tokens("new") == one.expected(PROMPTS[1])
     assert [one.outputs(name)[0].cached for name in ("a", "b", "new")] == [(("faulty host", 448),)] * 2 + [()]
-    assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
+    assert asks.stats().loaded_bytes == 7 * PAGE_BYTES
     assert ended(one) == {"unknown": 2, "done": 2}  # the second of the same prompt waits again, for the first one's load
     one.cache.close()
-    tier.close()
 
 
 def test_requests_behind_one_that_waits_for_a_tier_begin(harness: MakeHarness, slow: FaultyTier) -> None:
@@ -339,8 +344,7 @@ def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: M
     assert one.tokens("known") == tokens
 
 
-def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarness) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
+def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarness, tier: HostTier) -> None:
     one = serving(harness, tier, budget_pages=14)
     tokens = stored(one, PROMPT)
     for name in "ab":  # three pages each
@@ -352,11 +356,10 @@ def test_a_request_waits_for_room_to_load_rather_than_compute(harness: MakeHarne
     one.run()
     assert one.tokens("known") == tokens and ended(one) == {"done": 1}
     assert tier.stats().loaded_bytes == 7 * PAGE_BYTES
-    tier.close()
 
 
-def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarness) -> None:
-    tier, prompt = HostTier(64 * PAGE_BYTES), PROMPTS[5]
+def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarness, tier: HostTier) -> None:
+    prompt = PROMPTS[5]
     one = serving(harness, tier, budget_pages=14)
     tokens = stored(one, prompt)
     one.ask("running", prompt[:200], 60)  # four pages, three of which begin the other's eleven
@@ -366,36 +369,33 @@ def test_room_to_load_is_for_rows_that_no_running_request_has(harness: MakeHarne
     assert one.engine.num_running == 2, "ten free pages are enough for the other eight, and one to spare"
     one.run()
     assert one.tokens("known") == tokens and ended(one) == {"done": 1}
-    tier.close()
 
 
 @pytest.mark.parametrize("num_shared", [24, 100])
-def test_rows_behind_a_common_beginning_give_way_to_a_load(harness: MakeHarness, num_shared: int) -> None:
+def test_rows_behind_a_common_beginning_give_way_to_a_load(harness: MakeHarness, tier: HostTier, num_shared: int) -> None:
     """Of less than a page and of more: only what the load goes on from is kept."""
-    tier, prompts = HostTier(64 * PAGE_BYTES), [[*PROMPT[:num_shared], *prompt[num_shared:]] for prompt in PROMPTS[:3]]
+    prompts = [[*PROMPT[:num_shared], *prompt[num_shared:]] for prompt in PROMPTS[:3]]
     one = serving(harness, tier, budget_pages=12)
     tokens = [stored(one, prompt) for prompt in prompts]
     assert [one.said(prompt) for prompt in prompts] == tokens
     assert ended(one) == {"done": 3}
-    tier.close()
 
 
 def test_a_request_that_is_computed_for_want_of_room_is_counted_once(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
     one = serving(harness, tier)
     tokens = stored(one, PROMPT)
     monkeypatch.setattr(transfers.Transfers, "_take", lambda *_: False)
     assert one.said(PROMPT) == tokens and ended(one) == {"no_room": 1}
-    tier.close()
 
 
-def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_requests_do_not_take_the_room_that_one_waits_for(
+    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
     monkeypatch.setattr(transfers, "_MOST_KEYS", 1)
     monkeypatch.setattr(transfers, "_PIECES_AT_ONCE", 1)
-    tier = HostTier(64 * PAGE_BYTES)
     one = serving(harness, tier, budget_pages=14)
     tokens = stored(one, PROMPT)
     for index in range(20):  # three pages each
@@ -407,11 +407,9 @@ def test_later_requests_do_not_take_the_room_that_one_waits_for(harness: MakeHar
     begun = list(dict.fromkeys(output.request_id for output in one.outputs()))
     assert begun[1:].index("known") < 8, begun
     assert ended(one)["no_room"] < 4, "tiers are asked again when there may be room"
-    tier.close()
 
 
-def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
+def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness, tier: HostTier) -> None:
     one = serving(harness, tier, budget_pages=12, step_tokens=1024)
     one.ask("low", PROMPT, 30, priority=1)
     one.step(20)
@@ -421,7 +419,6 @@ def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness) -> Non
     assert ended(one) == {"done": 1} and tier.stats().loaded_bytes == 7 * PAGE_BYTES
     assert one.tokens("low") == one.expected(PROMPT, 30)
     assert one.tokens("pressing") == one.expected(PROMPTS[4], 4)
-    tier.close()
 
 
 def test_a_more_urgent_request_takes_the_slot_of_one_that_waits_for_a_tier(harness: MakeHarness, slow: FaultyTier) -> None:
@@ -465,8 +462,9 @@ def test_tokens_that_a_tier_has_lost_and_another_request_computes_are_the_device
     assert not one.engine._scheduler.fetches._loads["faulty host"]._units, "nothing came, and nothing was measured"
 
 
-def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
+def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(
+    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = serving(harness, tier, budget_pages=12)
     tokens = stored(one, PROMPT)
     monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
@@ -479,21 +477,19 @@ def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarne
 
 
 def test_a_fetch_that_is_declined_once_a_tier_has_answered_counts_once(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, asks: FaultyTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["asks"], chance=0.0)
-    one = serving(harness, tier)
+    one = serving(harness, asks)
     tokens = stored(one, PROMPT)
     monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 1e6)
     one.engine._scheduler.fetches._loads["faulty host"].add(1, 0.0, 1.0)
-    tier.chance = 1.0
+    asks.chance = 1.0
     one.ask("known", PROMPT)
     one.step(2)
-    tier.chance = 0.0
+    asks.chance = 0.0
     one.run()
     assert one.tokens("known") == tokens and ended(one) == {"declined": 1}
     one.cache.close()
-    tier.close()
 
 
 def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed(harness: MakeHarness) -> None:
@@ -535,8 +531,9 @@ def crowded(harness: MakeHarness, tiers: Sequence[Any] = (), *, budget_pages: in
     return one
 
 
-def test_what_preempted_requests_generated_comes_back_from_a_tier(harness: MakeHarness, prompt_stores: None) -> None:
-    tier = HostTier(64 * PAGE_BYTES)
+def test_what_preempted_requests_generated_comes_back_from_a_tier(
+    harness: MakeHarness, tier: HostTier, prompt_stores: None
+) -> None:
     roomy, plain, swapping = crowded(harness, budget_pages=64), crowded(harness), crowded(harness, [tier])
     for name in CROWD:
         assert plain.tokens(name) == swapping.tokens(name) == roomy.tokens(name)
@@ -544,7 +541,6 @@ def test_what_preempted_requests_generated_comes_back_from_a_tier(harness: MakeH
     num_preempted, resumed = swapping.engine._scheduler.num_preempted, swapping.engine._scheduler.resumed_tokens
     assert num_preempted and resumed["recomputed"] <= 16 * num_preempted < resumed["host"], "one page each was not stored yet"
     swapping.cache.close()
-    tier.close()
 
 
 # break-even
@@ -702,10 +698,10 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
 
 
 def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetches, "_TRIAL", 3)
-    one = serving(harness, tier := HostTier(64 * PAGE_BYTES))
+    one = serving(harness, tier)
     found = one.engine._scheduler.fetches
     request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
     fetch = FakeFetch(Counter(host=1000))
@@ -724,11 +720,11 @@ def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
 
 
 def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1)
     monkeypatch.setattr(Runner, "forward", lambda *given, real=Runner.forward: (time.sleep(0.1), real(*given))[1])
-    one = serving(harness, HostTier(64 * PAGE_BYTES), lookahead=0)
+    one = serving(harness, tier, lookahead=0)
     one.said(PROMPT)
     assert one.engine._scheduler.fetches._prefill.per_s < len(PROMPT) / 0.1
 

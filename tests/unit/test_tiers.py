@@ -48,6 +48,11 @@ def cache(pool, host):
         cache.check()
 
 
+@pytest.fixture
+def prefix(cache, host):
+    return PrefixCache(cache, [host], fingerprint="model")
+
+
 def write(sequence, tokens):
     """Token t's rows are full of t + 1."""
     sequence.grow(len(tokens))
@@ -106,8 +111,7 @@ def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(lay
     assert chain.grown(tokens[1:]) is None and chain.grown(tokens[:100]) is None
 
 
-def test_what_is_evicted_comes_back_from_the_host(cache, host):
-    prefix = PrefixCache(cache, tiers=[host], fingerprint="model")
+def test_what_is_evicted_comes_back_from_the_host(prefix, cache):
     compute(prefix, PROMPT)
     prefix.flush()
     assert prefix.evict() == 6
@@ -140,8 +144,7 @@ def fetched(prefix, tokens, **options):
     return prefix.attach(tokens, **options)
 
 
-def test_a_poll_without_time_copies_one_extent(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_poll_without_time_copies_one_extent(prefix, host):
     compute(prefix, PROMPT)
     for held in (1, 2, 6):
         prefix.poll(0)
@@ -149,8 +152,7 @@ def test_a_poll_without_time_copies_one_extent(cache, host):
     assert not prefix.poll(0)
 
 
-def test_loads_and_stores_share_the_time_of_polls(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_loads_and_stores_share_the_time_of_polls(prefix, host):
     stored(prefix, PROMPT)
     fetch = prefix.fetch(PROMPT)
     compute(prefix, [9] * 100)
@@ -236,8 +238,7 @@ def test_a_fetch_looks_no_further_than_tiers_have_and_no_nearer_than_the_device_
     tier.close()
 
 
-def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(prefix, host):
     compute(prefix, [9] * 80)
     sequence = prefix.attach(PROMPT).sequence
     for end in (32, 64, 100):
@@ -291,8 +292,7 @@ def test_every_byte_of_every_type_comes_back(pool, host, dtype, windows):
             assert torch.equal(plane, written[layer, name][start : sequence.length])
 
 
-def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(prefix):
     stored(prefix, PROMPT)
     compute(prefix, PROMPT[:40])
     fetch = prefix.fetch(PROMPT)
@@ -300,8 +300,7 @@ def test_a_match_that_ends_on_the_device_goes_on_in_the_tiers(cache, host):
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
-def test_a_fetch_that_is_not_worth_it_does_not_start(cache, host, pool):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_fetch_that_is_not_worth_it_does_not_start(prefix, cache, pool):
     stored(prefix, PROMPT)
     cache.drain()
     asked = []
@@ -340,16 +339,14 @@ def test_a_fetch_that_is_not_worth_it_may_be_without_the_last_tier_and_what_is_b
         tier.close()
 
 
-def test_a_fetch_leaves_memory_for_sequences_that_run(cache, host, pool):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_fetch_leaves_memory_for_sequences_that_run(prefix, pool):
     stored(prefix, PROMPT)
     pool.resize(8 * PAGE_BYTES)
     assert prefix.fetch(PROMPT, room_pages=9) is None
     assert prefix.fetch(PROMPT, room_pages=8).num_tokens == 96
 
 
-def test_one_load_serves_all_that_wait_for_it(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_one_load_serves_all_that_wait_for_it(prefix, host):
     stored(prefix, PROMPT)
     first, second = prefix.fetch(PROMPT), prefix.fetch([*PROMPT[:60], 0, 0])
     assert first is second and first.waiting == 2
@@ -378,8 +375,7 @@ def test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has(cache, host):
     assert_reads(prefix.attach(PROMPT).sequence, PROMPT[:96])
 
 
-def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool, driver):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_fetch_that_nothing_waits_for_gives_everything_back(prefix, cache, pool, driver):
     stored(prefix, PROMPT)
     before = pool.stats().held_bytes
     fetch = prefix.fetch(PROMPT)
@@ -397,8 +393,7 @@ def test_a_fetch_that_nothing_waits_for_gives_everything_back(cache, host, pool,
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
-def test_the_beginning_that_has_come_of_a_fetch_that_nothing_waits_for_is_kept(cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_the_beginning_that_has_come_of_a_fetch_that_nothing_waits_for_is_kept(prefix, cache, host):
     stored(prefix, PROMPT)
     fetch = prefix.fetch(PROMPT)
     for _ in range(2):
@@ -410,8 +405,7 @@ def test_the_beginning_that_has_come_of_a_fetch_that_nothing_waits_for_is_kept(c
     assert_reads(prefix.attach(PROMPT).sequence, PROMPT[: fetch.num_tokens])
 
 
-def test_a_budget_below_what_is_fetched_is_refused_by_the_name_of_fetches(cache, host, pool):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_budget_below_what_is_fetched_is_refused_by_the_name_of_fetches(prefix, pool):
     stored(prefix, PROMPT)
     fetch = prefix.fetch(PROMPT)
     with pytest.raises(BudgetError, match=f"tiers load into.* give fetches up, or ask for at least {6 * PAGE_BYTES} bytes"):
@@ -436,8 +430,7 @@ class FailsAfter(Future):
 
 
 @pytest.mark.parametrize("num_looks", [1, 2, 3, 4])
-def test_a_load_that_fails_between_two_looks_at_it_is_a_miss(cache, host, monkeypatch, num_looks):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_a_load_that_fails_between_two_looks_at_it_is_a_miss(prefix, host, monkeypatch, num_looks):
     stored(prefix, PROMPT)
     load = host.load
 
@@ -472,9 +465,8 @@ def test_a_fetch_whose_extents_cannot_be_created_ends_as_a_miss(cache, host, dri
     assert_reads(fetched(prefix, PROMPT).sequence, PROMPT[:96])
 
 
-def test_a_fetch_that_is_done_keeps_nothing_of_the_request_that_asked_for_it(cache, host):
+def test_a_fetch_that_is_done_keeps_nothing_of_the_request_that_asked_for_it(prefix):
     """That keeps the fetch, and cycles of old objects are not collected in a server."""
-    prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
 
     def worth(fetch):
@@ -487,9 +479,8 @@ def test_a_fetch_that_is_done_keeps_nothing_of_the_request_that_asked_for_it(cac
     assert fetch.done and asked() is None
 
 
-def test_sixteen_records_come_back_in_one_extent(pool, cache, host, driver):
+def test_sixteen_records_come_back_in_one_extent(prefix, pool, cache, driver):
     pool.resize(64 * PAGE_BYTES)
-    prefix = PrefixCache(cache, [host], fingerprint="model")
     sequence = prefix.attach(LONG).sequence
     for token in range(len(LONG)):  # laid in pages
         write(sequence, LONG[: token + 1])
@@ -505,8 +496,7 @@ def test_sixteen_records_come_back_in_one_extent(pool, cache, host, driver):
     assert_reads(attached.sequence, LONG[:288])
 
 
-def test_no_other_tenant_model_or_layout_finds_a_record(pool, cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_no_other_tenant_model_or_layout_finds_a_record(prefix, pool, host):
     stored(prefix, PROMPT, namespace="red")
     for namespace in ("blue", None, ("red",), b"red"):
         assert prefix.fetch(PROMPT, namespace=namespace) is None
@@ -519,8 +509,7 @@ def test_no_other_tenant_model_or_layout_finds_a_record(pool, cache, host):
         assert_reads(fetched(twin, PROMPT, namespace="red").sequence, PROMPT[:96])
 
 
-def test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant(pool, cache, host, driver):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant(prefix, pool, cache, driver):
     stored(prefix, PROMPT, namespace="red")
     cache.drain()
     pool.resize(PAGE_BYTES)
@@ -607,8 +596,7 @@ def test_a_cache_closes_while_a_tier_hangs(pool, host):
     assert fetch.done and not tier.lent and pool.stats().held_bytes == 0
 
 
-def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):
-    prefix = PrefixCache(cache, [host], fingerprint="model")
+def test_without_room_on_the_device_nothing_is_fetched(prefix, pool, cache):
     stored(prefix, PROMPT)
     cache.drain()
     running = cache.open()
@@ -618,9 +606,8 @@ def test_without_room_on_the_device_nothing_is_fetched(pool, cache, host):
     cache.check()
 
 
-def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(pool, cache, host):
+def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(prefix, pool, cache):
     pool.resize(9 * PAGE_BYTES)
-    prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
     running = cache.open()
     running.grow(16)  # a page; while none ran, the fetch would wait for what has ended
@@ -632,9 +619,8 @@ def test_a_fetch_takes_the_room_of_a_prompt_that_has_just_ended(pool, cache, hos
     running.close()
 
 
-def test_a_fetch_waits_for_fences_to_make_room_only_where_nothing_runs(pool, cache, host, driver):
+def test_a_fetch_waits_for_fences_to_make_room_only_where_nothing_runs(prefix, pool, cache, driver):
     pool.resize(9 * PAGE_BYTES)
-    prefix = PrefixCache(cache, [host], fingerprint="model")
     stored(prefix, PROMPT)
     running = cache.open()
     running.grow(16)
