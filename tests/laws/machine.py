@@ -423,12 +423,15 @@ class LawMachine(RuleBasedStateMachine):
 NIGHTLY = settings.get_current_profile_name() == "nightly"
 
 
-def walks(num_examples: int, nightly_examples: int, num_steps: int = 50) -> settings:
-    """So many random walks: the same in each default run, new ones each night."""
-    return settings(
+def cases(machine: type[RuleBasedStateMachine], num_examples: int, nightly_examples: int, **changes: object) -> tuple[Any, Any]:
+    """Two test cases of a machine with these attributes: the same random walks in each run, and new ones nightly."""
+    changed: Any = type(machine.__name__, (machine,), changes) if changes else machine
+    walks = settings(
         deadline=None,
         derandomize=not NIGHTLY,
         max_examples=nightly_examples if NIGHTLY else num_examples,
-        stateful_step_count=num_steps,
+        stateful_step_count=50,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
+    case = type("Walks", (changed.TestCase,), {"settings": walks})
+    return case, pytest.mark.nightly(type("WalksAtLength", (case,), {}))

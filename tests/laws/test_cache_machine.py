@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
+from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, cases, picks, seeds
 from tests.laws.model import LAYOUTS, Live, opened
 from vmmkv import Closed, KVCache, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.units import PAGE_BYTES
@@ -163,25 +163,5 @@ class CacheMachine(LawMachine):
             self.caches[index] = self.cache_of(index)
 
 
-class RealMemoryMachine(CacheMachine):
-    """Over the host driver: the bytes of every plane, through the views."""
-
-    real_memory = True
-
-
-class TestOnASimulatedDevice(CacheMachine.TestCase):
-    settings = walks(100, 2000)
-
-
-class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(8, 1000)
-
-
-@pytest.mark.nightly
-class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
-    """New walks each night."""
-
-
-@pytest.mark.nightly
-class TestOnHostMemoryAtLength(TestOnHostMemory):
-    """New walks each night."""
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(CacheMachine, 100, 2000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(CacheMachine, 8, 1000, real_memory=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
+from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, cases, picks, seeds
 from tests.laws.model import (
     LAYOUTS,
     PREFIX_LAYOUTS,
@@ -368,25 +368,5 @@ class PrefixMachine(LawMachine):
                 super().teardown()
 
 
-class RealMemoryMachine(PrefixMachine):
-    """Over the host driver: the bytes of every plane, through the views."""
-
-    real_memory = True
-
-
-class TestOnASimulatedDevice(PrefixMachine.TestCase):
-    settings = walks(200, 2000)
-
-
-class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(8, 2000)
-
-
-@pytest.mark.nightly
-class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
-    """New walks each night."""
-
-
-@pytest.mark.nightly
-class TestOnHostMemoryAtLength(TestOnHostMemory):
-    """New walks each night."""
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(PrefixMachine, 200, 2000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(PrefixMachine, 8, 2000, real_memory=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.laws.machine import walks
+from tests.laws.machine import cases
 from vmmkv.prefix import radix_tree
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, RadixTree
 
@@ -294,13 +294,7 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.returned == Counter(range(self.num_values))
 
 
-TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = walks(60, 2000)
-
-
-@pytest.mark.nightly
-class TestRadixMachineAtLength(TestRadixMachine):
-    """New walks each night."""
+TestRadixMachine, TestRadixMachineAtLength = cases(RadixMachine, 60, 2000)
 
 
 @pytest.fixture(autouse=True)

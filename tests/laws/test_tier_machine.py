@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from tests.laws.faulty_tier import DISK_FAULTS, FAULTS, STORE_FAULTS, FaultyDisk, FaultyStore, FaultyTier
-from tests.laws.machine import MAX_TOKENS, picks, walks
+from tests.laws.machine import MAX_TOKENS, cases, picks
 from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
 from tests.laws.simulated_driver import SimulatedDriver
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
@@ -299,12 +299,6 @@ def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pa
         machine.teardown()
 
 
-class RealMemoryMachine(TierMachine):
-    """Over the host driver: the bytes of every plane, through the views."""
-
-    real_memory = True
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
     """Rows that attaching copies are shared at once, while the copy is still on its way."""
@@ -421,24 +415,6 @@ def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_
     host.close()  # nothing is lent
 
 
-class TestOnASimulatedDevice(TierMachine.TestCase):
-    settings = walks(40, 2000)
-
-
-class TestOnHostMemory(RealMemoryMachine.TestCase):
-    settings = walks(4, 1000)
-
-
-@pytest.mark.nightly
-class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
-    """New walks each night."""
-
-
-@pytest.mark.nightly
-class TestWithADiskAndAStore(DiskMachine.TestCase):
-    settings = walks(20, 500)
-
-
-@pytest.mark.nightly
-class TestOnHostMemoryAtLength(TestOnHostMemory):
-    """New walks each night."""
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(TierMachine, 40, 2000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(TierMachine, 4, 1000, real_memory=True)
+TestWithADiskAndAStore = cases(DiskMachine, 20, 500)[1]
