@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from vmmkv.driver.base import Access, Fence, Handle, span_text
-from vmmkv.errors import DriverError
 from vmmkv.testing.fake_driver import FakeDriver, LawBroken, write_to
 from vmmkv.units import PAGE_BYTES
 
@@ -279,9 +278,7 @@ class SimulatedDriver(FakeDriver):
         return self._fence(streams)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Driver.order. Fails while `order_fails` is set."""
-        if self.order_fails:
-            raise DriverError("order was told to fail", call="order", code="FAKE_INJECTED")
+        """See Driver.order."""
         for stream in (self.current, *streams):
             self.wait_stream(stream, CONTROL)
 

@@ -29,7 +29,6 @@ from tests.laws.model import (
 from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import DriverError, HostTier, KVCache, Pool, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
-from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import PAGE_BYTES
 
@@ -505,23 +504,3 @@ def test_operations_cover_every_driver_call(world, others):
     """Each kind of call is made, and so failed, by some operation above."""
     made = [calls_of(each, each.layouts[-1])[1] for each in OPERATIONS.values() if each.world is world]
     assert set().union(*made) == {"create", "map", "set_access", "unmap", "zero", "write", "fence"} | others
-
-
-def test_limits_that_could_not_be_ordered_are_taken_back_from_the_device() -> None:
-    driver = FakeDriver()
-    with (
-        Pool("cpu", 8 * PAGE_BYTES, driver=driver) as pool,
-        KVCache(LAYOUTS["one_group"], pool, slots=2, max_tokens=9) as cache,
-    ):
-        sequence = cache.open()
-        sequence.grow(2)
-        before = cache.limit.tolist()
-        driver.order_fails = True
-        with pytest.raises(DriverError, match="order"):
-            sequence.grow(9)
-        assert cache.limit.tolist() == before
-        cache.check()
-        driver.order_fails = False
-        sequence.grow(9)
-        assert cache.limit.tolist()[sequence.slot] == 9
-        cache.check()

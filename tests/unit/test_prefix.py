@@ -92,18 +92,6 @@ def pages(sequence):
 # what hits
 
 
-def test_a_hit_can_end_inside_an_extent(prefix):
-    owner = begin(prefix, PROMPT[:40])
-    attached = prefix.attach([*PROMPT[:21], 0, 0], method=AttachMethod.ALIAS)
-    assert attached.num_tokens == 21
-    assert_reads(attached.sequence, 21)
-    first, second = pages(attached.sequence)
-    assert first is pages(owner)[0]  # tokens 0 to 15
-    assert second is not pages(owner)[1]  # its first 5 rows are copied
-    write(attached.sequence, 40)
-    assert_reads(owner, 40)
-
-
 # the methods
 
 
@@ -242,12 +230,6 @@ def test_rows_are_copied_from_a_slot_or_from_an_extent_of_the_tree(prefix, drive
 
 
 # on
-
-
-def test_where_a_forced_method_is_impossible_all_is_computed(prefix):
-    begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.COMPUTE  # no slot is parked
-    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.COMPUTE
 
 
 def test_two_that_computed_the_same_at_once_keep_a_copy_each(prefix, pool):

@@ -96,7 +96,6 @@ class FakeDriver:
         self._pages: dict[int, int] = {}  # address of each mapped page -> address of its mapping
         self._reserved: list[tuple[int, int]] = []
         self._launches: list[Launch] = []
-        self.order_fails = False
         self.captures = False
         """Does the current stream capture a graph? A test sets it."""
         self._reservations = Reservations()
@@ -282,9 +281,7 @@ class FakeDriver:
         return self._behind_launches(under)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Driver.order. Fails while `order_fails` is set."""
-        if self.order_fails:
-            raise DriverError("order was told to fail", call="order", code="FAKE_INJECTED")
+        """See Driver.order."""
         if self.over is not None:
             self.over.order(streams)
         self._unordered.clear()
