@@ -36,6 +36,26 @@ def num_held(path: Path) -> int:
         return client.held_bytes() // PAGE_BYTES
 
 
+@pytest.fixture
+def left(path, holder):
+    """The next engine after one that is killed, which has computed some prompts in this order. It leaves nothing behind."""
+    engines = []
+
+    def left(*prompts, **options):
+        engine = start(path, **options)
+        for tokens, namespace in prompts:
+            engine.ask("serve", tokens, namespace)
+        engine.kill()
+        engines.append(Engine(path, driver=FakeDriver(over=HostDriver()), **options))
+        return engines[-1]
+
+    yield left
+    for engine in engines:
+        engine.cache.check()
+        engine.close()
+        assert (engine.pool.driver.live_handles, engine.pool.driver.live_mappings) == (0, 0)
+
+
 def test_a_prefix_outlives_an_engine_that_is_killed(path, holder):
     first = start(path)
     assert first.ask("serve", PROMPT) == (0, 0)
@@ -84,12 +104,8 @@ def test_another_model_or_layout_starts_cold_and_says_so(path, holder, caplog):
         engine.close()
 
 
-def test_no_byte_of_a_tenant_reaches_another_one(path, holder):
-    engine = start(path)
-    engine.ask("serve", PROMPT, "red")
-    engine.ask("serve", PROMPT, ("blue", 1))
-    engine.kill()
-    engine = Engine(path, pages=16)
+def test_no_byte_of_a_tenant_reaches_another_one(left):
+    engine = left((PROMPT, "red"), (PROMPT, ("blue", 1)), pages=16)
     assert engine.serve([*PROMPT, 1], "red") == (96, 0)
     assert engine.serve([*PROMPT, 1], ("blue", 1)) == (96, 0)
     assert engine.serve([*PROMPT, 1], "blue") == (0, 0)
@@ -98,7 +114,6 @@ def test_no_byte_of_a_tenant_reaches_another_one(path, holder):
         sequence.grow(15 * 16)  # in memory that red and blue had, as well
         assert not any(sequence.view(layer, plane).any() for layer in range(4) for plane in "kv")
         engine.cache.check()
-    engine.close()
 
 
 def test_a_namespace_that_is_not_the_same_in_another_process_is_refused(path, holder):
@@ -262,11 +277,8 @@ def test_a_prefix_cache_over_a_holder_needs_a_fingerprint_and_is_the_only_one(pa
     engine.close()
 
 
-def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(path, holder, caplog):
-    engine = start(path)
-    engine.ask("serve", PROMPT)
-    engine.kill()
-    engine = Engine(path)
+def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(left, path, holder, caplog):
+    engine = left((PROMPT, None))
     engine.serve([5] * 40, "red")
     holder.kill()
     attached = engine.prefix.attach([*PROMPT, 1])
@@ -279,9 +291,7 @@ def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(pat
     assert engine.serve([5] * 41, "red") == (40, 0), "what it has stays right, and nothing is evicted for what cannot come"
     assert engine.serve([6] * 40) == (0, 0), "what it has makes room"
     assert engine.prefix.match([5] * 41, namespace="red") == 0
-    engine.cache.check()
     assert caplog.text.count("is gone") == 1
-    engine.close()
     assert start_holder(path).pid != holder.pid, "a stale socket is in nobody's way"
 
 
@@ -299,42 +309,27 @@ def test_a_growth_that_fails_loses_no_handle(path, holder, call):
 
 
 @pytest.mark.parametrize("call", range(4))
-def test_an_attach_that_fails_leaves_the_prefix_for_the_next(path, holder, call):
-    engine = start(path)
-    engine.ask("serve", PROMPT)
-    engine.kill()
-    driver = FakeDriver(over=HostDriver())
-    engine = Engine(path, driver=driver)
+def test_an_attach_that_fails_leaves_the_prefix_for_the_next(left, call):
+    engine = left((PROMPT, None))
+    driver = engine.pool.driver
     driver.fail_at = {driver.num_calls + 3 * call}
     with pytest.raises(DriverError, match="told to fail"):
         engine.serve([*PROMPT, 1])
     engine.cache.check()
     assert engine.serve([*PROMPT, 1]) == (96, 0)
-    engine.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
-
-
-def left(path, *prompts, **options):
-    """What an engine that is killed has computed, in this order; the next engine."""
-    engine = start(path, **options)
-    for tokens, namespace in prompts:
-        engine.ask("serve", tokens, namespace)
-    engine.kill()
-    driver = FakeDriver(over=HostDriver())
-    return Engine(path, driver=driver, **options), driver
 
 
 LAYOUTS = {"whole": engines.LAYOUT, "straddling": STRADDLING, "windowed": WINDOWED}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_was_prepared_is_adopted_with_right_rows_and_without_a_map(path, holder, layout):
-    engine, driver = left(path, (PROMPT, None), layout=layout)
+def test_what_was_prepared_is_adopted_with_right_rows_and_without_a_map(left, layout):
+    engine = left((PROMPT, None), layout=layout)
     known = engine.prefix.match([*PROMPT, 1])
     assert known > 80
     while engine.prefix.prepare(0):
         engine.cache.check()
-    calls = Calls(driver)
+    calls = Calls(engine.pool.driver)
     attached = engine.prefix.attach([*PROMPT, 1])
     assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, known)
     assert not calls.made().keys() & {"import_fd", "map", "unmap"}
@@ -342,48 +337,41 @@ def test_what_was_prepared_is_adopted_with_right_rows_and_without_a_map(path, ho
     engines.write(attached.sequence, None, [*PROMPT, 1], known)
     engine.prefix.park(attached.sequence, [*PROMPT, 1])
     assert engine.serve([*PROMPT, 1, 2]) == (len(PROMPT) + 1, 0)
-    engine.cache.check()
-    engine.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
 
 
-def test_a_prompt_before_that_is_aliased(path, holder):
-    engine, _ = left(path, (PROMPT, None))
+def test_a_prompt_before_that_is_aliased(left):
+    engine = left((PROMPT, None))
     attached = engine.prefix.attach([*PROMPT, 1])
     assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 96)
     assert not engine.cache.parked(), "what a sequence has is not prepared"
     while engine.prefix.prepare(0):
         pass
     assert not engine.cache.parked()
-    engine.close()
 
 
-def test_the_last_used_prefixes_are_prepared_while_slots_are_free(path, holder):
+def test_the_last_used_prefixes_are_prepared_while_slots_are_free(left):
     prompts = [([number] * 40, "red") for number in range(5)]
-    engine, _ = left(path, *prompts)
+    engine = left(*prompts)
     while engine.prefix.prepare(0, free_slots=3):
         engine.cache.check()
     assert engine.cache.stats().num_parked == 3
     methods = [engine.prefix.attach([*tokens, 9], namespace=name).method for tokens, name in reversed(prompts)]
     assert methods == [AttachMethod.ADOPT] * 3 + [AttachMethod.ALIAS] * 2
-    engine.close()
 
 
-def test_the_last_used_prefix_is_evicted_last_though_it_was_prepared_first(path, holder):
-    engine, _ = left(path, *(([number] * 40, None) for number in range(3)))
+def test_the_last_used_prefix_is_evicted_last_though_it_was_prepared_first(left):
+    engine = left(*(([number] * 40, None) for number in range(3)))
     while engine.prefix.prepare(0):
         pass
     engine.prefix.free_slots(5)
     assert engine.prefix.attach([2] * 41).method is AttachMethod.ADOPT
     engine.prefix.evict(4)
     assert engine.prefix.match([1] * 41) == 0
-    engine.cache.check()
-    engine.close()
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2])
-def test_preparing_goes_on_behind_requests_of_all_kinds(path, holder, num_pieces):
-    engine, _ = left(path, (PROMPT, None), (LONG, None))
+def test_preparing_goes_on_behind_requests_of_all_kinds(left, num_pieces):
+    engine = left((PROMPT, None), (LONG, None))
     for _ in range(num_pieces):
         engine.prefix.prepare(0)
     assert engine.serve([7] * 40) == (0, 0), "it takes the slot that was begun"
@@ -392,12 +380,10 @@ def test_preparing_goes_on_behind_requests_of_all_kinds(path, holder, num_pieces
         engine.cache.check()
     for tokens in (PROMPT, LONG):
         assert engine.prefix.attach([*tokens[:-1], 300]).method is AttachMethod.ADOPT
-    engine.cache.check()
-    engine.close()
 
 
-def test_what_is_prepared_gives_way_to_what_runs(path, holder):
-    engine, driver = left(path, (PROMPT, None), (LONG, None))
+def test_what_is_prepared_gives_way_to_what_runs(left):
+    engine = left((PROMPT, None), (LONG, None))
     engine.prefix.prepare(0)
     with engine.cache.open(tenant="green") as sequence:
         sequence.grow(31 * 16)
@@ -405,19 +391,15 @@ def test_what_is_prepared_gives_way_to_what_runs(path, holder):
     while engine.prefix.prepare(0):
         engine.cache.check()
     assert not engine.cache.parked()
-    engine.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
 
 
-def test_preparing_without_the_holder_ends(path, holder):
-    engine, _ = left(path, (PROMPT, None), (LONG, None))
+def test_preparing_without_the_holder_ends(left, holder):
+    engine = left((PROMPT, None), (LONG, None))
     engine.prefix.prepare(0)
     holder.kill()
     while engine.prefix.prepare(0):
         engine.cache.check()
     assert engine.prefix.match([*PROMPT, 1]) == 0
-    engine.cache.check()
-    engine.close()
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.nightly)])
@@ -451,36 +433,24 @@ def test_preparing_can_fail_at_every_driver_call(path, holder, layout, every):
         call += every
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_rows_are_sealed_behind_the_work_that_writes_them(path, holder, waits):
+@pytest.mark.parametrize("how", ["it is said", "the launch ends", "it is waited for"])
+def test_rows_are_sealed_once_they_are_known_to_be_written(path, holder, how):
     driver = FakeDriver(over=HostDriver())
     engine = Engine(path, driver=driver)
     attached = engine.prefix.attach(PROMPT)
     engines.write(attached.sequence, None, PROMPT, 0)
     base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
     launch = driver.launch([(base, base + 1)])
-    engine.prefix.insert(attached.sequence, PROMPT)
-    assert not engine.pool.holder.log.read().live, "the launch may still write"
-    engine.cache.map_ahead()
-    assert not engine.pool.holder.log.read().live
-    if waits:
-        engine.cache.drain()
-    else:
-        launch.finish()
+    engine.prefix.insert(attached.sequence, PROMPT, is_written=how == "it is said")
+    if how != "it is said":
+        assert not engine.pool.holder.log.read().live, "the launch may still write"
         engine.cache.map_ahead()
-    assert len(engine.pool.holder.log.read().live) == 3
-    engine.cache.check()
-    engine.close()
-
-
-def test_rows_that_are_known_to_be_written_are_sealed_at_once(path, holder):
-    driver = FakeDriver(over=HostDriver())
-    engine = Engine(path, driver=driver)
-    attached = engine.prefix.attach(PROMPT)
-    engines.write(attached.sequence, None, PROMPT, 0)
-    base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
-    driver.launch([(base, base + 1)])
-    engine.prefix.insert(attached.sequence, PROMPT, is_written=True)
+        assert not engine.pool.holder.log.read().live
+        if how == "the launch ends":
+            launch.finish()
+            engine.cache.map_ahead()
+        else:
+            engine.cache.drain()
     assert len(engine.pool.holder.log.read().live) == 3
     engine.cache.check()
     engine.close()
