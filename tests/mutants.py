@@ -46,7 +46,6 @@ class Mutant(NamedTuple):
 SEALED, BORROWED, SAVED = "prefix/sealed.py", "prefix/borrowed.py", "tiers/saved.py"
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 SUMS = "kernels/sums.py"
-
 COMPACTION = "server/engine/compaction.py"
 TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
 OTHERS = f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record"

@@ -31,18 +31,7 @@ from vmmkv.units import GIB
 
 
 def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:
-    settings = Settings(
-        **{
-            "device": settings.device,
-            "shape": settings.shape,
-            "quick": True,
-            "parts": parts,
-            "steps": 12,
-            "sequences": 3,
-            "repeat": 1,
-            "tensor_parallel_sizes": settings.tensor_parallel_sizes,
-        }
-    )
+    settings = replace(settings, parts=parts, steps=12, sequences=3, repeat=1)
     recorder = recorder_in(folder, suite, settings)
     load(suite).run(recorder)
     assert not recorder.failed
