@@ -63,15 +63,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_every_request_of_a_group_is_answered_to_its_end(client: EngineClient, engine: FakeEngine) -> None:
-    with client.submit([request("a"), request("b", num_tokens=2)]) as answers:
-        got = await every(answers)
-    for request_id, token_ids, reason in (("a", [1, 2, 3], "stop"), ("b", [1, 2], "length")):
-        own = [message for message in got if message.request_id == request_id]
-        assert [token_id for message in own for token_id in message.token_ids] == token_ids
-        assert own[-1].finish_reason == reason
-
-
 async def test_nothing_is_sent_before_the_engine_is_ready(client: EngineClient) -> None:
     with pytest.raises(EngineNotReady, match="loading"):
         client.submit([request("a")])
@@ -106,17 +97,6 @@ async def test_a_failed_request_leaves_the_others_alone(client: EngineClient, en
         with pytest.raises(RequestFailed, match="told to fail"):
             await anext(bad)
         assert (await every(good))[-1].finish_reason == "stop"
-
-
-async def test_when_the_engine_dies_all_waiting_requests_fail(client: EngineClient, engine: FakeEngine) -> None:
-    groups = [client.submit([request(f"r{number}", seed=SILENT_SEED)]) for number in range(3)]
-    waiting = [asyncio.create_task(anext(group)) for group in groups]
-    await asyncio.sleep(0.02)
-    await client.engine_ended("exit code 3")
-    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-        assert isinstance(outcome, EngineDead) and "exit code 3" in str(outcome)
-    with pytest.raises(EngineDead, match="exit code 3"):
-        client.submit([request("late")])
 
 
 async def test_what_the_engine_sent_before_it_died_still_counts(

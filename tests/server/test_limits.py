@@ -7,7 +7,6 @@ import hmac
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from starlette.responses import PlainTextResponse
 from tests.server.conftest import Servers
 from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
 from tests.server.support import COMPLETIONS, Running, asking, bearer, eventually, running_server, without_deadlines
-from vmmkv.server.config import FrontConfig, read_keys
+from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv.server.launch import answered_hosts
@@ -425,19 +424,5 @@ def test_refusals_are_counted_on_routes_that_ask_for_something(path: str, status
     assert counted == [status] * is_counted
 
 
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("content", "said"), [("# none\n", "no key"), (None, "cannot be read"), (b"a-key-\xff", "is not UTF-8")]
-    )
-    def test_a_file_has_a_key_a_line(self, tmp_path: Path, content: str | bytes | None, said: str) -> None:
-        path = tmp_path / "keys"
-        path.write_text(f"# keys\n\n{ONE}\n  {TWO}\t\n")
-        assert read_keys("--api-key-file", path) == (ONE, TWO)
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
-        with pytest.raises(ValueError, match=rf"--admin-key-file .* {said}"):
-            read_keys("--admin-key-file", path)
-
-    def test_keys_are_in_no_representation(self) -> None:
-        assert ONE not in repr(FrontConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(queue(ONE)._callers)
+def test_keys_are_in_no_representation() -> None:
+    assert ONE not in repr(FrontConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(queue(ONE)._callers)

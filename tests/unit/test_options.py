@@ -17,32 +17,21 @@ from vmmkv.units import GIB, MIB
 launch = pytest.importorskip("vmmkv.server.launch")
 
 VALUES: dict[str, tuple[Any, Any, Any]] = {
-    "model": ("./a", "./b", "./c"),
+    **dict.fromkeys(("model", "kv_holder", "kv_lender"), ("./a", "./b", "./c")),
+    **dict.fromkeys(("kv_budget_bytes", "max_body_bytes"), ("1GiB", "2GiB", "3GiB")),
+    **dict.fromkeys(("port", "max_tokens", "max_num_seqs", "max_queued_requests", "max_queued_tokens", "seed"), (11, 12, 13)),
+    **dict.fromkeys(("request_timeout_s", "drain_timeout_s", "stuck_after_s"), (1.5, 2.5, 3.5)),
+    **dict.fromkeys(("api_keys", "admin_key"), ("key-in-flag", "key-in-variable", "key-in-file")),
     "host": ("::1", "0.0.0.0", "::"),
-    "port": (1, 2, 3),
     "device": ("cpu", "cuda", "cuda:1"),
     "dtype": ("float32", "float16", "bfloat16"),
-    "kv_budget_bytes": ("1GiB", "2GiB", "3GiB"),
-    "kv_holder": ("./a.sock", "./b.sock", "./c.sock"),
-    "kv_lender": ("./a.sock", "./b.sock", "./c.sock"),
-    "max_tokens": (11, 12, 13),
-    "max_num_seqs": (21, 22, 23),
     "max_num_batched_tokens": (1024, 1025, 1026),
     "prefix_cache": (False, True, False),
     "model_impl": ("vmmkv", "transformers", "vmmkv"),
     "load_format": ("dummy", "auto", "dummy"),
-    "seed": (1, 2, 3),
     "log_level": ("debug", "warning", "error"),
     "log_format": ("json", "console", "json"),
-    "api_keys": ("key-in-flag", "key-in-variable", "key-in-file"),
-    "admin_key": ("key-in-flag", "key-in-variable", "key-in-file"),
     "allowed_hosts": ("a.example", "b.example", "c.example"),
-    "max_queued_requests": (31, 32, 33),
-    "max_queued_tokens": (41, 42, 43),
-    "max_body_bytes": ("1GiB", "2GiB", "3GiB"),
-    "request_timeout_s": (1.5, 2.5, 3.5),
-    "drain_timeout_s": (4.5, 5.5, 6.5),
-    "stuck_after_s": (7.5, 8.5, 9.5),
 }
 """What a flag, a variable and a file say here. The files of keys have a test of their own."""
 KEYS = ("a-key-of-one", "a-key-of-two")
@@ -317,6 +306,15 @@ def test_a_key_in_a_file_that_cannot_be_used_is_named_by_its_line(
         assert f"{option} {tmp_path}/keys, line 4, has a key of {len(wrong)} characters" in said
         assert "8 or more" in said and wrong not in said
     assert launched == []
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"# none\n", "has no key in it"), (b"a-key-\xff", "is not UTF-8")])
+def test_a_file_that_has_no_keys_is_named(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    assert main(["serve", "--admin-key-file", f"{tmp_path}/keys"]) == 1
+    assert f"--admin-key-file {tmp_path}/keys {said}" in capsys.readouterr().err
 
 
 def test_keys_do_not_stay_in_the_environment(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
