@@ -956,7 +956,7 @@ class KVCache(Planes, Closing, Unique):
         try:
             self.fill(slot, num_tokens, pages, copy_bytes)
         except BaseException:
-            if not self.table.limits[slot]:  # nothing is mapped: no driver call, so that this cannot fail too
+            if not self.memory.num_pages(slot):  # no driver call, so that this cannot fail too
                 self._clear_slot(sequence, SlotState.CLOSING)
                 self._free_if_bare(slot)
             raise
@@ -1247,7 +1247,10 @@ class KVCache(Planes, Closing, Unique):
                 forks[-1].known_positions = parent.known_positions
         except BaseException:
             for fork in forks:
-                self.end_sequence(fork)
+                try:
+                    self.end_sequence(fork)
+                except DriverError:  # a second failure means that the device is lost
+                    self.end_sequence(fork)
             raise
         return forks
 
