@@ -323,9 +323,9 @@ def num_common(first: Seq[int], second: Seq[int]) -> int:
 
 
 @contextlib.contextmanager
-def large_extents(num_pages: int, medium: int | None = None) -> Iterator[None]:
+def large_extents(num_pages: int) -> Iterator[None]:
     """Large extents of so few pages that short sequences have some; and adopting a slot may lose a page."""
-    small = {"SIZE_CLASSES": tuple(dict.fromkeys((num_pages, medium or num_pages // 2, 1))), "MOST_LOST_PAGES": 1}
+    small = {"SIZE_CLASSES": tuple(dict.fromkeys((num_pages, num_pages // 2, 1))), "MOST_LOST_PAGES": 1}
     modules = [module for name, module in sys.modules.items() if name.startswith("vmmkv.")]
     with contextlib.ExitStack() as patches:
         for module in modules:

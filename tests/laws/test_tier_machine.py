@@ -302,12 +302,12 @@ def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pa
 @pytest.mark.parametrize("seed", range(12))
 def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
     """Rows that attaching copies are shared at once, while the copy is still on its way."""
-    with large_extents(4, medium=1):
+    with large_extents(4):
         driver = SimulatedDriver(seed=seed, haste=0)
         pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
         cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
         host = HostTier(40 * PAGE_BYTES)
-        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 12))
+        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 14))
 
         def attach(tokens):
             attached = prefix.attach(tokens, namespace="red")
