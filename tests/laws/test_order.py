@@ -174,7 +174,7 @@ def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
 
 
 def test_pages_of_a_growth_that_fails_are_not_unmapped_before_their_zeroes(device):
-    device.driver.fail_at = {device.driver.num_calls + 10}
+    device.driver.fail_at = {device.driver.num_calls + 13}  # the write of the limit
     with pytest.raises(DriverError):
         device.live.sequence.grow(9)
     assert device.driver.calls["zero"] and device.live.sequence.limit == 0
