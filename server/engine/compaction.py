@@ -228,7 +228,7 @@ class Compactor:
         if (first := num_unmoved(rows)) < len(rows):
             (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
             self._keys.turn(sequence.slot, first, back_T)
-        self._state.lengths_S[sequence.slot] = len(rows)
+        self._state.lengths_S[sequence.slot].fill_(len(rows))  # to assign it would wait for the device
         kept.num_dropped += length - len(rows)
         kept.chosen = None
         self.num_compactions += 1

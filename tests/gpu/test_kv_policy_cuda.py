@@ -15,6 +15,7 @@ from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
 from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.server import LLM, SamplingParams
+from vmmkv.server.engine.compaction import Compactor
 from vmmkv.units import GIB, PAGE_BYTES
 
 __all__ = ["harness"]
@@ -74,6 +75,26 @@ def test_quantised_rows_are_dropped_once(harness: Callable[..., Harness], kind: 
     for name, prompt in prompts.items():
         assert compacted(one, name) == [(24, len(prompt) - 24)]
         assert one.tokens(name) == Reference(one.model, SNAP, kind).said(prompt, 40)
+
+
+@EXACT
+def test_to_compact_waits_for_nothing(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    compact = Compactor.compact
+
+    def watched(compactor: Compactor, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            compact(compactor, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Compactor, "compact", watched)
+    one = harness(device=DEVICE, ours=True, capture=True)
+    for policy in (STREAM, HEAVY):
+        one.ask(policy["type"], prompt_of(400), 100, kv_policy=policy)
+    one.run()
+    assert one.failures() == {}
+    assert all(len(compacted(one, policy["type"])) > 1 for policy in (STREAM, HEAVY))
 
 
 def test_the_first_requests_with_a_policy_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
