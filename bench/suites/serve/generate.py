@@ -44,6 +44,7 @@ class Stage:
 
     workload: Workload
     bound_s: float
+    """On one GPU."""
     own_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """By the parameters' names. Empty: greedy."""
@@ -196,13 +197,13 @@ def timed_runs(
 
 
 def _add_rows(context: Context, system: str, stage: Stage, name: str, measured: Measured) -> None:
-    recorder, timed = context.recorder, measured.runs[1:]
+    recorder, timed, bound_s = context.recorder, measured.runs[1:], stage.bound_s / context.num_ranks
     if stage.workload.name == "first":
-        recorder.samples(name, system, "first token", "ms", [1e3 * run.seconds for run in timed], 1e3 * stage.bound_s)
+        recorder.samples(name, system, "first token", "ms", [1e3 * run.seconds for run in timed], 1e3 * bound_s)
     else:
         rates = [stage.num_out / run.seconds for run in timed]
-        recorder.samples(name, system, "total", "s", [run.seconds for run in timed], stage.bound_s)
-        recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / stage.bound_s)
+        recorder.samples(name, system, "total", "s", [run.seconds for run in timed], bound_s)
+        recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / bound_s)
         recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for run in timed for each in run.served])
     attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
     recorder.samples(name, system, "prompt tokens attached", "%", attached)

@@ -182,6 +182,8 @@ def body_of(model: str, prompt: str | list[int], ask: Ask) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
+_CONNECTIONS: Final = 80
+"""Of a client process. Of a thousand that came at once, vllm-router had reset one."""
 _together: Barrier
 """Of a client process: all send when all are ready to."""
 
@@ -225,7 +227,7 @@ def _ask(url: str, bodies: Bodies) -> list[Streamed]:
 
 async def _stream_all(url: str, bodies: Bodies) -> list[Streamed]:
     # A read has no limit: a request may wait for its turn.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         requests = [client.build_request("POST", url, json=body) for body in bodies]
         _together.wait()

@@ -31,7 +31,7 @@ def run(context: Context, part: str) -> None:
     context.close()
     for kv_cache_dtype in filter(settings.wants_case, ("auto", *KV_KINDS)):
         with closing(UserEngine(context.model, settings, kv_cache_dtype=kv_cache_dtype, **limits)) as engine:
-            for stage in (few, times(context, few)):
+            for stage in (few, times(context, few, _TIMES)):
                 name = context.name(part, stage.workload.text)
                 stage = replace(stage, workload=replace(stage.workload, name=part))
                 measure(context, engine, [stage], computed_alone(context, engine, [stage]))
@@ -39,11 +39,11 @@ def run(context: Context, part: str) -> None:
                 context.recorder.figure(name, engine.name, "sequences that fit", "", fitting)
 
 
-def times(context: Context, few: Stage) -> Stage:
-    """The requests of a stage so many times, with other tokens each time."""
+def times(context: Context, few: Stage, count: int) -> Stage:
+    """The requests of a stage `count` times, with other tokens each time."""
     settings = context.settings
-    more = [stages(context.model, replace(settings, seed=settings.seed + number), "mixed")[0] for number in range(_TIMES)]
+    more = [stages(context.model, replace(settings, seed=settings.seed + number), "mixed")[0] for number in range(count)]
     asks = tuple(ask for stage in more for ask in stage.workload.asks)
-    text = f"{_TIMES} x {few.workload.text}"
+    text = f"{count} x {few.workload.text}"
     bound_s = requests_s(context.model, [len(ask.prompt) for ask in asks], [ask.num_out for ask in asks])
     return replace(few, workload=replace(few.workload, text=text, asks=asks), bound_s=bound_s)

@@ -1,8 +1,8 @@
-"""Servers on several GPUs behind vllm-router: the same requests by one of them, and by one on each GPU.
+"""Servers on several GPUs behind vllm-router: requests by one of them, and so many for each by one on each GPU.
 
-replicas    twice the requests of mixed, as texts over HTTP, through the script of deploy/
+replicas    twice the requests of mixed for each replica, as texts over HTTP, through the script of deploy/
 
-Each has as many requests for each replica as `mixed` has where there are two. The router's policy is the script's own.
+Each is busy for most of the time, and with its last few requests for little of it. The router's policy is the script's own.
 """
 
 import random
@@ -23,6 +23,8 @@ from bench.workloads import Ask
 from vmmkv.server.tokenizer import Tokenizer
 
 SCRIPT: Final = Path(__file__).parents[3] / "deploy" / "vllm-router.sh"
+_TIMES: Final = 2
+"""So many requests as mixed has, for each replica."""
 _LIMIT_S: Final = 600.0
 _LEAST_ALIKE: Final = 0.5
 """Of the answers, those that begin as they do by one replica: batches differ, and with them roundings."""
@@ -37,10 +39,10 @@ def run(context: Context, part: str) -> None:
     settings, recorder, first = context.settings, context.recorder, list[Streamed]()
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if settings.on_gpu else ["cpu", "cpu"]
     with context.with_texts() as directory, clients(8 if settings.on_gpu else 1) as ask_all:
-        stage = times(context, stages(context.model, settings, "mixed")[0])
-        name = context.name(part, stage.workload.text)
+        (mixed,) = stages(context.model, settings, "mixed")
+        name = context.name(part, f"{_TIMES} x {mixed.workload.text}, for each replica")
         for count in dict.fromkeys((1, len(devices))):
-            system = f"vmmkv, replicas: {count}"
+            stage, system = times(context, mixed, _TIMES * count), f"vmmkv, replicas: {count}"
             recorder.note(f"{name}, {system}")
             with recorder.guarded(name, system), _served(directory, devices[:count], settings) as url:
                 few = _asked(directory, url, ask_all, stage.workload.asks[:_WARM_REQUESTS], 0)
