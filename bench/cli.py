@@ -26,6 +26,7 @@ SUITES: Final = {
     "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
     "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
+    "products": "the matrix products of a layer by rows, by cuBLAS and for few rows by our kernel",
     "prefix": "requests that share a prefix, over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
     "collectives": "sums, gathers and broadcasts over GPUs, by size and by way; needs two GPUs, and is not part of all",

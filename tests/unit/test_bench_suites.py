@@ -15,7 +15,7 @@ import torch
 from bench.cli import load
 from bench.harness import SHAPES, Settings, Shape, WrongNumbers
 from bench.rows import FAILED, Row
-from bench.suites import append, collectives, memory_efficiency, prefix, resize, tiers, transformers
+from bench.suites import append, collectives, memory_efficiency, prefix, products, resize, tiers, transformers
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
@@ -61,6 +61,15 @@ def test_a_row_that_was_not_appended_is_seen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("vmmkv.kernels.reference.append", lambda *arguments: None)
     with pytest.raises(WrongNumbers, match="are not what was appended there"):
         append.run(recorder_in(tmp_path))
+
+
+def test_products_by_rows_and_one_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [row.workload.split()[-2] for row in measured(tmp_path, "products") if row.metric == "time"]
+    assert numbers == ["1", "8", "16", "32", "64", "128", "256"]
+    monkeypatch.setattr(products, "linear", lambda x_MK, weight_NK: x_MK @ (1.02 * weight_NK.T))
+    recorder = recorder_in(tmp_path, "products")
+    products.run(recorder)
+    assert {row.metric for row in recorder.rows} == {FAILED}
 
 
 def test_memory_that_is_given_back_arrives_and_comes_again(tmp_path: Path) -> None:
