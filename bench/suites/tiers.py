@@ -599,6 +599,7 @@ def _restart(context: Context, shape: Shape) -> None:
             attached = [100 * answer.cached_tokens / length for answer in of_system]
             recorder.samples(name, system, "prompt tokens attached", "%", attached)
         for system in ("computed", "restarted"):
+            recorder.figure(name, system, "first token of the first prompt", "ms", 1e3 * answers[system][0].first_s)
             recorder.figure(name, system, "from the start to the first token", "s", answers[system][0].since_start_s)
 
 

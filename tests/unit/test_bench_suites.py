@@ -249,6 +249,7 @@ def test_an_engine_behind_one_that_was_killed_answers_from_its_rows(tmp_path: Pa
     attached = found(rows, "prompt tokens attached")
     assert attached["tiny llama-3.1-8b restart", "computed"] == 0
     assert attached["tiny llama-3.1-8b restart", "restarted"] > 90
+    assert {system for _, system in found(rows, "first token of the first prompt")} == {"computed", "restarted"}
 
 
 def test_rows_of_a_tier_that_lies_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
