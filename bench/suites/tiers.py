@@ -380,7 +380,10 @@ def _working_set(context: Context, shape: Shape) -> None:
                 _check(context, engine, talks[0][0][:2])
             return [_rounds(engine, talk, out) for talk in talks[1:]]
 
-        _compare(context, name, weights, limits, systems, serve)
+        if served := _compare(context, name, weights, limits, systems, serve):
+            with _engine(context, weights, limits, {}) as alone:
+                for system, run in served.items():
+                    _compare_with_alone(context, name, system, alone, talks[-1], run)
     if _cases(settings, "vllm"):
         from bench.suites.serve.outside import Vllm, save_weights
 
@@ -421,6 +424,17 @@ def _rounds(engine: "_Engine | Vllm", talks: Talks, num_out: int) -> ServedRun:
     return whole
 
 
+def _compare_with_alone(context: Context, name: str, system: str, engine: _Engine, talks: Talks, run: ServedRun) -> None:
+    """Of each turn of a run: how many first tokens are those of the prompt computed alone. Near-ties make some others."""
+    so_far, served = [np.empty(0, np.int32)] * len(talks[0]), iter(run.served)
+    for turn, news in enumerate(talks, 1):
+        prompts, said = [np.concatenate(parts) for parts in zip(so_far, news, strict=True)], [next(served).tokens for _ in news]
+        alone = [engine.run(at_once([prompt], 1)).served[0].tokens for prompt in prompts]
+        same = sum(tokens[:1] == first for tokens, first in zip(said, alone, strict=True)) / len(news)
+        context.recorder.figure(name, system, f"first tokens as computed alone, turn {turn}", "%", 100 * same, len(news))
+        so_far = [np.array([*prompt, *tokens], np.int32) for prompt, tokens in zip(prompts, said, strict=True)]
+
+
 def _compare(
     context: Context,
     name: str,
@@ -428,9 +442,12 @@ def _compare(
     limits: Options,
     systems: Mapping[str, tuple[str, Mapping[str, int]]],
     serve: Callable[[_Engine], list[ServedRun]],
-) -> None:
-    """The rows of engines that are alike but for their tiers. `systems`: by case, their name, and the bytes of tiers."""
-    recorder, first = context.recorder, list[ServedRun]()
+) -> dict[str, ServedRun]:
+    """The rows of engines that are alike but for their tiers. `systems`: by case, their name, and the bytes of tiers.
+
+    Returns the last run of each system.
+    """
+    recorder, first, last = context.recorder, list[ServedRun](), dict[str, ServedRun]()
     for case, (system, sizes) in systems.items():
         if not context.settings.wants_case(case):
             continue
@@ -442,7 +459,7 @@ def _compare(
             _add_runs(recorder, name, system, runs)
             if first:
                 recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
-            first = first or runs
+            first, last[system] = first or runs, runs[-1]
             assert engine.snapshot is not None, "it tells after each run"
             recorder.figure(name, system, "preempted", "requests", engine.snapshot.preemptions / len(runs), len(runs))
             for how, num_requests in sorted(engine.snapshot.fetches.items()):
@@ -450,6 +467,7 @@ def _compare(
             num_lost = sum(engine.snapshot.resumed_tokens.values())
             for source, num_tokens in engine.snapshot.resumed_tokens.items():
                 recorder.figure(name, system, f"rows of preempted requests, {source}", "%", 100 * num_tokens / num_lost)
+    return last
 
 
 def _add_runs(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
