@@ -51,9 +51,7 @@ class TierMachine(PrefixMachine):
         namespace, said = self.said[-1 - pick % len(self.said)]
         prompt, namespace = (said[:common] + own)[:MAX_TOKENS], other or namespace
         known = self.prefix.match(prompt, namespace=namespace)
-        waits = getattr(self.driver, "num_waits", 0)
-        fetch = self.attempt(lambda: self.prefix.fetch(prompt, namespace=namespace, least_tokens=least), partial=True)
-        assert getattr(self.driver, "num_waits", 0) == waits, "fetch waited for a fence"
+        fetch = self.without_waits(lambda: self.prefix.fetch(prompt, namespace=namespace, least_tokens=least))
         self.forget_evicted()
         if fetch is None:
             return
@@ -68,9 +66,7 @@ class TierMachine(PrefixMachine):
 
     @rule(budget_us=st.sampled_from([0.0, float("inf"), float("inf")]))
     def poll(self, budget_us):
-        waits = getattr(self.driver, "num_waits", 0)
-        self.attempt(lambda: self.prefix.poll(budget_us), partial=True)
-        assert getattr(self.driver, "num_waits", 0) == waits, "poll waited for a fence"
+        self.without_waits(lambda: self.prefix.poll(budget_us))
         self.fetches = [fetch for fetch in self.fetches if not fetch.done]
 
     @rule()
