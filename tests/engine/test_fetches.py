@@ -28,10 +28,10 @@ from vmmkv.server.engine import fetches, loading, scheduler
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.fetches import Fetches, Rate
 from vmmkv.server.engine.loading import ModelSource, weights_identity
-from vmmkv.server.engine.request import Request
+from vmmkv.server.engine.request import Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Abort, Compacted, Generate, Snapshot
-from vmmkv.tiers import TierStats
+from vmmkv.tiers import TierStats, Transfer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}
@@ -697,6 +697,40 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     assert not is_worth(fetch)
     assert one._loads["host"].per_s == pytest.approx(100_000)
     assert is_worth(FakeFetch(Counter()))
+
+
+@pytest.mark.parametrize(("record_s", "num_loaded"), [(0.01, 512), (0.2, 0)])
+def test_a_tier_is_loaded_from_if_it_is_measured_to_be_faster_than_computing(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, record_s: float, num_loaded: int
+) -> None:
+    """By a clock that prompts and loads alone move: computing the 64 tokens of a record takes 0.064 s."""
+    now_s = 0.0
+
+    class Throttled(HostTier):
+        def load(self, key: bytes) -> Transfer:
+            nonlocal now_s
+            now_s += record_s
+            return super().load(key)
+
+    def forward(self: Runner, step: Step, real: Callable[..., Any] = Runner.forward) -> Any:
+        nonlocal now_s
+        now_s += 1e-3 * sum(len(chunk.tokens) for chunk in step.chunks)
+        return real(self, step)
+
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 256)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(Runner, "forward", forward)
+    tier = Throttled(64 * PAGE_BYTES)
+    one = serving(harness, tier, lookahead=0)
+    tokens = [stored(one, prompt) for prompt in PROMPTS[:2]]
+    assert one.said(PROMPTS[0]) == tokens[0] and tier.stats().loaded_bytes, "nothing is known of it yet"
+    one.ask("second", PROMPTS[1])
+    one.run()
+    assert one.tokens("second") == tokens[1]
+    assert dict(one.outputs("second")[0].cached).get("host", 0) == num_loaded
+    assert ended(one)["declined"] == (num_loaded == 0)
+    one.cache.close()
+    tier.close()
 
 
 def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
