@@ -7,6 +7,7 @@ when the time is over, and the next grammar starts another, in some seconds of a
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -235,7 +236,7 @@ class Compilation:
         self._compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
 
     def compile(self, kind: GrammarKind, source: str) -> bytes:
-        """As text, for `CompiledGrammar.deserialize_json`. Raises: ValueError, saying what is wrong with the grammar."""
+        """A digest and text, for `Vocabulary.read`. Raises: ValueError, saying what is wrong with the grammar."""
         try:
             match kind:
                 case "json":
@@ -251,7 +252,8 @@ class Compilation:
             check_ends(compiled.grammar.serialize_json())
             for prefers_long in (False, True):
                 self._try(compiled, prefers_long=prefers_long)
-            return compiled.serialize_json().encode()
+            text = compiled.serialize_json().encode()
+            return hashlib.sha256(text).digest() + text
         except RuntimeError as error:
             # Without the time and the source line that xgrammar puts in front.
             reason = re.sub(r"^\[[\d:]+\] \S+\.\w+:\d+: ", "", str(error)).strip().rstrip(".")

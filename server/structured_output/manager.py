@@ -8,7 +8,6 @@
 Legend: G rows with a grammar, W words of a mask.
 """
 
-import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -24,7 +23,7 @@ import numpy.typing as npt
 from vmmkv.server.engine.kv_backend import Slots, TokenIds
 from vmmkv.server.engine.request import Request, RequestTable
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
-from vmmkv.server.structured_output.matcher import CallOverran, CallThreads, Matcher
+from vmmkv.server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher
 
 if TYPE_CHECKING:
     import xgrammar
@@ -92,7 +91,8 @@ class StructuredOutputManager:
         self._vocabulary: Vocabulary | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
-        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
+        """By namespace and digest. Namespaces share nothing: the time of an answer would tell what others have asked."""
         self._threads = CallThreads()
         self._token_s = 0.0
         """CPU time to follow a token, on average over those that were followed last."""
@@ -106,15 +106,24 @@ class StructuredOutputManager:
         return len(self._opening)
 
     def open(self, request: Request) -> None:
-        """Have a request's grammar read. The request drops it, since it can have megabytes."""
-        future = self._reader.submit(self._read, request.ask.grammar, request.namespace)
-        request.ask = msgspec.structs.replace(request.ask, grammar=b"")
+        """Have a request's grammar read, if it is not there. The request drops it, since it can have megabytes."""
+        data, request.ask = request.ask.grammar, msgspec.structs.replace(request.ask, grammar=b"")
+        key = request.namespace, data[:DIGEST_BYTES]
+        future, _ = self._compiled.get(key, (None, 0))
+        if future is None or future.cancelled() or (future.done() and future.exception() is not None):
+            future = self._reader.submit(self._read, data)
+            self._compiled[key] = future, len(data)
+            while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(key)
         self._opening[request.ask.request_id] = request, future
 
     def cancel(self, request_id: str) -> None:
-        """Open no matcher for a request."""
-        if (opening := self._opening.pop(request_id, None)) is not None:
-            opening[1].cancel()
+        """Open no matcher for a request, and read no grammar that no other waits for."""
+        _, future = self._opening.pop(request_id, (None, None))
+        if future is not None and all(future is not other for _, other in self._opening.values()):
+            future.cancel()
 
     def opened(self) -> list[tuple[Request, str | None]]:
         """Requests whose grammars have been read since the last call, and why one is refused.
@@ -191,21 +200,11 @@ class StructuredOutputManager:
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._threads.close()
 
-    def _read(self, data: bytes, namespace: Hashable) -> Any:
-        """In the reader's thread. Namespaces share nothing: the time of an answer would tell what others have asked."""
-        import xgrammar
-
+    def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
+        """In the reader's thread."""
         if self._vocabulary is None:
             self._vocabulary = self._load()
-        key = namespace, hashlib.sha256(data).digest()
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key][0]
-        compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.info)
-        self._compiled[key] = compiled, len(data)
-        while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
-            self._compiled.popitem(last=False)
-        return compiled
+        return self._vocabulary.read(data)
 
     def _forced(self, request: Request) -> list[int]:
         """What an answer begins with; makes the mask behind it. Raises: CallOverran, also while too many of others overrun."""

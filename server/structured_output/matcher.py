@@ -29,6 +29,9 @@ Words = npt.NDArray[np.int32]
 _NOT_UTF8: Final = ((0xE0, 0x80, 0x9F), (0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F), (0xF4, 0x90, 0xBF))
 """A lead byte, and the range of second bytes that is invalid after it: overlong forms, surrogates, past the last character."""
 
+DIGEST_BYTES: Final = 32
+"""In front of a compiled grammar: its SHA-256, by which the engine knows it again without hashing megabytes in its loop."""
+
 _CONTEXT_TOKENS: Final = 8
 """Of the answer, tokenised with the forced text behind them."""
 
@@ -79,6 +82,12 @@ class Vocabulary:
 
         tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(tokenizer, size, end_tokens)
+
+    def read(self, data: bytes) -> "xgrammar.CompiledGrammar":
+        """A grammar as `Compilation.compile` gives it, for an equal vocabulary. Raises: RuntimeError, ValueError for others."""
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(data[DIGEST_BYTES:].decode(), self.info)
 
     def longer(self, num_bytes: int) -> Words:
         """The mask of the tokens with more bytes than this."""

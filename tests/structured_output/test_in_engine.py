@@ -42,7 +42,7 @@ from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, SPREAD_S, StructuredOutputManager
-from vmmkv.server.structured_output.matcher import CALL_S, CallResult, CallThreads, Matcher, Vocabulary
+from vmmkv.server.structured_output.matcher import CALL_S, DIGEST_BYTES, CallResult, CallThreads, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
 
@@ -348,19 +348,49 @@ def test_an_answer_that_begins_with_forced_tokens_has_its_queue_time(engine: Cal
         assert {each.queued_us for each in others} == {0}
 
 
-def test_a_grammar_is_kept_once_and_not_read_for_a_cancelled_request(engine: Callable[..., Harness]) -> None:
-    one = engine()
+def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go, read, real = engine(), threading.Event(), list[bytes](), Vocabulary.read
     matchers = managing(one)
-    go = threading.Event()
+    monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
     matchers._load = lambda: vocabulary() if go.wait(60) else pytest.fail("it was not told to load")
-    for name in "abc":
-        one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}))
-    futures = {name: future for name, (_, future) in matchers._opening.items()}
+    first, second = of({"const": 1}), of({"const": 2})
+    for name, grammar in {"a": first, "b": first, "c": second, "d": first}.items():
+        one.ask(name, token_ids("?"), 9, grammar=grammar)
     assert all(request.ask.grammar == b"" for request, _ in matchers._opening.values())
-    one.engine.receive(Abort(request_id="b"))
+    for name in "bc":
+        one.engine.receive(Abort(request_id=name))
     go.set()
     one.run()
-    assert futures["b"].cancelled() and text(one, "a") == text(one, "c") == "1"
+    assert read == [first] and text(one, "a") == text(one, "d") == "1"
+    one.ask("e", token_ids("?"), 9, grammar=second)
+    one.ask("f", token_ids("?"), 9, grammar=first)
+    one.run()
+    assert read == [first, second] and (text(one, "e"), text(one, "f")) == ("2", "1")
+
+
+def test_a_grammar_that_could_not_be_read_is_read_again(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, grammar = engine(), of({"const": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "read", Mock(side_effect=MemoryError("as it happens")))
+        one.ask("failed", token_ids("?"), 9, grammar=grammar)
+        one.run()
+    one.ask("good", token_ids("?"), 9, grammar=grammar)
+    one.run()
+    assert one.failures().keys() == {"failed"} and text(one, "good") == "1"
+
+
+def test_grammars_beyond_the_limit_are_dropped_oldest_use_first(engine: Callable[..., Harness]) -> None:
+    one, grammars = engine(), [of({"const": number}) for number in (1, 2, 3)]
+    managing(one)._cache_bytes = sum(map(len, grammars)) - 1
+    for name, number in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
+        one.ask(name, token_ids("?"), 9, grammar=grammars[number])
+        one.run()
+        assert text(one, name) == str(number + 1)
+    assert [digest for _, digest in managing(one)._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
 
 
 def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:

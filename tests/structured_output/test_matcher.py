@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-import xgrammar
 from transformers import AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
@@ -38,7 +37,7 @@ def test_masks_depend_on_the_tokens_alone_and_forcing_is_complete(smollm2: Path,
     words = vocabulary(smollm2)
     grammar = of_schema(SCHEMAS[name])
     data = Compilation(words).compile(grammar.kind, grammar.source)
-    compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), words.info)
+    compiled = words.read(data)
     num_forced = 0
     for seed in range(4):
         draws = random.Random(seed)
@@ -67,7 +66,7 @@ def test_a_mask_of_tokens_that_were_taken_back_is_forgotten(smollm2: Path, expre
     """What is forced has two tokens, and the last could be longer; another comes in the place of the first."""
     words = vocabulary(smollm2)
     data = Compilation(words).compile("regex", expression)
-    matcher, fresh = (Matcher(xgrammar.CompiledGrammar.deserialize_json(data.decode(), words.info), words) for _ in range(2))
+    matcher, fresh = (Matcher(words.read(data), words) for _ in range(2))
     assert matcher.force(20) == []
     (letter,) = words.rust.encode(expression[0], add_special_tokens=False).ids
     assert matcher.accept(letter) and fresh.accept(letter)

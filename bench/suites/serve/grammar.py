@@ -237,11 +237,8 @@ def run(context: Context, part: str) -> None:
 
 def _check(vocabulary: Vocabulary, written: Mapping[str, tuple[bytes, Told]]) -> None:
     """The script is what the grammars allow, and JSON where it is whole. Raises: WrongNumbers."""
-    import xgrammar
-
     for name, (grammar, told) in written.items():
-        compiled = xgrammar.CompiledGrammar.deserialize_json(grammar.decode(), vocabulary.info)
-        matcher = Matcher(compiled, vocabulary)
+        matcher = Matcher(vocabulary.read(grammar), vocabulary)
         if not all(matcher.accept(token) for token in told.tokens):
             raise WrongNumbers(f"the answer by schema {name!r} is none that its grammar allows")
         if told.is_whole:
