@@ -47,8 +47,6 @@ def manage(loaded: Loaded, message: Manage) -> Managed:
             log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
         elif isinstance(message, Sleep):
             engine.drain()
-            if memory.prefixes is not None:
-                memory.prefixes.offload()
             engine.store_all(STORE_S)
             engine.settle()
             memory.sleep()

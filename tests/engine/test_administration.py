@@ -208,26 +208,6 @@ def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(
         tier.close()
 
 
-def test_asleep_a_host_tier_has_what_was_used_last_though_computing_is_faster(harness: MakeHarness) -> None:
-    tier = HostTier(16 * PAGE_BYTES)
-    one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open, tiers=[tier])
-    found = one.engine._scheduler.fetches
-    found._token_bytes = 1.0
-    found._loads["host"].add(1, 0.0, 1.0)
-    prompts = [prompt_of(500, seed) for seed in range(3)]
-    for prompt in [*prompts, prompts[0]]:
-        one.said(prompt)
-    assert not one.engine.poll_tiers() and not tier.stats().stored_bytes
-    for message in (Sleep(), WakeUp()):
-        assert manage(Loaded(one.engine, READY, one.memory), message).error is None
-    for prompt in prompts:
-        one.prefix.fetch(prompt)
-        one.prefix.flush()
-    assert [one.prefix.match(prompt) for prompt in prompts] == [448, 128, 448], "14 pages, and what has room of the other seven"
-    one.close()
-    tier.close()
-
-
 def test_it_does_not_sleep_while_requests_run(harness: MakeHarness) -> None:
     one = harness(share=True, open_memory=SlotBackend.open)
     prompt = prompt_of(100)

@@ -448,15 +448,6 @@ class PrefixCache:
         if self._index.transfers is not None:
             self._index.transfers.worth = worth
 
-    def offload(self) -> None:
-        """Store all that is known in host tiers, whatever `store_if` says: `poll` does so, before the memory is given back.
-
-        Where a tier has no room for all, the last used prefixes are kept. Cost: host work by the tokens of all prefixes.
-        """
-        with self.cache.pool.lock:
-            if self._index.transfers is not None:
-                self._index.transfers.offload()
-
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.
 

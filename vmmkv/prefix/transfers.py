@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -30,7 +29,6 @@ from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, TreeListener, piece_place
-from vmmkv.tiers.host import HostTier
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
 from vmmkv.tiers.tier import ListenedTier, Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
@@ -254,15 +252,6 @@ class Transfers:
                 stores.pop(before, None)  # it is not begun, and a part of this one
             if len(stores) > _MOST_QUEUED:
                 del stores[first]
-
-    def offload(self) -> None:
-        """See PrefixCache.offload. The last used path is stored last, and so evicted last."""
-        tree = self._index.tree
-        for leaf in sorted((node for node in tree.nodes() if node.is_leaf), key=attrgetter("stamp")):
-            chain = self.keys.of(tree.namespace_of(leaf), np.concatenate([node.tokens for node in leaf.path()]))
-            for tier, stores in zip(self.tiers, self._stores, strict=True):
-                if isinstance(tier, HostTier):
-                    stores[chain] = self._storing(tier, chain, self._num_queued)
 
     def leave(self, slot: int) -> None:
         """The sequence in a slot has ended."""
