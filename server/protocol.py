@@ -41,7 +41,7 @@ class Generate(Message, frozen=True, kw_only=True):
     cache_salt: str | None = None
     """Prefix namespace: requests share cached prefixes only with requests of the same salt."""
     grammar: bytes = b""
-    """The compiled grammar that the answer follows; empty for none."""
+    """The grammar that the answer follows, as `Compilation.compile` gives it; empty for none."""
 
 
 class Abort(Message, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Compiles grammars for one model: a cache and a queue in the HTTP process, and a worker process that runs xgrammar.
 
-    compile ── cached? ── queue ── worker: one grammar at a time, COMPILE_S, MEMORY_BYTES ──> text that the engine can read
+    compile ── cached? ── queue ── worker: one grammar at a time, COMPILE_S, MEMORY_BYTES ──> digest and text, for the engine
 
 Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So the worker is a process: it is killed
 when the time is over, and the next grammar starts another, in some seconds of a core.

@@ -109,14 +109,12 @@ class StructuredOutputManager:
         """Have a request's grammar read, if it is not there. The request drops it, since it can have megabytes."""
         data, request.ask = request.ask.grammar, msgspec.structs.replace(request.ask, grammar=b"")
         key = request.namespace, data[:DIGEST_BYTES]
-        future, _ = self._compiled.get(key, (None, 0))
+        future, _ = self._compiled.pop(key, (None, 0))
         if future is None or future.cancelled() or (future.done() and future.exception() is not None):
             future = self._reader.submit(self._read, data)
-            self._compiled[key] = future, len(data)
-            while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
-                self._compiled.popitem(last=False)
-        else:
-            self._compiled.move_to_end(key)
+        self._compiled[key] = future, len(data)
+        while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
+            self._compiled.popitem(last=False)
         self._opening[request.ask.request_id] = request, future
 
     def cancel(self, request_id: str) -> None:

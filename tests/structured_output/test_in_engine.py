@@ -355,19 +355,19 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
     matchers = managing(one)
     monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
     matchers._load = lambda: vocabulary() if go.wait(60) else pytest.fail("it was not told to load")
-    first, second = of({"const": 1}), of({"const": 2})
-    for name, grammar in {"a": first, "b": first, "c": second, "d": first}.items():
+    first, second, being_read = (of({"const": number}) for number in (1, 2, 3))
+    for name, grammar in {"z": being_read, "a": first, "b": first, "c": second, "d": first}.items():
         one.ask(name, token_ids("?"), 9, grammar=grammar)
     assert all(request.ask.grammar == b"" for request, _ in matchers._opening.values())
     for name in "bc":
         one.engine.receive(Abort(request_id=name))
     go.set()
     one.run()
-    assert read == [first] and text(one, "a") == text(one, "d") == "1"
+    assert read == [being_read, first] and text(one, "a") == text(one, "d") == "1"
     one.ask("e", token_ids("?"), 9, grammar=second)
     one.ask("f", token_ids("?"), 9, grammar=first)
     one.run()
-    assert read == [first, second] and (text(one, "e"), text(one, "f")) == ("2", "1")
+    assert read == [being_read, first, second] and (text(one, "e"), text(one, "f")) == ("2", "1")
 
 
 def test_a_grammar_that_could_not_be_read_is_read_again(
