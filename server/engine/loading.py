@@ -458,7 +458,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
 
     Raises: ValueError if the model cannot be served.
     """
-    # One likeliest token of one row is not sorted: the kernel that sorts more would be loaded in the first request for them.
+    # One likeliest token of one row is not sorted: a kernel that sorts more may be loaded by the first request for them.
     params = SamplingParams(max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=20, prompt_logprobs=1)
     everything = Generate(request_id="warm-up", prompt=[0] * num_tokens, params=params)
     request, no_slots = Request(everything, frozenset()), np.zeros(0, np.int64)

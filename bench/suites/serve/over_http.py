@@ -183,7 +183,7 @@ def body_of(model: str, prompt: str | list[int], ask: Ask) -> dict[str, Any]:
 
 
 _CONNECTIONS: Final = 80
-"""Of a client process. vllm-router's socket queues 128, and of a thousand that came at once it reset one."""
+"""Of each of eight client processes on a GPU. vllm-router's socket queues 128: of 1,024 at once it reset one, of 640 none."""
 _together: Barrier
 """Of a client process: all send when all are ready to."""
 
