@@ -8,7 +8,7 @@ model=$1 prefill=$2 prefill_budget=$3 decode=$4 decode_budget=$5 port=${PORT:-80
 shift 5
 
 folder=$(mktemp -d) holder='' servers=()
-end() { # the holder last
+end() { # the holder last, which a terminal's Ctrl-C does not reach
     kill "${servers[@]}" 2>/dev/null || true
     for server in "${servers[@]}"; do wait "$server" || true; done
     kill $holder 2>/dev/null || true
@@ -18,7 +18,7 @@ end() { # the holder last
 trap end EXIT
 trap 'exit 0' INT TERM
 
-vmmkv hold --socket "$folder/kv.sock" --budget "$prefill_budget" --device "$prefill" &
+setsid vmmkv hold --socket "$folder/kv.sock" --budget "$prefill_budget" --device "$prefill" &
 holder=$!
 until [ -S "$folder/kv.sock" ]; do kill -0 $holder; sleep 0.1; done
 

@@ -224,7 +224,7 @@ class ServeConfig:
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: at least 1 device has to have the model")
-        of_one_device = [name for name in ("kv_holder", "kv_lender", "kv_disk", "kv_store") if getattr(self, name)]
+        of_one_device = [name for name in ("kv_holder", "kv_lender", "kv_disk", "kv_store", "kv_policy") if getattr(self, name)]
         if self.tensor_parallel_size > 1 and of_one_device:
             raise ValueError(
                 f"{of_one_device[0]} does not work with tensor_parallel_size={self.tensor_parallel_size}: leave one of them "

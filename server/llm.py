@@ -67,6 +67,12 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages, each with a `role` and a `content`."""
 
 _PRIORITY: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
+_IN_VLLM: Final = {
+    "enable_prefix_caching": "did you mean prefix_cache?",
+    "gpu_memory_utilization": "kv_budget_bytes is the memory of the KV cache, by default what is free",
+    "max_model_len": "did you mean max_tokens?",
+}
+"""Options of vLLM's LLM, and what to use instead."""
 _STORE_S: Final = 30.0
 """Time for stores to tiers when an LLM is closed."""
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
@@ -158,7 +164,7 @@ class LLM(Closing):
         self._loaded: Loaded | None = None
         if unknown:
             known = [one for one in inspect.signature(LLM).parameters if one != "unknown"]
-            raise TypeError(unknown_option("LLM", next(iter(unknown)), known))
+            raise TypeError(unknown_option("LLM", next(iter(unknown)), known, _IN_VLLM))
         config = ServeConfig(
             model=str(model) if isinstance(model, PathLike) else model,
             device=device,

@@ -474,6 +474,7 @@ def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
         ("kv_budget", r"no option kv_budget; did you mean kv_budget_bytes\?"),
         ("max_num_sequences", r"no option max_num_sequences; did you mean max_num_seqs"),
         ("port", "no option port; it has model, device, dtype, max_num_seqs"),
+        ("max_model_len", r"no option max_model_len; did you mean max_tokens\?"),
         ("top_logprobs", "LLM has no option top_logprobs; it has model, device, dtype, max_num_seqs"),
     ],
 )

@@ -445,11 +445,12 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_i
             "^kv_holder does not work with tensor_parallel_size=2: leave one of them out; kv_host_budget_bytes works with it$",
         ),
         ({"tensor_parallel_size": 2, "kv_store": "redis://a"}, "^kv_store does not work with tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "kv_policy": "snapkv:budget=256"}, "^kv_policy does not work with tensor_parallel_size=2"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        LLM(tmp_path, device="cpu", **options)
+        ServeConfig(**options)
 
 
 @pytest.mark.usefixtures("capsys", "threads")
