@@ -218,20 +218,26 @@ class Compactor:
         """Drop rows of a sequence that has no step in flight, by its policy.
 
         Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
-        Raises: OutOfPages, DriverError; then nothing has changed.
+        Raises: OutOfPages, DriverError; then nothing has changed. After an interrupt the request cannot go on.
         """
         assert isinstance(sequence, vmmkv.Sequence) and self._keys is not None, "else it is refused"
         length = sequence.length
         rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
         rows = rows_T.numpy()
-        sequence.compact(rows)
+        num_dropped = length - len(rows)
+        kept.num_dropped += num_dropped  # first: a request whose rows are fewer than this says cannot be parked
+        try:
+            sequence.compact(rows)
+        except BaseException:
+            if sequence.length == length:  # else an interrupt came behind it
+                kept.num_dropped -= num_dropped
+            raise
         if (first := num_unmoved(rows)) < len(rows):
             (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
             self._keys.turn(sequence.slot, first, back_T)
         self._state.lengths_S[sequence.slot].fill_(len(rows))  # to assign it would wait for the device
-        kept.num_dropped += length - len(rows)
         kept.chosen = None
         self.num_compactions += 1
         self.num_rows_kept += len(rows)
-        self.num_rows_dropped += length - len(rows)
+        self.num_rows_dropped += num_dropped
         self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))

@@ -286,7 +286,10 @@ class Scheduler:
         return has_moved
 
     def _compact(self) -> None:
-        """Compact the requests that have as many rows as their policies allow, and no step in flight. Raises: CannotRun."""
+        """Compact the requests that have as many rows as their policies allow, and no step in flight. Raises: CannotRun.
+
+        A request that an interrupt stops in it is preempted: it goes through the same compactions again.
+        """
         assert self._compactor is not None, "no request has a policy"
         lengths, table = self._cache.lengths, self.table
         for slot in np.flatnonzero((lengths == table.ends) & (table.num_coming < table.max_tokens)).tolist():
@@ -300,14 +303,26 @@ class Scheduler:
             elif table.num_confirmed[slot] < lengths[slot] + request.num_dropped:
                 continue
             compact = partial(self._compactor.compact, request.ask.request_id, request.kept, request.memory)
-            if self._with_room(request, compact):
-                table.set_end(request, slot)
-                self._unassigned.append(request)  # the sampler counts rows
-                self._num_refused = 0
-                if request.status is Status.DECODING:
-                    slots = np.append(self._decoding, slot)
-                    self._decode(slots[table.places[slots].argsort(kind="stable")])
-                    self._num_roomy = self._num_wanting = 0
+            try:
+                if self._with_room(request, compact):
+                    self._compacted(request)
+            except CannotRun:
+                raise
+            except BaseException:  # an interrupt: its rows may be dropped, and its keys not turned yet
+                if request.is_running:
+                    self._preempt(request, max_others=0)
+                raise
+
+    def _compacted(self, request: Request) -> None:
+        """The rows of a request have been dropped: it goes on."""
+        slot = request.memory.slot
+        self.table.set_end(request, slot)
+        self._unassigned.append(request)  # the sampler counts rows
+        self._num_refused = 0
+        if request.status is Status.DECODING:
+            slots = np.append(self._decoding, slot)
+            self._decode(slots[self.table.places[slots].argsort(kind="stable")])
+            self._num_roomy = self._num_wanting = 0
 
     def _rank(self, step: Step) -> None:
         """Find the sequences of a step with queries that their rows are ranked by."""

@@ -80,6 +80,29 @@ def test_an_interrupt_at_any_line_leaves_books_and_driver_in_step(name: str) -> 
         interrupt(name, number)
 
 
+@pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["compact", "compact_aliased", "compact_inserted"])
+def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, every_line: bool) -> None:
+    operation, rows = OPERATIONS[name], [0, 1, 3, 4, 7, 9]
+
+    def interrupt(number: int | None) -> int:
+        with operation.prepared("one_group") as world:
+            live = world.known[-1]
+            sequence, num_tokens = live.sequence, live.sequence.length
+            lines = run_with_interrupt(lambda: sequence.compact(rows), number)
+            kept = [rows, list(range(num_tokens))][sequence.length == num_tokens]
+            assert sequence.positions().tolist() == kept and sequence.position == num_tokens
+            live.stamps, live.tokens = ([each[row] for row in kept if each] for each in (live.stamps, live.tokens))
+            world.verify()
+            assert sequence.park().length == len(kept)
+            world.end()
+        return lines
+
+    lines = interrupt(None)
+    for number in range(lines) if every_line else range(0, lines, lines // SAMPLES):
+        interrupt(number)
+
+
 @pytest.fixture
 def pool() -> Any:
     with Pool("cpu", 16 * PAGE_BYTES, driver=FakeDriver()) as pool:
