@@ -191,9 +191,10 @@ def append(
     k_STKW: torch.Tensor,
     v_STKW: torch.Tensor,
     slots_N: torch.Tensor,
-    positions_N: torch.Tensor,
+    rows_N: torch.Tensor,
     limit_S: torch.Tensor,
     *,
+    positions_N: torch.Tensor | None = None,
     q_NHD: torch.Tensor | None = None,
     cos_TR: torch.Tensor | None = None,
     sin_TR: torch.Tensor | None = None,
@@ -203,36 +204,38 @@ def append(
     k_norm_D: torch.Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> None:
-    """Write token n's K and V at [slots_N[n], positions_N[n]] if 0 <= position < limit_S[slot]; else nowhere.
+    """Write token n's K and V at [slots_N[n], rows_N[n]] if 0 <= row < limit_S[slot]; else nowhere.
 
-    With norms the heads of K are normed first, and those of q in place. With angles K is rotated then, and q in place; a
-    position without an angle is not written, and its query stays as it is. A quantised view comes with scales: token
-    scales (3 dimensions) are written too, head scales are used.
+    With norms the heads of K are normed first, and those of q in place. With angles K is rotated then, and q in place, by
+    positions_N, or else by rows_N; a token whose position has no angle is not written, and its query stays as it is. A
+    quantised view comes with scales: token scales (3 dimensions) are written too, head scales are used.
     """
     num_slots, num_rows = k_STKW.shape[:2]
     kind = kind_of(k_STKW.dtype)
+    positions_N = rows_N if positions_N is None else positions_N
     if k_norm_D is not None:
         k_NKD = rms_norm(k_NKD, k_norm_D, norm_eps)
     changed_NHD = q_NHD if q_NHD is None or q_norm_D is None else rms_norm(q_NHD, q_norm_D, norm_eps)
     if cos_TR is not None and sin_TR is not None:
-        num_rows = min(num_rows, cos_TR.shape[0])
+        known_N = (positions_N >= 0) & (positions_N < cos_TR.shape[0])
+        rows_N = rows_N.where(known_N, -1)
         k_NKD = rotate(k_NKD, positions_N, cos_TR, sin_TR)
         if q_NHD is not None and changed_NHD is not None:
-            known_N11 = ((positions_N >= 0) & (positions_N < cos_TR.shape[0]))[:, None, None]
-            changed_NHD = rotate(changed_NHD, positions_N, cos_TR, sin_TR).to(q_NHD.dtype).where(known_N11, q_NHD)
+            rotated_NHD = rotate(changed_NHD, positions_N, cos_TR, sin_TR).to(q_NHD.dtype)
+            changed_NHD = rotated_NHD.where(known_N[:, None, None], q_NHD)
     if q_NHD is not None and changed_NHD is not None:
         q_NHD.copy_(changed_NHD)
     limits = limit_S.tolist()
-    for n, (slot, position) in enumerate(zip(slots_N.tolist(), positions_N.tolist(), strict=True)):
-        if not (0 <= slot < num_slots and 0 <= position < min(limits[slot], num_rows)):
+    for n, (slot, row) in enumerate(zip(slots_N.tolist(), rows_N.tolist(), strict=True)):
+        if not (0 <= slot < num_slots and 0 <= row < min(limits[slot], num_rows)):
             continue
         for new_KD, view_STKW, scale in ((k_NKD[n], k_STKW, k_scale), (v_NKD[n], v_STKW, v_scale)):
             if kind is None or scale is None:
-                view_STKW[slot, position] = new_KD.to(view_STKW.dtype)
+                view_STKW[slot, row] = new_KD.to(view_STKW.dtype)
             elif scale.dim() == 1:
-                view_STKW[slot, position] = quantise(new_KD, kind, scale)[0]
+                view_STKW[slot, row] = quantise(new_KD, kind, scale)[0]
             else:
-                view_STKW[slot, position], scale[slot, position] = quantise(new_KD, kind)
+                view_STKW[slot, row], scale[slot, row] = quantise(new_KD, kind)
 
 
 def sample(

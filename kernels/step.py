@@ -1,6 +1,6 @@
 """The two ends of a decode step that needs nothing from the host: `begin_step` and `end_step`.
 
-    begin_step ── ids, positions, lengths ──> the model ──> sampled tokens ── end_step ──> tokens, lengths, the host's copy
+    begin_step ── ids, rows, positions, ends ──> the model ──> sampled tokens ── end_step ──> tokens, lengths, the host's copy
 
 Legend: B rows of the batch, S slots. Slot 0 is the null slot, of padding rows. Prefixes: p_ pointer, i_ index, m_ mask.
 """
@@ -19,7 +19,9 @@ _ROWS = 256
 
 
 @triton.jit
-def _begin(p_slots, p_tokens, p_lengths, p_ids, p_positions, p_ends, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
+def _begin(
+    p_slots, p_tokens, p_lengths, p_shifts, p_ids, p_rows, p_positions, p_ends, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -29,8 +31,10 @@ def _begin(p_slots, p_tokens, p_lengths, p_ids, p_positions, p_ends, num_rows, R
     m_slot = m_b & (slot > 0)
     token = tl.load(p_tokens + slot, mask=m_slot, other=0)
     length = tl.load(p_lengths + slot, mask=m_slot, other=0)
+    shift = tl.load(p_shifts + slot, mask=m_slot, other=0)
     tl.store(p_ids + i_b, token, mask=m_b)
-    tl.store(p_positions + i_b, length, mask=m_b)
+    tl.store(p_rows + i_b, length, mask=m_b)
+    tl.store(p_positions + i_b, length + shift, mask=m_b)
     tl.store(p_ends + i_b, tl.where(m_slot, length + 1, 0), mask=m_b)
 
 
@@ -59,21 +63,24 @@ def begin_step(
     slots_B: torch.Tensor,
     tokens_S: torch.Tensor,
     lengths_S: torch.Tensor,
+    shifts_S: torch.Tensor,
     ids_B: torch.Tensor,
+    rows_B: torch.Tensor,
     positions_B: torch.Tensor,
     ends_B: torch.Tensor,
 ) -> None:
-    """Write the step's inputs: `ids_B` the slots' tokens, `positions_B` their positions, `ends_B` their lengths after the step.
+    """Write the step's inputs: `ids_B` the slots' tokens, `rows_B` where they go, `ends_B` their lengths after the step.
 
-    All int32, on one device. A row of slot 0 has token 0, position 0 and end 0. Cost: one launch; safe under capture.
-    Raises: ValueError naming the argument.
+    `positions_B` are the rows plus `shifts_S`. All int32, on one device. A row of slot 0 has 0 in each.
+    Cost: one launch; safe under capture. Raises: ValueError naming the argument.
     """
-    _check(slots_B=slots_B, tokens_S=tokens_S, lengths_S=lengths_S, ids_B=ids_B, positions_B=positions_B, ends_B=ends_B)
+    inputs = {"ids_B": ids_B, "rows_B": rows_B, "positions_B": positions_B, "ends_B": ends_B}
+    _check(slots_B=slots_B, tokens_S=tokens_S, lengths_S=lengths_S, shifts_S=shifts_S, **inputs)
     num_rows = slots_B.shape[0]
     with checks.on_device(slots_B.device):
         _begin[(triton.cdiv(num_rows, _ROWS),)](
-            slots_B, tokens_S, lengths_S, ids_B, positions_B, ends_B, num_rows, ROWS=_ROWS, **checks.overlap(slots_B.device),
-        )  # fmt: skip
+            slots_B, tokens_S, lengths_S, shifts_S, *inputs.values(), num_rows, ROWS=_ROWS, **checks.overlap(slots_B.device)
+        )
 
 
 def end_step(

@@ -148,7 +148,11 @@ class ServeConfig:
     ] = None
     kv_policy: Annotated[
         str | None,
-        _MEMORY("rows of the KV cache that requests keep unless they say, such as streaming_llm:sinks=4,window=2048", "POLICY"),
+        _MEMORY(
+            "rows of the KV cache that requests keep unless they say, such as streaming_llm:sinks=4,window=2048; with "
+            "positions=original keys are not turned",
+            "POLICY",
+        ),
     ] = None
     prefix_cache: Annotated[bool, _PREFIXES("share the KV cache of common prompt prefixes")] = True
     kv_host_budget_bytes: Annotated[

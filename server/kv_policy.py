@@ -23,6 +23,9 @@ _EXAMPLES: Final = {
     "tova": "tova:budget=256",
 }
 _NONE: Final = "none"
+_POSITIONS: Final = ("rerotated", "original")
+_WORDS: Final = {"true": True, "false": False} | {word: word for word in _POSITIONS}
+"""Values in short that are no numbers."""
 _MAX_ROWS: Final = 2**31
 _LEAST_EVERY: Final = 128
 
@@ -36,6 +39,8 @@ class Eviction:
     """None: behind the prompt alone."""
     share_prompt: bool
     """Does the prefix cache keep the rows of the prompt as they were?"""
+    keeps_positions: bool
+    """Do tokens keep their positions in the text? Else keys that move are turned to the positions of their rows."""
 
     @classmethod
     def of(cls, given: KVPolicyLike) -> "Eviction | None":
@@ -50,8 +55,11 @@ class Eviction:
         share_prompt = options.pop("share_prompt", True)
         if not isinstance(share_prompt, bool):
             raise ValueError(f"has share_prompt={share_prompt!r}; wanted true or false")
+        positions = options.pop("positions", _POSITIONS[0])
+        if positions not in _POSITIONS:
+            raise ValueError(f"has positions={positions!r}; wanted {' or '.join(_POSITIONS)}")
         own = {field.name: field for field in fields(policy_type)}
-        names = [*own, "share_prompt"] if policy_type is SnapKV else [*own, "every", "share_prompt"]
+        names = [*own, *([] if policy_type is SnapKV else ["every"]), "positions", "share_prompt"]
         for option in options:
             if option not in names:
                 remedy = did_you_mean(str(option), names) or f"it has {', '.join(names)}"
@@ -70,7 +78,7 @@ class Eviction:
             raise ValueError(f"is of type {name}: {error}") from error
         if every is None and policy_type is not SnapKV:
             every = max(_LEAST_EVERY, policy.budget // MARGIN)
-        return cls(policy=policy, every=every, share_prompt=share_prompt)
+        return cls(policy=policy, every=every, share_prompt=share_prompt, keeps_positions=positions != _POSITIONS[0])
 
     @property
     def name(self) -> str:
@@ -100,7 +108,7 @@ def _options(text: str) -> Mapping[str, Any]:
     for part in filter(None, rest.split(",")):
         option, _, value = (each.strip() for each in part.partition("="))
         try:
-            options[option] = {"true": True, "false": False}[value] if value in ("true", "false") else int(value)
+            options[option] = _WORDS[value] if value in _WORDS else int(value)
         except ValueError:
             raise ValueError(f"has {part.strip()!r}; wanted NAME=NUMBER, as in {_EXAMPLES['streaming_llm']}") from None
     return options

@@ -7,7 +7,7 @@ Limits is what a model and its memory allow; every process refuses a request by 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from reprlib import repr as shortened
 from typing import Any, Final, NoReturn, TypeVar
@@ -308,7 +308,7 @@ class Limits:
     kv_policy_refusal: str = ""
     """Why no request can have one here; empty if it can."""
     kv_policy_again_refusal: str = ""
-    """Why none can have one that compacts as it generates; empty if it can."""
+    """Why none can have one that turns keys as it generates; empty if it can."""
 
     @property
     def max_tokens(self) -> int:
@@ -320,7 +320,7 @@ class Limits:
     ) -> int:
         """New tokens that a request may have: what it `wanted`, else `default`, else as many as fit.
 
-        What it wants may go past the model's positions where its `eviction` keeps its rows within them.
+        What it wants may go past the model's positions where its `eviction` keeps its rows within them, and turns keys.
 
         Raises: RequestRefused if the prompt is empty or the request could never fit.
         """
@@ -332,7 +332,11 @@ class Limits:
         if wanted is None and room > 0:
             return room if default is None else min(default, room)
         param = "prompt" if room <= 0 else "max_tokens"
-        raise RequestRefused(self._too_long(num_prompt_tokens, wanted, room), param=param, code="context_length_exceeded")
+        message = self._too_long(num_prompt_tokens, wanted, room)
+        turning = eviction and replace(eviction, keeps_positions=False)
+        if wanted is not None and self._fits_compacted(num_prompt_tokens, wanted, turning):
+            message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
+        raise RequestRefused(message, param=param, code="context_length_exceeded")
 
     def eviction(self, params: SamplingParams) -> Eviction | None:
         """What the `kv_policy` of a request says, or else the default; None to keep all rows."""
@@ -373,12 +377,12 @@ class Limits:
         """Can any request have this policy here? Raises: InvalidParam."""
         if self.kv_policy_refusal:
             raise InvalidParam("kv_policy", f"{self.kv_policy_refusal}: leave it out")
-        if self.kv_policy_again_refusal and eviction.every is not None:
+        if self.kv_policy_again_refusal and eviction.every is not None and not eviction.keeps_positions:
             raise InvalidParam("kv_policy", f"is of type {eviction.name}, which {self.kv_policy_again_refusal}")
 
     def _fits_compacted(self, num_prompt: int, wanted: int, eviction: Eviction | None) -> bool:
         num_tokens = num_prompt + wanted
-        if eviction is None or num_tokens > KV_POLICY_REACH * self.model_tokens:
+        if eviction is None or num_tokens > (1 if eviction.keeps_positions else KV_POLICY_REACH) * self.model_tokens:
             return False
         return eviction.most_rows(num_prompt, num_tokens) <= self.max_tokens
 

@@ -361,11 +361,11 @@ class BlockRows(KVRows):
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
         """See KVRows.write."""
-        may_write_N = step.positions_N < self._cache.limit[step.slots_N]
-        slots_N, positions_N = step.slots_N[may_write_N], step.positions_N[may_write_N]
-        blocks_N = self._cache.tables_SC[slots_N, positions_N // self._cache.block_rows]
+        may_write_N = step.rows_N < self._cache.limit[step.slots_N]
+        slots_N, rows_N = step.slots_N[may_write_N], step.rows_N[may_write_N]
+        blocks_N = self._cache.tables_SC[slots_N, rows_N // self._cache.block_rows]
         for plane_PUKD, values_NKD in zip(self._cache.planes[layer], (k_NKD, v_NKD), strict=True):
-            plane_PUKD[blocks_N, positions_N % self._cache.block_rows] = values_NKD[may_write_N]
+            plane_PUKD[blocks_N, rows_N % self._cache.block_rows] = values_NKD[may_write_N]
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVRows.read. Copies."""

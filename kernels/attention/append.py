@@ -110,24 +110,22 @@ def store_vectors(
 
 
 @triton.jit
-def _rows(
-    i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK: tl.constexpr
-):
-    """Destination of tokens `i_n`: index of the slot or block, row in it, position, and whether it is written at all."""
+def _rows(i_n, m_n, p_slots, p_rows, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK: tl.constexpr):
+    """Destination of tokens `i_n`: index of the slot or block, row in it, and whether it is written at all."""
     slot = tl.load(p_slots + i_n, mask=m_n, other=-1).to(tl.int64)
-    position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
+    row = tl.load(p_rows + i_n, mask=m_n, other=-1).to(tl.int64)
     limit = tl.load(p_limits + slot, mask=(slot >= 0) & (slot < num_slots), other=0)
-    m_row = (position >= 0) & (position < tl.minimum(limit, num_rows))
+    m_row = (row >= 0) & (row < tl.minimum(limit, num_rows))
     if BLOCK == 0:
-        return slot, position, position, m_row
+        return slot, row, m_row
     else:
-        block = tl.load(p_tables + slot * stride_table + position // BLOCK, mask=m_row, other=-1).to(tl.int64)
-        return block, position % BLOCK, position, m_row & (block >= 0) & (block < num_blocks)
+        block = tl.load(p_tables + slot * stride_table + row // BLOCK, mask=m_row, other=-1).to(tl.int64)
+        return block, row % BLOCK, m_row & (block >= 0) & (block < num_blocks)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks"])
 def _write(
-    p_k_new, p_v_new, p_k, p_v, p_slots, p_positions, p_limits, p_tables,
+    p_k_new, p_v_new, p_k, p_v, p_slots, p_rows, p_limits, p_tables,
     num_tokens, num_slots, num_rows, num_blocks,
     stride_kn, stride_kh, stride_vn, stride_vh,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table,
@@ -150,9 +148,7 @@ def _write(
     k_new = tl.load(p_k_new + (n_64 * stride_kn)[:, None] + (i_h * stride_kh + i_d)[None, :], mask=mask)
     v_new = tl.load(p_v_new + (n_64 * stride_vn)[:, None] + (i_h * stride_vh + i_d)[None, :], mask=mask)
 
-    i_s, i_t, _, m_row = _rows(
-        i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
-    )
+    i_s, i_t, m_row = _rows(i_n, m_n, p_slots, p_rows, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK)
     mask = m_row[:, None] & m_e
     tl.store(p_k + (i_s * stride_ks + i_t * stride_kt)[:, None] + (i_h * stride_kk + i_d)[None, :], k_new, mask=mask)
     tl.store(p_v + (i_s * stride_vs + i_t * stride_vt)[:, None] + (i_h * stride_vk + i_d)[None, :], v_new, mask=mask)
@@ -160,8 +156,8 @@ def _write(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks", "num_angles", "num_kv_programs"])
 def _rotate_and_write(
-    p_k_new, p_v_new, p_q, p_q_out, p_k, p_v, p_k_scale, p_v_scale, p_q_norm, p_k_norm, p_cos, p_sin,
-    p_slots, p_positions, p_limits, p_tables,
+    p_k_new, p_v_new, p_q, p_q_out, p_k, p_v, p_k_scale, p_v_scale, p_q_norm, p_k_norm, p_cos, p_sin, p_positions,
+    p_slots, p_rows, p_limits, p_tables,
     norm_eps, num_tokens, num_slots, num_rows, num_blocks, num_angles, num_kv_programs,
     stride_kn, stride_kh, stride_vn, stride_vh, stride_qn, stride_qh, stride_on, stride_oh,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table, stride_cos, stride_sin,
@@ -209,8 +205,10 @@ def _rotate_and_write(
         p_v_vector = (p_v_new + n_64 * stride_vn + i_h * stride_vh)[:, None] + i_d
         k_low, k_high = _load_halves(p_k_vector, mask, HALF)
         v_low, v_high = _load_halves(p_v_vector, mask, HALF)
-        i_s, i_t, position, m_row = _rows(
-            i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
+        if p_cos is not None:
+            position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
+        i_s, i_t, m_row = _rows(
+            i_n, m_n, p_slots, p_rows, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
         )
         if p_k_norm is not None:
             k_low, k_high = normalise(k_low, k_high, p_k_norm, i_d, norm_eps, HALF)
@@ -244,9 +242,10 @@ def append(
     k_STKW: torch.Tensor,
     v_STKW: torch.Tensor,
     slots_N: torch.Tensor,
-    positions_N: torch.Tensor,
+    rows_N: torch.Tensor,
     limit_S: torch.Tensor,
     *,
+    positions_N: torch.Tensor | None = None,
     tables_SC: torch.Tensor | None = None,
     q_NHD: torch.Tensor | None = None,
     q_out_NHD: torch.Tensor | None = None,
@@ -258,11 +257,11 @@ def append(
     k_norm_D: torch.Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> None:
-    """Write token n's K and V at `[slots_N[n], positions_N[n]]` of the arena views, where its limit allows it.
+    """Write token n's K and V at `[slots_N[n], rows_N[n]]` of the arena views, where its limit allows it.
 
-    A token is written if its slot is in [0, S) and 0 <= position < min(limit_S[slot], T), and with rope, if the tables have its
+    A token is written if its slot is in [0, S) and 0 <= row < min(limit_S[slot], T), and with rope, if the tables have its
     position. Any other token is written nowhere, and its address is not touched. No two tokens of one call may have the same
-    slot and position.
+    slot and row.
 
     With `tables_SC` K and V are blocks [P, U, K, W], as in `decode`, and the bytes those of slots. A token whose table entry is
     not in [0, P) is written nowhere either.
@@ -270,9 +269,10 @@ def append(
     With `q_norm_D` or `k_norm_D` each head of q or of K is RMS-normed, as Qwen3 does: by 1 / sqrt(mean of squares +
     norm_eps) in float32, rounded to the vectors' dtype, times the weight, rounded again.
 
-    With `cos_TR` and `sin_TR` K is rotated then: elements j and j + D / 2 by the angle of their position. `q_NHD` is rotated as
-    well, whether or not its token is written. What becomes of it is written to `q_out_NHD`, in place without; for a query whose
-    position the tables do not have nothing is written. Arithmetic is float32.
+    With `cos_TR` and `sin_TR` K is rotated then: elements j and j + D / 2 by the angle of their position, which is that of
+    `positions_N`, or else the row. `q_NHD` is rotated as well, whether or not its token is written. What becomes of it is
+    written to `q_out_NHD`, in place without; for a query whose position the tables do not have nothing is written. Arithmetic
+    is float32.
 
     Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`. Token scales, float16 [S,
     T, K] (over blocks [P, U, K]), are computed and written beside the payload. Head scales, positive float32 [K] for fp8, are
@@ -280,7 +280,7 @@ def append(
 
     - k_NKD, v_NKD, q_NHD, q_out_NHD: new vectors in fp16, bf16 or fp32, finite.
     - k_STKW, v_STKW: views of all slots, of any strides; of k_NKD's dtype or a payload's.
-    - slots_N, positions_N: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
+    - slots_N, rows_N, positions_N: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
     - cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
 
     Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Compute capability 9 makes it ready
@@ -297,6 +297,8 @@ def append(
     checks.vectors("k_NKD", k_NKD, shape, k_NKD.dtype, device)
     checks.vectors("v_NKD", v_NKD, shape, k_NKD.dtype, device)
     checks.index("slots_N", slots_N, num_tokens, device)
+    checks.index("rows_N", rows_N, num_tokens, device)
+    positions_N = rows_N if positions_N is None else positions_N
     checks.index("positions_N", positions_N, num_tokens, device)
     checks.limits(limit_S, memory.num_slots, device)
     num_angles = _check_angles(cos_TR, sin_TR, head_dim, device)
@@ -322,7 +324,7 @@ def append(
     if num_tokens == 0:
         return
     itemsize = k_NKD.element_size()
-    indices = (slots_N, positions_N, limit_S, tables_SC)
+    indices = (slots_N, rows_N, limit_S, tables_SC)
     sizes = (num_tokens, memory.num_slots, memory.num_rows, memory.k.shape[0])
     overlap = checks.overlap(device)
     if is_plain:
@@ -343,7 +345,7 @@ def append(
     with checks.on_device(device):
         _rotate_and_write[(num_programs,)](
             k_NKD, v_NKD, q_NHD, q_out_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, q_norm_D, k_norm_D,
-            cos_TR, sin_TR, *indices, float(norm_eps), *sizes, num_angles or 0, num_kv_programs,
+            cos_TR, sin_TR, positions_N, *indices, float(norm_eps), *sizes, num_angles or 0, num_kv_programs,
             *k_NKD.stride()[:2], *v_NKD.stride()[:2],
             *(stride for q in (q_NHD, q_out_NHD) for stride in ((0, 0) if q is None else q.stride()[:2])),
             *memory.strides[:6], memory.stride_table,

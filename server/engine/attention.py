@@ -46,13 +46,15 @@ class AttentionMetadata:
 
     slots_N: torch.Tensor
     """The slot of each token."""
-    positions_N: torch.Tensor
+    rows_N: torch.Tensor
     """Its row there."""
     slots_B: torch.Tensor
     lengths_B: torch.Tensor
     """Rows to attend to, the new ones included."""
     query_starts: torch.Tensor | None
     """[B + 1]: where the tokens of each sequence begin; None if every sequence has one token (and N is B)."""
+    positions_N: torch.Tensor | None = None
+    """By which each token is rotated; None for its row."""
     shared: SharedPrefixes | None = None
     """Of a step on a GPU; None without prefix groups."""
     ranking: "Ranking | None" = None
@@ -105,9 +107,9 @@ class KVRows:
         """Write new rows. Rows at and past their slot's limit, and those of the null slot, are dropped."""
         from vmmkv.kernels.attention.append import append
 
-        places = *self.views[layer], step.slots_N, step.positions_N, self.limit
+        places = *self.views[layer], step.slots_N, step.rows_N, self.limit
         options = ({} if rotary is None else rotary._asdict()) | self.scales.get(layer, {})
-        append(k_NKD, v_NKD, *places, tables_SC=self.tables_SC, **options)
+        append(k_NKD, v_NKD, *places, positions_N=step.positions_N, tables_SC=self.tables_SC, **options)
 
     def decode(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
@@ -149,8 +151,8 @@ class KVRows:
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
         """As `append`, of rows that are rotated already."""
-        may_write_N = step.positions_N < self.limit[step.slots_N]
-        places = step.slots_N[may_write_N], step.positions_N[may_write_N]
+        may_write_N = step.rows_N < self.limit[step.slots_N]
+        places = step.slots_N[may_write_N], step.rows_N[may_write_N]
         scales = self.scales.get(layer, {}).values() or (None, None)
         for rows_STKW, scale_STK, values_NKD in zip(self.views[layer], scales, (k_NKD, v_NKD), strict=True):
             values_NKD = values_NKD[may_write_N]
@@ -184,19 +186,27 @@ class RotaryKeys:
     They can be ranked, by the queries of a step, and turned where a compaction has moved their rows.
     """
 
-    def __init__(self, rows: KVRows, inv_freq_R: torch.Tensor, num_heads: int) -> None:
-        """inv_freq_R: float32, the angle for one position. num_heads: of queries."""
+    def __init__(self, rows: KVRows, inv_freq_R: torch.Tensor, num_heads: int, dtype: torch.dtype) -> None:
+        """inv_freq_R: float32, the angle for one position. num_heads, dtype: of queries."""
         self.k_LSTKD: Final = rows.k_LSTKD
         """What is kept; of quantised keys the payload."""
         self.are_quantised: Final = bool(rows.scales)
         self._rows = rows
         self._inv_freq_R = inv_freq_R
-        self._num_heads = num_heads
+        self._num_heads, self._dtype = num_heads, dtype
 
     def new_queries(self, count: int) -> torch.Tensor:
         """For so many queries of each layer, [L, B, H, D]: see `AttentionMetadata.queries_LBHD`."""
-        num_layers, *_, head_dim = self.k_LSTKD.shape
-        return self.k_LSTKD.new_zeros(num_layers, count, self._num_heads, head_dim)
+        shape = len(self.k_LSTKD), count, self._num_heads, 2 * len(self._inv_freq_R)
+        return self._inv_freq_R.new_zeros(shape, dtype=self._dtype)
+
+    def rank(self, ranking: "Ranking", queries_LBHD: torch.Tensor) -> None:
+        """Add what these queries attend to in all layers. Cost: as Ranking.add, of quantised keys for each layer."""
+        if not self.are_quantised:
+            ranking.add(queries_LBHD, self.k_LSTKD, None)
+        else:
+            for q_BHD, k_STKW, scales in zip(queries_LBHD, self.k_LSTKD, self._rows.scales.values(), strict=True):
+                ranking.add(q_BHD[None], k_STKW[None], None, scales["k_scale"])
 
     def turn(self, slot: int, first: int, back_T: torch.Tensor) -> None:
         """Turn the keys of rows [first, first + T) of a slot back by so many positions each. Quantised ones are rounded anew.
@@ -274,7 +284,7 @@ class CachedAttention:
                 return rows.prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD)
             return rows.decode(layer, q_NHD, step, scale=scale, window=window) if out_NHD is None else out_NHD
         if rotary is not None:
-            q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.positions_N)
+            q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.rows_N if step.positions_N is None else step.positions_N)
             if step.queries_LBHD is not None:
                 step.queries_LBHD[layer] = q_NHD
         rows.write(layer, k_NKD, v_NKD, step)

@@ -9,7 +9,8 @@ compactions: it gives the same tokens, and needs no more memory. It has no step 
 its last one has been read. That step has also ranked the rows, and the host has the numbers of those to keep.
 
 Keys that have moved are turned back to the positions of their rows. From then on the sequence is like any other of that length
-to the model and the sampler: steps know rows alone, and nothing but `num_dropped` tells them from tokens.
+to the model and the sampler: steps know rows alone, and nothing but `num_dropped` tells them from tokens. If the policy keeps
+positions, keys stay as they are, and the model's positions are rows plus `num_dropped`: see `DeviceState.shift`.
 
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
 generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
@@ -181,10 +182,11 @@ class Ranking:
 
 
 ROUNDED_ANEW: Final = (
-    "compacts as requests generate, and quantised keys would be rounded anew each time: use snapkv, or leave it out"
+    "compacts as requests generate, and quantised keys would be rounded anew each time they are turned: use "
+    '"positions": "original", or snapkv, or leave it out'
 )
-"""Why a policy that compacts again and again is not for quantised rows. Keys in fp8, turned 32 times, had a perplexity of 24.0
-instead of 15.6."""
+"""Why a policy that turns keys again and again is not for quantised rows. In fp8, turned 32 times, perplexity was 24.0 instead
+of 15.6."""
 
 
 def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
@@ -232,7 +234,9 @@ class Compactor:
             if sequence.length == length:  # else an interrupt came behind it
                 kept.num_dropped -= num_dropped
             raise
-        if (first := num_unmoved(rows)) < len(rows):
+        if kept.eviction.keeps_positions:
+            self._state.shift(sequence.slot, kept.num_dropped)
+        elif (first := num_unmoved(rows)) < len(rows):
             (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
             self._keys.turn(sequence.slot, first, back_T)
         self._state.lengths_S[sequence.slot].fill_(len(rows))  # to assign it would wait for the device
@@ -241,3 +245,8 @@ class Compactor:
         self.num_rows_kept += len(rows)
         self.num_rows_dropped += num_dropped
         self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))
+
+    def release(self, slot: int) -> None:
+        """A compacted request has left this slot: positions are rows there."""
+        if self._state.shifts[slot]:
+            self._state.shift(slot, 0)

@@ -487,7 +487,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         runner.sampler.release(sequence.slot)
         compute(chunk)
         if runner.keys is not None and last:
-            eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True)
+            eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True, keeps_positions=False)
             request.kept = kept = KeptRows(eviction, num_tokens)
             ranked = Ranked.of(request, sequence.slot, last, num_tokens)
             assert ranked is not None, "the last query is ranked by"

@@ -113,7 +113,7 @@ class Op(enum.IntEnum):
 
 def pass_inputs(ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> list[torch.Tensor]:
     """The inputs of a forward pass in order, int32; those that it lacks have no elements."""
-    parts = [ids_N, step.slots_N, step.positions_N, step.slots_B, step.lengths_B, step.query_starts, last_B]
+    parts = [ids_N, step.slots_N, step.rows_N, step.slots_B, step.lengths_B, step.query_starts, last_B]
     shared = step.shared
     parts += [None] * 4 if shared is None else [shared.starts_G1, shared.leaders_G, shared.num_rows_G, shared.firsts_B]
     return [ids_N[:0] if part is None else part.int() for part in parts]
@@ -121,10 +121,10 @@ def pass_inputs(ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tens
 
 def inputs_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor | None]:
     """The inputs of a forward pass that `pass_inputs` gave."""
-    ids_N, slots_N, positions_N, slots_B, lengths_B, query_starts, last_B, starts_G1, leaders_G, num_rows_G, firsts_B = parts
+    ids_N, slots_N, rows_N, slots_B, lengths_B, query_starts, last_B, starts_G1, leaders_G, num_rows_G, firsts_B = parts
     shared = SharedPrefixes(starts_G1=starts_G1, leaders_G=leaders_G, num_rows_G=num_rows_G, firsts_B=firsts_B)
     step = AttentionMetadata(
-        slots_N=slots_N, positions_N=positions_N, slots_B=slots_B, lengths_B=lengths_B,
+        slots_N=slots_N, rows_N=rows_N, slots_B=slots_B, lengths_B=lengths_B,
         query_starts=query_starts if len(query_starts) else None,
         shared=shared if len(starts_G1) else None,
     )  # fmt: skip

@@ -94,7 +94,7 @@ class Runner:
         self.keys: Final = None if self.kv_policy_refusal else model.keys
         """Of requests that can have one."""
         self.kv_policy_again_refusal: Final = compaction.ROUNDED_ANEW if self.keys and self.keys.are_quantised else ""
-        """Why none can have one that compacts as it generates; empty if it can."""
+        """Why none can have one that turns keys as it generates; empty if it can."""
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
@@ -284,17 +284,28 @@ class DeviceState:
         self._limit = cache.limit
         self.tokens_S = torch.zeros_like(cache.limit)
         self.lengths_S = torch.zeros_like(cache.limit)
+        self._shifts_S = torch.zeros_like(cache.limit)
+        self.shifts: Final = np.zeros(len(cache.limit), np.int32)
+        """By slot, also on the device: what is added to a row to give the position of its token."""
 
-    def begin(self, slots_B: torch.Tensor, ids_B: torch.Tensor, positions_B: torch.Tensor, ends_B: torch.Tensor) -> None:
-        """Write the tokens to compute, their positions, and the rows behind them; 0 for the null slot. One launch."""
+    def shift(self, slot: int, num_positions: int) -> None:
+        """The next rows of a slot are so many positions further on. One launch."""
+        self.shifts[slot] = num_positions
+        self._shifts_S[slot].fill_(num_positions)  # to assign it would wait for the device
+
+    def begin(
+        self, slots_B: torch.Tensor, ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, ends_B: torch.Tensor
+    ) -> None:
+        """Write the tokens to compute, their rows and positions, and the rows behind them; 0 for the null slot. One launch."""
         if slots_B.is_cuda:
             from vmmkv.kernels.step import begin_step
 
-            begin_step(slots_B, self.tokens_S, self.lengths_S, ids_B, positions_B, ends_B)
+            begin_step(slots_B, self.tokens_S, self.lengths_S, self._shifts_S, ids_B, rows_B, positions_B, ends_B)
         else:
             ids_B.copy_(self.tokens_S[slots_B])
-            positions_B.copy_(self.lengths_S[slots_B])
-            ends_B.copy_((positions_B + 1) * (slots_B > 0))
+            rows_B.copy_(self.lengths_S[slots_B])
+            positions_B.copy_(rows_B + self._shifts_S[slots_B])
+            ends_B.copy_((rows_B + 1) * (slots_B > 0))
 
     def end(self, sampled_R: torch.Tensor, rows: SampledRows) -> None:
         """The sampled tokens are the slots' last, behind `ends_R` rows; `out_R` is what the host reads. One launch.
@@ -384,12 +395,11 @@ class _DecodeSteps:
         self._runner = runner
         device = runner.uploads.device
         self._sizes = batch_sizes(max_rows)
-        buffers = torch.zeros(5, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
-        self._slots_B, self._ids_B, self._positions_B, self._ends_B, self._out_B = buffers
+        buffers = torch.zeros(6, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
+        self._slots_B, self._ids_B, self._rows_B, self._positions_B, self._ends_B, self._out_B = buffers
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         """By rows, and by whether there are prefix groups among them."""
-        keys, may_rank = runner.keys, not runner.kv_policy_again_refusal
-        self._queries_LBHD = keys.new_queries(max_rows) if keys is not None and may_rank else None
+        self._queries_LBHD = None if runner.keys is None else runner.keys.new_queries(max_rows)
         """Of the last step, if rows may be ranked by them."""
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""
@@ -427,19 +437,18 @@ class _DecodeSteps:
         keys, queries_LBHD = self._runner.keys, self._queries_LBHD
         assert keys is not None and queries_LBHD is not None, "no request has a policy"
         ranking = Ranking(step.ranked, {slot: 1 + row for row, slot in enumerate(step.slots.tolist())}, self._runner.uploads)
-        ranking.add(queries_LBHD, keys.k_LSTKD, None)
+        keys.rank(ranking, queries_LBHD)
         ranking.finish()
 
     def _rows(self, size: int) -> SampledRows:
         return SampledRows(self._slots_B[:size], self._ends_B[:size], self._out_B[:size])
 
     def _forward(self, size: int, *, is_grouped: bool) -> torch.Tensor:
-        slots_B, ids_B, positions_B, ends_B = (
-            tensor[:size] for tensor in (self._slots_B, self._ids_B, self._positions_B, self._ends_B)
-        )
-        self._runner.state.begin(slots_B, ids_B, positions_B, ends_B)
+        buffers = self._slots_B, self._ids_B, self._rows_B, self._positions_B, self._ends_B
+        slots_B, ids_B, rows_B, positions_B, ends_B = (tensor[:size] for tensor in buffers)
+        self._runner.state.begin(slots_B, ids_B, rows_B, positions_B, ends_B)
         attention = AttentionMetadata(
-            slots_N=slots_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None,
+            slots_N=slots_B, rows_N=rows_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None,
             shared=self._runner.groups.tensors(size) if is_grouped else None,
             queries_LBHD=None if self._queries_LBHD is None else self._queries_LBHD[:, :size],
         )  # fmt: skip
@@ -517,7 +526,8 @@ class _MixedSteps:
         filled.slots_B[:num_runs], filled.lengths_B[:num_runs] = slots_B, ends_B
         filled.query_starts[:num_runs], filled.query_starts[num_runs:] = begins_B, num_tokens
         filled.ids_N[:num_tokens], filled.slots_N[:num_tokens] = ids_N, slots_B[which_N]
-        filled.positions_N[:num_tokens] = np.arange(num_tokens) + (ends_B - counts_B - begins_B)[which_N]
+        filled.rows_N[:num_tokens] = np.arange(num_tokens) + (ends_B - counts_B - begins_B)[which_N]
+        filled.positions_N[:num_tokens] = filled.rows_N[:num_tokens] + self._runner.state.shifts[slots_B][which_N]
         filled.last_R[:num_rows] = (begins_B + counts_B - 1)[sampled]
         filled.slots_R[:num_rows], filled.ends_R[:num_rows] = slots_B[sampled], ends_B[sampled]
         self._runner.uploads.into(self._packed[: len(packed)], packed)
@@ -575,8 +585,8 @@ class _MixedSteps:
         ids_N, slots_N = uploaded.ids_N, uploaded.slots_N
         ids_N = torch.where(ids_N == ON_DEVICE, self._runner.state.tokens_S[slots_N.long()], ids_N)
         attention = AttentionMetadata(
-            slots_N=slots_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B, lengths_B=uploaded.lengths_B,
-            query_starts=uploaded.query_starts,
+            slots_N=slots_N, rows_N=uploaded.rows_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B,
+            lengths_B=uploaded.lengths_B, query_starts=uploaded.query_starts,
             shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None, ranking=ranking,
         )  # fmt: skip
         return ids_N, attention, uploaded.last_R.long()
@@ -598,10 +608,11 @@ class _MixedInput(NamedTuple, Generic[Array]):
     ends_R: Array
     ids_N: Array
     slots_N: Array
+    rows_N: Array
     positions_N: Array
 
     @staticmethod
     def sizes(num_sequences: int, num_tokens: int) -> list[int]:
         """Elements of each."""
         num_sampled: int = max(1, min(num_sequences, num_tokens))  # a forward pass has at least one output
-        return [num_sequences, num_sequences, num_sequences + 1, *[num_sampled] * 3, *[num_tokens] * 3]
+        return [num_sequences, num_sequences, num_sequences + 1, *[num_sampled] * 3, *[num_tokens] * 4]

@@ -546,6 +546,8 @@ class Scheduler:
             request.beams = None
         else:
             self._sampler.release(request.memory.slot)
+        if self._compactor is not None and request.num_dropped:
+            self._compactor.release(request.memory.slot)
         if keep is None or request.num_dropped or not request.shares_rows:
             request.memory.close()
         else:

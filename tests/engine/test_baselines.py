@@ -288,9 +288,7 @@ def test_fa3_is_given_tables_and_lengths_and_plans_once_a_step(flash_attention_3
     chunks, behind_groups = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 5, 6, 36, 36], [0, 1, 2, 32, 32]))
     no_tokens = torch.zeros(0, dtype=torch.int32)
     for starts in (None, chunks, behind_groups):
-        step = AttentionMetadata(
-            slots_N=no_tokens, positions_N=no_tokens, slots_B=slots_B, lengths_B=lengths_B, query_starts=starts
-        )
+        step = AttentionMetadata(slots_N=no_tokens, rows_N=no_tokens, slots_B=slots_B, lengths_B=lengths_B, query_starts=starts)
         for layer in range(2):
             q_NHD = torch.randn(4 if starts is None else 40, 4, 16)
             by_cascade = torch.zeros(40, 4, 16) if starts is behind_groups else None

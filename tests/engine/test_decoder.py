@@ -47,13 +47,13 @@ class Steps:
     def __call__(self, ids_N: torch.Tensor, counts: list[int], last_B: torch.Tensor | None = None) -> torch.Tensor:
         """`counts` are the tokens of each sequence. Returns hidden states, as the decoder."""
         runs = [(sequence, count) for sequence, count in zip(self.sequences, counts, strict=True) if count]
-        positions = [torch.arange(sequence.length, sequence.length + count) for sequence, count in runs]
+        rows = [torch.arange(sequence.length, sequence.length + count) for sequence, count in runs]
         for sequence, count in runs:
             sequence.grow(sequence.length + count)
             sequence.advance(count)
         slots_B, counts_B = torch.tensor([sequence.slot for sequence, _ in runs]), torch.tensor([count for _, count in runs])
         step = AttentionMetadata(
-            slots_N=slots_B.repeat_interleave(counts_B), positions_N=torch.cat(positions), slots_B=slots_B,
+            slots_N=slots_B.repeat_interleave(counts_B), rows_N=torch.cat(rows), slots_B=slots_B,
             lengths_B=torch.tensor([sequence.length for sequence, _ in runs]),
             query_starts=torch.cat([torch.zeros(1, dtype=torch.int64), counts_B.cumsum(0)]),
         )  # fmt: skip

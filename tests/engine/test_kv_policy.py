@@ -27,6 +27,7 @@ HEAVY = {"type": "h2o", "budget": 24, "recent": 10, "every": 9}
 SNAP = {"type": "snapkv", "budget": 24, "window": 8}
 LAST = {"type": "tova", "budget": 24, "every": 9}
 POLICIES = [STREAM, HEAVY, SNAP, LAST]
+STAYING = [{**policy, "positions": "original"} for policy in POLICIES]
 RUN = [(100, 2), (24, 2)]
 """Lengths of prompts, and steps in flight, of the default run."""
 
@@ -85,6 +86,42 @@ class Reference:
         return tokens
 
 
+class MaskingReference(Reference):
+    """Of a policy that keeps positions: all rows are kept as they were, and dropped ones are masked."""
+
+    def __init__(self, model: Any, given: Mapping[str, Any], kind: Kind | None = None) -> None:
+        super().__init__(model, given, kind)
+        self.kept_T = torch.zeros(0, dtype=torch.int64, device=model.device)
+
+    def forward(self, ids: list[int], num_ranked: int, weight: int = 1) -> int:
+        num_tokens = self.num_rows + self.num_dropped
+        positions = torch.arange(num_tokens, num_tokens + len(ids), device=self.model.device)
+        self.kept_T = torch.cat([self.kept_T, positions])
+        mask_NT = torch.full((len(ids), num_tokens + len(ids)), -torch.inf, device=self.model.device)
+        mask_NT[:, self.kept_T] = 0.0
+        mask_NT.masked_fill_(torch.arange(mask_NT.shape[1], device=mask_NT.device) > positions[:, None], -torch.inf)
+        with torch.inference_mode(), attending_by(self.model, self.attention):
+            out = self.model(
+                torch.tensor([ids], device=self.model.device),
+                position_ids=positions[None],
+                attention_mask=mask_NT[None, None].to(self.model.dtype),
+                past_key_values=self.cache,
+                output_attentions=True,
+            )
+        self.num_rows += len(ids)
+        ranked = [weights_1HNT[0, :, len(ids) - num_ranked :].sum((0, 1)) for weights_1HNT in out.attentions]
+        scores_T = torch.stack(ranked).sum(0)[self.kept_T]
+        self.scores_T = torch.nn.functional.pad(self.scores_T, (0, len(ids))) + weight * scores_T
+        return int(out.logits[0, -1].argmax())
+
+    def compact(self) -> None:
+        rows = self.eviction.policy.keep(self.num_rows, self.scores_T)
+        self.kept_T = self.kept_T[rows]
+        self.num_dropped, self.num_rows = self.num_dropped + self.num_rows - len(rows), len(rows)
+        carries = isinstance(self.eviction.policy, H2O)
+        self.scores_T = self.scores_T[rows] if carries else torch.zeros_like(rows, dtype=torch.float32)
+
+
 def compacted(one: Harness, name: str) -> list[tuple[int, int]]:
     return [(each.kept_rows, each.dropped_rows) for each in one.sent if isinstance(each, Compacted) and each.request_id == name]
 
@@ -109,11 +146,34 @@ def test_the_tokens_are_those_of_the_reference(
     assert (compacted(one, "alone") or [(0, 0)])[-1][1] == reference.num_dropped
 
 
-@pytest.mark.parametrize("policy", [STREAM, HEAVY, SNAP, LAST], ids=lambda policy: policy["type"])
+@pytest.mark.parametrize("policy", STAYING, ids=lambda policy: policy["type"])
+@pytest.mark.parametrize("kind", [None, "int8", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "int4"))])
+def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
+    harness: MakeHarness, policy: dict[str, Any], kind: Kind | None
+) -> None:
+    """Over quantised rows, too, which no compaction rounds. Requests beside them, and later in their slots, have their own."""
+    model, prompts = tiny_model(initializer_range=0.12), [prompt_of(100), prompt_of(24, 1)]
+    one = harness(model, ours=True, kv_kind=kind, slots=3, step_tokens=40)
+    for name, prompt in zip("ab", prompts, strict=True):
+        one.ask(name, prompt, 70, kv_policy=policy)
+    while not compacted(one, "a"):
+        one.step()
+    one.ask("beside", prompts[0], 1)
+    one.run()
+    for name, prompt in zip("ab", prompts, strict=True):
+        assert one.tokens(name) == (reference := MaskingReference(model, policy, kind)).said(prompt, 70)
+        assert (compacted(one, name) or [(0, 0)])[-1][1] == reference.num_dropped
+    for prompt in prompts:
+        one.ask(str(len(prompt)), prompt, 30)
+    one.run()
+    assert all(one.tokens(str(len(prompt))) == one.expected(prompt, 30) for prompt in prompts)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, STAYING[1]], ids=lambda policy: "-".join(map(str, policy.values())))
 def test_a_request_says_the_same_however_often_it_is_preempted(harness: MakeHarness, policy: dict[str, Any]) -> None:
     """With random numbers and `min_tokens`, which count tokens and not rows."""
     options = {"kv_policy": policy, "temperature": 1.0, "frequency_penalty": 0.5, "min_tokens": 50}
-    one = harness(ours=True, share=True, eos_ids=frozenset(range(20)))
+    one = harness(tiny_model(initializer_range=0.25), ours=True, share=True, eos_ids=frozenset(range(20)))
     wanted = one.said(prompt_of(60), 70, **options)
     assert len(wanted) >= 50 and compacted(one, "alone")
     one.ask("a", prompt_of(60), 70, **options)
@@ -250,6 +310,9 @@ def test_a_stream_goes_past_the_positions_of_its_model(harness: MakeHarness) -> 
     one.ask("wide", prompt, 30, kv_policy={"type": "tova", "budget": 60, "every": 9})
     assert one.failures().keys() == {"too long", "unbounded", "wide"}
     assert "lower max_tokens to 24" in one.failures()["wide"]
+    one.ask("original", prompt, 25, kv_policy=STAYING[0])
+    assert 'Or have "positions": "rerotated" in its kv_policy' in one.failures()["original"]
+    assert one.said(prompt, 24, kv_policy=STAYING[0]) == MaskingReference(model, STAYING[0]).said(prompt, 24)
 
 
 def test_log_probabilities_of_the_prompt_go_with_a_policy(harness: MakeHarness) -> None:
@@ -294,7 +357,7 @@ def test_models_whose_rows_cannot_be_dropped_refuse_it(harness: MakeHarness) -> 
         (
             harness(ours=True, kv_kind="fp8"),
             "is of type streaming_llm, which compacts as requests generate, and quantised keys would be rounded anew each "
-            "time: use snapkv, or leave it out",
+            'time they are turned: use "positions": "original", or snapkv, or leave it out',
         ),
         (harness(), "needs a model whose rotary positions vmmkv knows"),
     ):

@@ -38,6 +38,7 @@ POLICIES = [
 ]
 ONCE = [{"type": "snapkv", "budget": budget, "window": 10} for budget in (30, 150)]
 """Policies for quantised rows, which are turned once."""
+STAYING = [{**policy, "positions": "original"} for policy in POLICIES]
 WAITING = 24
 """Requests that are there at once, at most."""
 
@@ -278,7 +279,7 @@ def soak(
         model(), ours=True, share=True, lookahead=lookahead, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
         step_tokens=200, eos_ids=EOS, kv_kind=kv_kind, **options,
     )  # fmt: skip
-    asked = requests(chance, count, POLICIES if kv_kind is None else ONCE)
+    asked = requests(chance, count, [*(POLICIES if kv_kind is None else ONCE), *STAYING])
     sent_before_abort = drive(one, asked, chance, tick)
     one.engine.settle()
     one.cache.check()

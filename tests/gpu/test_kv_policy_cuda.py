@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton
 
-from tests.engine.conftest import Harness, harness, prompt_of, wide_rows
-from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STREAM, Reference, compacted
+from tests.engine.conftest import Harness, harness, prompt_of, tiny_model, wide_rows
+from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, MaskingReference, Reference, compacted
 from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
@@ -78,6 +78,30 @@ def test_quantised_rows_are_dropped_once(harness: Callable[..., Harness], kind: 
 
 
 @EXACT
+@pytest.mark.parametrize("kind", [None, *KV_KINDS])
+def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
+    harness: Callable[..., Harness], kind: Kind | None
+) -> None:
+    """Between graphs, beside prompts, and in slots that later requests without a policy have."""
+    one = harness(tiny_model(initializer_range=0.08), device=DEVICE, ours=True, capture=True, kv_kind=kind)
+    prompts = {policy["type"]: prompt_of(100 * place, place) for place, policy in enumerate(STAYING, 1)}
+    plain = {str(place): prompt_of(150, 10 + place) for place in range(8)}
+    for name, policy in zip(prompts, STAYING, strict=True):
+        one.ask(name, prompts[name], 60, kv_policy=policy)
+    while not all(compacted(one, name) for name in prompts):
+        one.step()
+    for name, prompt in plain.items():
+        one.ask(name, prompt, 40)
+    one.run()
+    assert one.failures() == {}
+    for name, policy in zip(prompts, STAYING, strict=True):
+        reference = MaskingReference(one.model, policy, kind)
+        assert one.tokens(name) == reference.said(prompts[name], 60), name
+        assert compacted(one, name)[-1][1] == reference.num_dropped
+    assert all(one.tokens(name) == one.expected(prompt, 40) for name, prompt in plain.items())
+
+
+@EXACT
 def test_to_compact_waits_for_nothing(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     compact = Compactor.compact
 
@@ -90,11 +114,11 @@ def test_to_compact_waits_for_nothing(harness: Callable[..., Harness], monkeypat
 
     monkeypatch.setattr(Compactor, "compact", watched)
     one = harness(device=DEVICE, ours=True, capture=True)
-    for policy in (STREAM, HEAVY):
-        one.ask(policy["type"], prompt_of(400), 100, kv_policy=policy)
+    for name, policy in enumerate((STREAM, HEAVY, *STAYING[:2])):
+        one.ask(str(name), prompt_of(400), 100, kv_policy=policy)
     one.run()
     assert one.failures() == {}
-    assert all(len(compacted(one, policy["type"])) > 1 for policy in (STREAM, HEAVY))
+    assert all(len(compacted(one, str(name))) > 1 for name in range(4))
 
 
 def test_the_first_requests_with_a_policy_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,22 @@ def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
     assert torch.equal(queries[0], q_NHD) != rope
 
 
+@pytest.mark.parametrize(("kind", "scale"), [(None, ""), ("int4", "token")])
+def test_tokens_are_rotated_by_positions_that_are_not_their_rows(kind: Kind | None, scale: str) -> None:
+    k_NKD, v_NKD, q_NHD, *where = make_tokens(3, 80, FP16)
+    positions_N = torch.randperm(2 * TOKENS, generator=torch.Generator().manual_seed(3))[:TOKENS].to(
+        DEVICE
+    )  # half of them known
+    angles, queries = make_angles(80, positions=TOKENS), [q_NHD.clone(), q_NHD.clone()]
+    ours, expected = (make_memory((SLOTS, ROWS), 3, 80, FP16, kind, scale) for _ in range(2))
+    for write, memory, query in zip((append, reference.append), (ours, expected), queries, strict=True):
+        write(k_NKD, v_NKD, memory.k, memory.v, *where, positions_N=positions_N, q_NHD=query, **angles, **memory.scales)
+    assert (expected.bytes_STE != POISON).any()
+    assert torch.equal(ours.bytes_STE, expected.bytes_STE)
+    assert torch.equal(queries[0], queries[1])
+    assert torch.equal(queries[0][positions_N >= TOKENS], q_NHD[positions_N >= TOKENS])
+
+
 @pytest.mark.parametrize(
     ("block", "kind", "scale", "rope"),
     some(

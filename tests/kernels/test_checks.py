@@ -87,7 +87,7 @@ def writing(*names: str, block: int = 0) -> Arguments:
     if block:
         memory, arguments["tables_SC"] = memory.in_blocks(block)
     arguments |= {"k_STKW": memory.k, "v_STKW": memory.v, "limit_S": index(8, 8, 8, 8)}
-    arguments |= {"slots_N": index(0, 1, 2), "positions_N": index(3, 4, 5)}
+    arguments |= {"slots_N": index(0, 1, 2), "rows_N": index(3, 4, 5)}
     if "angles" in names:
         arguments |= {"cos_TR": zeros(8, 32), "sin_TR": zeros(8, 32), "q_NHD": zeros(3, 4, 64, dtype=FP16)}
     if "norms" in names:
@@ -101,7 +101,7 @@ PARAMETERS |= {"positions_B": index(0, 1), "top_k_S": index(0, 0), "seed_S": ind
 MASKS = {"logits_BV": zeros(3, 40), "rows_G": index(0, 0), "words_GW": index(0, 0, 0, 0).view(2, 2)}
 PENALTIES = {name: zeros(2) for name in ("repetition_S", "frequency_S", "presence_S")}
 STATE = {"counts_RV": index(*[0] * 64).view(1, 64), "prompt_RV": zeros(1, 64, dtype=torch.uint8), "bias_RV": zeros(1, 64)}
-BEGIN = ("slots_B", "tokens_S", "lengths_S", "ids_B", "positions_B", "ends_B")
+BEGIN = ("slots_B", "tokens_S", "lengths_S", "shifts_S", "ids_B", "rows_B", "positions_B", "ends_B")
 END = ("slots_B", "sampled_B", "ends_B", "limit_S", "tokens_S", "lengths_S", "out_B")
 
 MEMORY: list[Refusal] = [
@@ -223,7 +223,8 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
         ("v_STKW", misaligned, "16 bytes"),
         ("slots_N", shorter, "(3,)"),
-        ("positions_N", meta, "where the others are"),
+        ("rows_N", meta, "where the others are"),
+        ("positions_N", index(3, 4), "(3,)"),
         ("limit_S", long, "int32"),
         ("q_NHD", first, "3 dimensions"),
         ("q_NHD", shorter, "(3, 4, 64)"),

@@ -270,7 +270,7 @@ def sampling() -> None:
         logits.apply_penalties(logits_BV, index_B, state_row_S=empty(257), bias_RV=bias_RV, **penalties, **state)
         logits.apply_token_mask(logits_BV, index_B, empty(num_rows, -(-size // 32)))
         slots = empty(513)
-        begin_step(index_B, slots, slots, index_B, index_B, index_B)
+        begin_step(index_B, slots, slots, slots, index_B, index_B, index_B, index_B)
         end_step(index_B, index_B, index_B, slots, slots, slots, index_B)
 
 

@@ -37,12 +37,15 @@ class Step:
         sampled_B[1::5] = NOT_A_NUMBER
         self.slots_B, self.ends_B, self.sampled_B = slots_B.to(DEVICE), ends_B.to(DEVICE), sampled_B.to(DEVICE)
         self.tokens_S, self.lengths_S, self.limit_S = tokens_S.to(DEVICE), lengths_S.to(DEVICE), limit_S.to(DEVICE)
+        self.shifts_S = (random(1000, SLOTS) * (tokens_S % 2)).to(DEVICE)
 
     def on_a_cpu(self) -> DeviceState:
         """The engine's own, in the same state."""
         state = DeviceState(SimpleNamespace(limit=self.limit_S.cpu()))  # type: ignore[arg-type]
         state.tokens_S.copy_(self.tokens_S)
         state.lengths_S.copy_(self.lengths_S)
+        for slot, shift in enumerate(self.shifts_S.tolist()):
+            state.shift(slot, shift)
         return state
 
     def outputs(self, num_tensors: int) -> torch.Tensor:
@@ -54,16 +57,17 @@ class Step:
 def test_a_step_begins_where_each_slot_stands(num_rows: int) -> None:
     one = Step(num_rows)
     before = one.tokens_S.clone(), one.lengths_S.clone()
-    wide = one.outputs(3)
-    begin_step(one.slots_B, one.tokens_S, one.lengths_S, *wide[:, 4:-4])
-    wanted = torch.empty(3, num_rows, dtype=torch.int32)
+    wide = one.outputs(4)
+    begin_step(one.slots_B, one.tokens_S, one.lengths_S, one.shifts_S, *wide[:, 4:-4])
+    wanted = torch.empty(4, num_rows, dtype=torch.int32)
     one.on_a_cpu().begin(one.slots_B.cpu(), *wanted)
     assert torch.equal(wide[:, 4:-4].cpu(), wanted)
     assert (wide[:, :4] == POISON).all() and (wide[:, -4:] == POISON).all()
     assert torch.equal(one.tokens_S, before[0]) and torch.equal(one.lengths_S, before[1])
     is_pad = one.slots_B.cpu() == 0
     assert not wanted[:, is_pad].any()
-    assert torch.equal(wanted[2, ~is_pad], wanted[1, ~is_pad] + 1)
+    assert torch.equal(wanted[3, ~is_pad], wanted[1, ~is_pad] + 1)
+    assert torch.equal(wanted[2], wanted[1] + one.shifts_S.cpu()[one.slots_B.cpu()])
 
 
 @batches
@@ -90,10 +94,12 @@ def test_steps_walk_to_the_limit_and_stay_there() -> None:
     """As a graph is replayed: each step begins from what the one before has left. A row that may not advance is IDLE."""
     assert step.IDLE == runner.IDLE != NOT_A_NUMBER
     slots_B, tokens_S, lengths_S, limit_S = index(2, 1, 0), index(0, 5, 6), index(0, 3, 7), index(0, 6, 9)
-    ids_B, positions_B, ends_B, out_B = (torch.zeros_like(slots_B) for _ in range(4))
+    ids_B, rows_B, positions_B, ends_B, out_B = (torch.zeros_like(slots_B) for _ in range(5))
+    shifts_S = index(0, 100, 0)
     said = []
     for _ in range(5):
-        begin_step(slots_B, tokens_S, lengths_S, ids_B, positions_B, ends_B)
+        begin_step(slots_B, tokens_S, lengths_S, shifts_S, ids_B, rows_B, positions_B, ends_B)
+        assert positions_B.tolist() == [rows_B[0], rows_B[1] + 100, 0]
         end_step(slots_B, ids_B + 1, ends_B, limit_S, tokens_S, lengths_S, out_B)
         said.append(out_B.tolist())
     assert [row[0] for row in said] == [7, 8, *[step.IDLE] * 3]

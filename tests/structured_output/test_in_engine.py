@@ -127,7 +127,7 @@ def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..
 
 
 @pytest.mark.parametrize("harness", ["exact"], indirect=True)
-@pytest.mark.parametrize("policy", ["streaming_llm:window=60,every=5", "h2o:budget=60,recent=20,every=7"])
+@pytest.mark.parametrize("policy", ["streaming_llm:window=60,every=5", "h2o:budget=60,recent=20,every=7,positions=original"])
 def test_an_answer_of_which_rows_are_dropped_follows_its_grammar(engine: Callable[..., Harness], policy: str) -> None:
     schema = {"type": "array", "items": {"enum": ["a rather long text", "another text"]}, "minItems": 9, "maxItems": 9}
     one = engine(slots=4)

@@ -24,6 +24,7 @@ from vmmkv.server.sampling_params import InvalidParam, SamplingParams
         ({"type": "tova", "budget": 2.5}, "is of type tova: budget=2.5 is not a whole number"),
         ({"type": "tova", "budget": 2**31}, "is of type tova: budget is 2147483648: less than 2147483648"),
         ({"type": "tova", "budget": 9, "every": 0}, "is of type tova: every=0: at least 1"),
+        ({"type": "tova", "budget": 9, "positions": "turned"}, "has positions='turned'; wanted rerotated or original"),
         ({"type": "tova", "budget": 9, "share_prompt": 1}, "has share_prompt=1; wanted true or false"),
         ("tova:budget", "has 'budget'; wanted NAME=NUMBER, as in streaming_llm:sinks=4,window=2048"),
         ('{"type"', "is not JSON"),
@@ -39,6 +40,9 @@ def test_a_policy_may_be_short_or_json() -> None:
     assert Eviction.of("h2o: budget=24, recent=10, every=9, share_prompt=false") == wanted
     assert Eviction.of('{"type": "h2o", "budget": 24, "recent": 10, "every": 9, "share_prompt": false}') == wanted
     assert Eviction.of("none") is None
+    short, long = "snapkv:budget=99,positions=original", {"type": "snapkv", "budget": 99, "positions": "original"}
+    assert (kept := Eviction.of(short)) == Eviction.of(long) and kept is not None and kept.keeps_positions
+    assert Eviction.of("snapkv:budget=99,positions=rerotated") == Eviction.of("snapkv:budget=99") != kept
 
 
 def test_the_default_of_a_server_is_checked_as_it_starts() -> None:

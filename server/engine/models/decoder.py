@@ -445,7 +445,7 @@ class DecoderModel:
         """See EngineModel."""
         config = self._decoder.config
         inv_freq_R = torch.tensor(config.rope.frequencies_R, dtype=torch.float32, device=self._rows.limit.device)
-        return RotaryKeys(self._rows, inv_freq_R, config.num_heads)
+        return RotaryKeys(self._rows, inv_freq_R, config.num_heads, self._decoder.weights.norm_E.dtype)
 
     def check(self) -> None:
         """See EngineModel: it can be served."""

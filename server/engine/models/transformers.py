@@ -79,9 +79,7 @@ class TransformersModel:
         given: list[Any] = []
         hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
         try:
-            output = self._model(
-                input_ids=ids_N[None], position_ids=step.positions_N[None], use_cache=False, logits_to_keep=keep
-            )
+            output = self._model(input_ids=ids_N[None], position_ids=step.rows_N[None], use_cache=False, logits_to_keep=keep)
         finally:
             hook.remove()
             _computing.reset(computing)
