@@ -33,7 +33,8 @@ RUN = [(100, 2), (24, 2)]
 
 
 class Reference:
-    """transformers' own code and cache. Rows are ranked by the weights of its attention, dropped by indexing, and turned."""
+    """transformers' own code and cache. Rows are ranked by the weights of its attention, and dropped by indexing and turned, or
+    masked if the policy keeps positions."""
 
     def __init__(self, model: Any, given: Mapping[str, Any], kind: Kind | None = None) -> None:
         """Of a kind K and V are rounded to, as they are attended to and before they are turned."""
@@ -43,61 +44,14 @@ class Reference:
         self.model, self.eviction, self.cache = model, eviction, DynamicCache(config=model.config)
         self.num_rows = self.num_dropped = 0
         self.scores_T = torch.zeros(0, device=model.device)
-
-    def forward(self, ids: list[int], num_ranked: int, weight: int = 1) -> int:
-        positions = torch.arange(self.num_rows, self.num_rows + len(ids), device=self.model.device)
-        with torch.inference_mode(), attending_by(self.model, self.attention):
-            out = self.model(
-                torch.tensor([ids], device=self.model.device),
-                position_ids=positions[None],
-                past_key_values=self.cache,
-                output_attentions=True,
-            )
-        self.num_rows += len(ids)
-        ranked = [weights_1HNT[0, :, len(ids) - num_ranked :].sum((0, 1)) for weights_1HNT in out.attentions]
-        self.scores_T = torch.nn.functional.pad(self.scores_T, (0, len(ids))) + weight * torch.stack(ranked).sum(0)
-        return int(out.logits[0, -1].argmax())
-
-    def compact(self) -> None:
-        rows = self.eviction.policy.keep(self.num_rows, self.scores_T)
-        back_T, inv_freq_R = rows - torch.arange(len(rows), device=rows.device), self.model.model.rotary_emb.inv_freq
-        for layer in self.cache.layers:
-            if self.kind is not None:
-                layer.keys = dequantise(*quantise(layer.keys, self.kind))
-            layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
-            layer.keys = turn(layer.keys[0].transpose(0, 1), back_T, inv_freq_R).transpose(0, 1)[None]
-        self.num_dropped, self.num_rows = self.num_dropped + self.num_rows - len(rows), len(rows)
-        carries = isinstance(self.eviction.policy, H2O)
-        self.scores_T = self.scores_T[rows] if carries else torch.zeros_like(rows, dtype=torch.float32)
-
-    def said(self, prompt: list[int], count: int) -> list[int]:
-        """Its greedy answer."""
-        policy, budget, every = self.eviction.policy, self.eviction.budget, self.eviction.every
-        tokens, since = [self.forward(prompt, policy.num_queries(len(prompt)))], len(prompt)
-        end = max(len(prompt), budget + every) if every is not None else len(prompt) if len(prompt) > budget else None
-        if end != len(prompt) and not isinstance(policy, H2O):
-            self.scores_T.zero_()
-        while len(tokens) < count:
-            if self.num_rows == end:
-                self.compact()
-                end, since = None if every is None else budget + every, self.num_rows
-            is_ranked = self.num_rows + 1 == end
-            tokens.append(self.forward(tokens[-1:], int(is_ranked), end - since if is_ranked and end is not None else 1))
-        return tokens
-
-
-class MaskingReference(Reference):
-    """Of a policy that keeps positions: all rows are kept as they were, and dropped ones are masked."""
-
-    def __init__(self, model: Any, given: Mapping[str, Any], kind: Kind | None = None) -> None:
-        super().__init__(model, given, kind)
         self.kept_T = torch.zeros(0, dtype=torch.int64, device=model.device)
+        """Columns of the cache that are not masked."""
 
     def forward(self, ids: list[int], num_ranked: int, weight: int = 1) -> int:
-        num_tokens = self.num_rows + self.num_dropped
-        positions = torch.arange(num_tokens, num_tokens + len(ids), device=self.model.device)
+        num_cached = self.cache.get_seq_length()
+        positions = torch.arange(num_cached, num_cached + len(ids), device=self.model.device)
         self.kept_T = torch.cat([self.kept_T, positions])
-        mask_NT = torch.full((len(ids), num_tokens + len(ids)), -torch.inf, device=self.model.device)
+        mask_NT = torch.full((len(ids), num_cached + len(ids)), -torch.inf, device=self.model.device)
         mask_NT[:, self.kept_T] = 0.0
         mask_NT.masked_fill_(torch.arange(mask_NT.shape[1], device=mask_NT.device) > positions[:, None], -torch.inf)
         with torch.inference_mode(), attending_by(self.model, self.attention):
@@ -117,9 +71,32 @@ class MaskingReference(Reference):
     def compact(self) -> None:
         rows = self.eviction.policy.keep(self.num_rows, self.scores_T)
         self.kept_T = self.kept_T[rows]
+        if not self.eviction.keeps_positions:
+            self.kept_T = torch.arange(len(rows), device=rows.device)
+            inv_freq_R = self.model.model.rotary_emb.inv_freq
+            for layer in self.cache.layers:
+                if self.kind is not None:
+                    layer.keys = dequantise(*quantise(layer.keys, self.kind))
+                layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
+                layer.keys = turn(layer.keys[0].transpose(0, 1), rows - self.kept_T, inv_freq_R).transpose(0, 1)[None]
         self.num_dropped, self.num_rows = self.num_dropped + self.num_rows - len(rows), len(rows)
         carries = isinstance(self.eviction.policy, H2O)
         self.scores_T = self.scores_T[rows] if carries else torch.zeros_like(rows, dtype=torch.float32)
+
+    def said(self, prompt: list[int], count: int) -> list[int]:
+        """Its greedy answer."""
+        policy, budget, every = self.eviction.policy, self.eviction.budget, self.eviction.every
+        tokens, since = [self.forward(prompt, policy.num_queries(len(prompt)))], len(prompt)
+        end = max(len(prompt), budget + every) if every is not None else len(prompt) if len(prompt) > budget else None
+        if end != len(prompt) and not isinstance(policy, H2O):
+            self.scores_T.zero_()
+        while len(tokens) < count:
+            if self.num_rows == end:
+                self.compact()
+                end, since = None if every is None else budget + every, self.num_rows
+            is_ranked = self.num_rows + 1 == end
+            tokens.append(self.forward(tokens[-1:], int(is_ranked), end - since if is_ranked and end is not None else 1))
+        return tokens
 
 
 def compacted(one: Harness, name: str) -> list[tuple[int, int]]:
@@ -161,7 +138,7 @@ def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
     one.ask("beside", prompts[0], 1)
     one.run()
     for name, prompt in zip("ab", prompts, strict=True):
-        assert one.tokens(name) == (reference := MaskingReference(model, policy, kind)).said(prompt, 70)
+        assert one.tokens(name) == (reference := Reference(model, policy, kind)).said(prompt, 70)
         assert (compacted(one, name) or [(0, 0)])[-1][1] == reference.num_dropped
     for prompt in prompts:
         one.ask(str(len(prompt)), prompt, 30)
@@ -312,7 +289,7 @@ def test_a_stream_goes_past_the_positions_of_its_model(harness: MakeHarness) -> 
     assert "lower max_tokens to 24" in one.failures()["wide"]
     one.ask("original", prompt, 25, kv_policy=STAYING[0])
     assert 'Or have "positions": "rerotated" in its kv_policy' in one.failures()["original"]
-    assert one.said(prompt, 24, kv_policy=STAYING[0]) == MaskingReference(model, STAYING[0]).said(prompt, 24)
+    assert one.said(prompt, 24, kv_policy=STAYING[0]) == Reference(model, STAYING[0]).said(prompt, 24)
 
 
 def test_log_probabilities_of_the_prompt_go_with_a_policy(harness: MakeHarness) -> None:

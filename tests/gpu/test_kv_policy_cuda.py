@@ -9,7 +9,7 @@ import torch
 import triton
 
 from tests.engine.conftest import Harness, harness, prompt_of, tiny_model, wide_rows
-from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, MaskingReference, Reference, compacted
+from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, Reference, compacted
 from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
@@ -95,7 +95,7 @@ def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
     one.run()
     assert one.failures() == {}
     for name, policy in zip(prompts, STAYING, strict=True):
-        reference = MaskingReference(one.model, policy, kind)
+        reference = Reference(one.model, policy, kind)
         assert one.tokens(name) == reference.said(prompts[name], 60), name
         assert compacted(one, name)[-1][1] == reference.num_dropped
     assert all(one.tokens(name) == one.expected(prompt, 40) for name, prompt in plain.items())
