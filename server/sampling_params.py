@@ -7,7 +7,7 @@ Limits is what a model and its memory allow; every process refuses a request by 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from reprlib import repr as shortened
 from typing import Any, Final, NoReturn, TypeVar
@@ -327,16 +327,18 @@ class Limits:
         if num_prompt_tokens == 0:
             raise RequestRefused("The prompt has no tokens; send at least one.", param="prompt", code="empty_prompt")
         room = self.max_tokens - num_prompt_tokens
-        if wanted is not None and (wanted <= room or self._fits_compacted(num_prompt_tokens, wanted, eviction)):
-            return wanted
         if wanted is None and room > 0:
             return room if default is None else min(default, room)
-        param = "prompt" if room <= 0 else "max_tokens"
-        message = self._too_long(num_prompt_tokens, wanted, room)
-        turning = eviction and replace(eviction, keeps_positions=False)
-        if wanted is not None and self._fits_compacted(num_prompt_tokens, wanted, turning):
-            message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
-        raise RequestRefused(message, param=param, code="context_length_exceeded")
+        if wanted is not None and wanted <= room:
+            return wanted
+        message, num_tokens = self._too_long(num_prompt_tokens, wanted, room), num_prompt_tokens + (wanted or 0)
+        if wanted is not None and eviction is not None and num_tokens <= KV_POLICY_REACH * self.model_tokens:
+            fits = eviction.most_rows(num_prompt_tokens, num_tokens) <= self.max_tokens
+            if fits and (num_tokens <= self.model_tokens or not eviction.keeps_positions):
+                return wanted
+            if fits:
+                message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
+        raise RequestRefused(message, param="prompt" if room <= 0 else "max_tokens", code="context_length_exceeded")
 
     def eviction(self, params: SamplingParams) -> Eviction | None:
         """What the `kv_policy` of a request says, or else the default; None to keep all rows."""
@@ -379,12 +381,6 @@ class Limits:
             raise InvalidParam("kv_policy", f"{self.kv_policy_refusal}: leave it out")
         if self.kv_policy_again_refusal and eviction.every is not None and not eviction.keeps_positions:
             raise InvalidParam("kv_policy", f"is of type {eviction.name}, which {self.kv_policy_again_refusal}")
-
-    def _fits_compacted(self, num_prompt: int, wanted: int, eviction: Eviction | None) -> bool:
-        num_tokens = num_prompt + wanted
-        if eviction is None or num_tokens > (1 if eviction.keeps_positions else KV_POLICY_REACH) * self.model_tokens:
-            return False
-        return eviction.most_rows(num_prompt, num_tokens) <= self.max_tokens
 
     def _too_long(self, num_prompt_tokens: int, wanted: int | None, room: int) -> str:
         limit = self.max_tokens
