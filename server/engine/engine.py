@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from vmmkv import DriverError, KVCache
-from vmmkv.server.engine.compaction import Compactor, KeptRows
+from vmmkv.server.engine.compaction import ROUNDED_ANEW, Compactor, KeptRows
 from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status, Step
@@ -105,7 +105,7 @@ class Engine:
         self._runner = runner
         self._prefix = prefix
         self._compactor = Compactor(cache, runner, send)
-        self._limits = Limits(
+        self.limits: Final = Limits(
             model="this engine",
             model_tokens=cache.max_tokens,
             pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
@@ -114,14 +114,14 @@ class Engine:
             vocabulary_size=runner.model.vocabulary_size,
             kv_policy=kv_policy,
             kv_policy_refusal=runner.kv_policy_refusal,
-            kv_policy_again_refusal=runner.kv_policy_again_refusal,
+            kv_policy_again_refusal=ROUNDED_ANEW if runner.keys and runner.keys.are_quantised else "",
         )
         self._scheduler = Scheduler(
             cache,
             prefix,
             runner.sampler,
             step_tokens=step_tokens,
-            max_sequences=self._limits.max_sequences,
+            max_sequences=self.limits.max_sequences,
             drain=self.drain,
             is_idle=self._is_idle,
             compactor=None if runner.kv_policy_refusal else self._compactor,
@@ -195,12 +195,12 @@ class Engine:
                 self._structured.cancel(message.request_id)
             return
         params, own_ids = message.params, frozenset(message.params.stop_token_ids)
-        ids = range(self._limits.vocabulary_size)
+        ids = range(self.limits.vocabulary_size)
         suppressed_ids = frozenset(each for each in own_ids | self._eos_ids if params.min_tokens and each in ids)
         if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        eviction = self._limits.eviction(params)
+        eviction = self.limits.eviction(params)
         request = Request(
             message,
             own_ids if params.ignore_eos else own_ids | self._eos_ids,
@@ -216,12 +216,12 @@ class Engine:
     def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
         """What is wrong with a request that can never be served, in words for the client; None if it may be."""
         try:
-            self._limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
+            self.limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
         except ValueError as error:
             return str(error)
         if ask.params.prompt_logprobs is not None and not self._runner.model.has_states:
             return "this model has no head of its own, and so no log-probabilities of its prompts: leave them out"
-        if num_suppressed == self._limits.vocabulary_size:
+        if num_suppressed == self.limits.vocabulary_size:
             given = f"min_tokens={ask.params.min_tokens}"
             return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
         if ask.grammar and self._structured is None:
@@ -241,9 +241,9 @@ class Engine:
         may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
         num_new = params.min_tokens if may_stop else params.max_tokens
         num_rows = max(0, min(num_new, params.max_tokens - 1))
-        if (eviction := self._limits.eviction(params)) is not None:
+        if (eviction := self.limits.eviction(params)) is not None:
             num_rows = eviction.most_rows(len(ask.prompt), len(ask.prompt) + num_rows) - len(ask.prompt)
-        num_beams = max(1, min(params.beam_width, self._limits.vocabulary_size))  # of fewer tokens come fewer live beams
+        num_beams = max(1, min(params.beam_width, self.limits.vocabulary_size))  # of fewer tokens come fewer live beams
         attaches = self._prefix is not None and params.prompt_logprobs is None
         wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
         if wanted_bytes <= budget_bytes:
@@ -399,7 +399,7 @@ class Engine:
     @property
     def _num_spare_slots(self) -> int:
         """Slots that are kept free of ended sequences."""
-        return (self.cache.num_slots - self._limits.max_sequences) // 4
+        return (self.cache.num_slots - self.limits.max_sequences) // 4
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""

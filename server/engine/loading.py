@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +45,7 @@ from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.kv_policy import Eviction
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
-from vmmkv.server.sampling_params import Limits, SamplingParams
+from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
@@ -191,15 +191,8 @@ def assemble(
             kv_policy=config.kv_policy,
         )
         engine.measure_prefill(*prefill)
-        limits = Limits(
-            model_tokens=max_tokens,
-            pool_tokens=memory.num_tokens,
-            budget_bytes=memory.budget_bytes,
-            max_sequences=config.max_num_seqs,
-            vocabulary_size=model.vocabulary_size,
-            kv_policy=config.kv_policy,
-            kv_policy_refusal=runner.kv_policy_refusal,
-            kv_policy_again_refusal=runner.kv_policy_again_refusal,
+        limits = replace(
+            engine.limits, model_tokens=max_tokens, pool_tokens=memory.num_tokens, budget_bytes=memory.budget_bytes
         )
         if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
             limits.check_policy(eviction)

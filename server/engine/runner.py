@@ -93,8 +93,6 @@ class Runner:
         """Why no request can have a `kv_policy`; empty if it can."""
         self.keys: Final = None if self.kv_policy_refusal else model.keys
         """Of requests that can have one."""
-        self.kv_policy_again_refusal: Final = compaction.ROUNDED_ANEW if self.keys and self.keys.are_quantised else ""
-        """Why none can have one that turns keys as it generates; empty if it can."""
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
