@@ -10,7 +10,7 @@ its last one has been read. That step has also ranked the rows, and the host has
 
 Keys that have moved are turned back to the positions of their rows. From then on the sequence is like any other of that length
 to the model and the sampler: steps know rows alone, and nothing but `num_dropped` tells them from tokens. If the policy keeps
-positions, keys stay as they are, and the model's positions are rows plus `num_dropped`: see `DeviceState.shift`.
+positions, keys stay as they are, and the model's positions are rows plus `num_dropped`: see `DeviceState.shifts_S`.
 
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
 generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
@@ -235,11 +235,11 @@ class Compactor:
                 kept.num_dropped -= num_dropped
             raise
         if kept.eviction.keeps_positions:
-            self._state.shift(sequence.slot, kept.num_dropped)
+            self._state.shifts_S[sequence.slot].fill_(kept.num_dropped)  # to assign it would wait for the device
         elif (first := num_unmoved(rows)) < len(rows):
             (back_T,) = self._uploads.pack([rows[first:] - np.arange(first, len(rows))])
             self._keys.turn(sequence.slot, first, back_T)
-        self._state.lengths_S[sequence.slot].fill_(len(rows))  # to assign it would wait for the device
+        self._state.lengths_S[sequence.slot].fill_(len(rows))
         kept.chosen = None
         self.num_compactions += 1
         self.num_rows_kept += len(rows)
@@ -247,6 +247,5 @@ class Compactor:
         self._send(Compacted(request_id=request_id, kept_rows=len(rows), dropped_rows=kept.num_dropped))
 
     def release(self, slot: int) -> None:
-        """A compacted request has left this slot: positions are rows there."""
-        if self._state.shifts[slot]:
-            self._state.shift(slot, 0)
+        """A compacted request has left this slot: positions are rows there. One launch."""
+        self._state.shifts_S[slot].fill_(0)

@@ -282,14 +282,8 @@ class DeviceState:
         self._limit = cache.limit
         self.tokens_S = torch.zeros_like(cache.limit)
         self.lengths_S = torch.zeros_like(cache.limit)
-        self._shifts_S = torch.zeros_like(cache.limit)
-        self.shifts: Final = np.zeros(len(cache.limit), np.int32)
-        """By slot, also on the device: what is added to a row to give the position of its token."""
-
-    def shift(self, slot: int, num_positions: int) -> None:
-        """The next rows of a slot are so many positions further on. One launch."""
-        self.shifts[slot] = num_positions
-        self._shifts_S[slot].fill_(num_positions)  # to assign it would wait for the device
+        self.shifts_S = torch.zeros_like(cache.limit)
+        """What is added to a row to give the position of its token."""
 
     def begin(
         self, slots_B: torch.Tensor, ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, ends_B: torch.Tensor
@@ -298,11 +292,11 @@ class DeviceState:
         if slots_B.is_cuda:
             from vmmkv.kernels.step import begin_step
 
-            begin_step(slots_B, self.tokens_S, self.lengths_S, self._shifts_S, ids_B, rows_B, positions_B, ends_B)
+            begin_step(slots_B, self.tokens_S, self.lengths_S, self.shifts_S, ids_B, rows_B, positions_B, ends_B)
         else:
             ids_B.copy_(self.tokens_S[slots_B])
             rows_B.copy_(self.lengths_S[slots_B])
-            positions_B.copy_(rows_B + self._shifts_S[slots_B])
+            positions_B.copy_(rows_B + self.shifts_S[slots_B])
             ends_B.copy_((rows_B + 1) * (slots_B > 0))
 
     def end(self, sampled_R: torch.Tensor, rows: SampledRows) -> None:
@@ -525,7 +519,6 @@ class _MixedSteps:
         filled.query_starts[:num_runs], filled.query_starts[num_runs:] = begins_B, num_tokens
         filled.ids_N[:num_tokens], filled.slots_N[:num_tokens] = ids_N, slots_B[which_N]
         filled.rows_N[:num_tokens] = np.arange(num_tokens) + (ends_B - counts_B - begins_B)[which_N]
-        filled.positions_N[:num_tokens] = filled.rows_N[:num_tokens] + self._runner.state.shifts[slots_B][which_N]
         filled.last_R[:num_rows] = (begins_B + counts_B - 1)[sampled]
         filled.slots_R[:num_rows], filled.ends_R[:num_rows] = slots_B[sampled], ends_B[sampled]
         self._runner.uploads.into(self._packed[: len(packed)], packed)
@@ -580,11 +573,11 @@ class _MixedSteps:
         self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None
     ) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
         """Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
-        ids_N, slots_N = uploaded.ids_N, uploaded.slots_N
-        ids_N = torch.where(ids_N == ON_DEVICE, self._runner.state.tokens_S[slots_N.long()], ids_N)
+        state, slots_N = self._runner.state, uploaded.slots_N.long()
+        ids_N = torch.where(uploaded.ids_N == ON_DEVICE, state.tokens_S[slots_N], uploaded.ids_N)
         attention = AttentionMetadata(
-            slots_N=slots_N, rows_N=uploaded.rows_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B,
-            lengths_B=uploaded.lengths_B, query_starts=uploaded.query_starts,
+            slots_N=uploaded.slots_N, rows_N=uploaded.rows_N, positions_N=uploaded.rows_N + state.shifts_S[slots_N],
+            slots_B=uploaded.slots_B, lengths_B=uploaded.lengths_B, query_starts=uploaded.query_starts,
             shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None, ranking=ranking,
         )  # fmt: skip
         return ids_N, attention, uploaded.last_R.long()
@@ -607,10 +600,9 @@ class _MixedInput(NamedTuple, Generic[Array]):
     ids_N: Array
     slots_N: Array
     rows_N: Array
-    positions_N: Array
 
     @staticmethod
     def sizes(num_sequences: int, num_tokens: int) -> list[int]:
         """Elements of each."""
         num_sampled: int = max(1, min(num_sequences, num_tokens))  # a forward pass has at least one output
-        return [num_sequences, num_sequences, num_sequences + 1, *[num_sampled] * 3, *[num_tokens] * 4]
+        return [num_sequences, num_sequences, num_sequences + 1, *[num_sampled] * 3, *[num_tokens] * 3]

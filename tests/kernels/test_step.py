@@ -44,8 +44,7 @@ class Step:
         state = DeviceState(SimpleNamespace(limit=self.limit_S.cpu()))  # type: ignore[arg-type]
         state.tokens_S.copy_(self.tokens_S)
         state.lengths_S.copy_(self.lengths_S)
-        for slot, shift in enumerate(self.shifts_S.tolist()):
-            state.shift(slot, shift)
+        state.shifts_S.copy_(self.shifts_S)
         return state
 
     def outputs(self, num_tensors: int) -> torch.Tensor:
