@@ -231,8 +231,7 @@ class Compactor:
         try:
             sequence.compact(rows)
         except BaseException:
-            if sequence.length == length:  # else an interrupt came behind it
-                kept.num_dropped -= num_dropped
+            kept.num_dropped -= sequence.length - len(rows)  # 0 if an interrupt came behind it
             raise
         if kept.eviction.keeps_positions:
             self._state.shifts_S[sequence.slot].fill_(kept.num_dropped)  # to assign it would wait for the device

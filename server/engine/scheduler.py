@@ -304,25 +304,19 @@ class Scheduler:
                 continue
             compact = partial(self._compactor.compact, request.ask.request_id, request.kept, request.memory)
             try:
-                if self._with_room(request, compact):
-                    self._compacted(request)
-            except CannotRun:
-                raise
-            except BaseException:  # an interrupt: its rows may be dropped, and its keys not turned yet
-                if request.is_running:
+                if not self._with_room(request, compact):
+                    continue
+                table.set_end(request, slot)
+                self._unassigned.append(request)  # the sampler counts rows
+                self._num_refused = 0
+                if request.status is Status.DECODING:
+                    slots = np.append(self._decoding, slot)
+                    self._decode(slots[table.places[slots].argsort(kind="stable")])
+                    self._num_roomy = self._num_wanting = 0
+            except BaseException as error:  # of an interrupt: its rows may be dropped, and its keys not turned yet
+                if request.is_running and not isinstance(error, CannotRun):
                     self._preempt(request, max_others=0)
                 raise
-
-    def _compacted(self, request: Request) -> None:
-        """The rows of a request have been dropped: it goes on."""
-        slot = request.memory.slot
-        self.table.set_end(request, slot)
-        self._unassigned.append(request)  # the sampler counts rows
-        self._num_refused = 0
-        if request.status is Status.DECODING:
-            slots = np.append(self._decoding, slot)
-            self._decode(slots[self.table.places[slots].argsort(kind="stable")])
-            self._num_roomy = self._num_wanting = 0
 
     def _rank(self, step: Step) -> None:
         """Find the sequences of a step with queries that their rows are ranked by."""

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
-from tests.laws.test_interrupts import run_with_interrupt
+from tests.laws.test_interrupts import interrupt_at_lines, run_with_interrupt
 from vmmkv.eviction import H2O, turn
 from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.memory.pool import SIZE_CLASSES
@@ -166,10 +166,10 @@ def test_a_request_says_the_same_however_often_it_is_preempted(harness: MakeHarn
     assert one.tokens("a") == wanted
 
 
-@pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("samples", [20, pytest.param(None, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_an_interrupt_at_a_line_of_a_compaction_spoils_no_request(
-    harness: MakeHarness, goes_on: bool, every_line: bool
+    harness: MakeHarness, goes_on: bool, samples: int | None
 ) -> None:
     """In an engine whose loop is the main thread. The request says the same, or goes and leaves nothing."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,9 +193,7 @@ def test_an_interrupt_at_a_line_of_a_compaction_spoils_no_request(
         return lines
 
     try:
-        lines = interrupt(None)
-        for number in range(lines) if every_line else range(0, lines, lines // 20):
-            interrupt(number)
+        interrupt_at_lines(interrupt, samples)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,8 +23,8 @@ from vmmkv.units import PAGE_BYTES
 LIBRARY = str(Path(vmmkv.__file__).parent)
 DEVICE = str(Path(LIBRARY, "testing"))
 """What a simulated device does is not interrupted: a real one runs beside the process."""
-SAMPLES = 8
-"""Lines of each operation at which it is interrupted in the default run; a nightly one takes all."""
+at_lines = pytest.mark.parametrize("samples", [8, pytest.param(None, marks=pytest.mark.nightly)])
+"""Of so many lines in the default run; None for all."""
 
 
 def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
@@ -50,6 +51,13 @@ def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
     return lines
 
 
+def interrupt_at_lines(interrupt: Callable[[int | None], int], samples: int | None) -> None:
+    """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines; None for all."""
+    lines = interrupt(None)
+    for number in range(0, lines, lines // samples if samples else 1):
+        interrupt(number)
+
+
 def interrupt(name: str, number: int | None) -> int:
     """Interrupt an operation at one line, recount everything, and close: nothing is left. How many lines ran."""
     operation = OPERATIONS[name]
@@ -66,26 +74,18 @@ def interrupt(name: str, number: int | None) -> int:
     return lines
 
 
+@at_lines
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_some_lines_leaves_books_and_driver_in_step(name: str) -> None:
-    lines = interrupt(name, None)
-    for sample in range(SAMPLES):
-        interrupt(name, (2 * sample + 1) * lines // (2 * SAMPLES))
+def test_an_interrupt_at_a_line_leaves_books_and_driver_in_step(name: str, samples: int | None) -> None:
+    interrupt_at_lines(partial(interrupt, name), samples)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_any_line_leaves_books_and_driver_in_step(name: str) -> None:
-    for number in range(interrupt(name, None)):
-        interrupt(name, number)
-
-
-@pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@at_lines
 @pytest.mark.parametrize("name", ["compact", "compact_aliased", "compact_inserted"])
-def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, every_line: bool) -> None:
+def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, samples: int | None) -> None:
     operation, rows = OPERATIONS[name], [0, 1, 3, 4, 7, 9]
 
-    def interrupt(number: int | None) -> int:
+    def compact(number: int | None) -> int:
         with operation.prepared("one_group") as world:
             live = world.known[-1]
             sequence, num_tokens = live.sequence, live.sequence.length
@@ -98,9 +98,7 @@ def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, every
             world.end()
         return lines
 
-    lines = interrupt(None)
-    for number in range(lines) if every_line else range(0, lines, lines // SAMPLES):
-        interrupt(number)
+    interrupt_at_lines(compact, samples)
 
 
 @pytest.fixture
