@@ -18,20 +18,20 @@ from vmmkv.units import GIB
 
 _BUDGET_BYTES: Final = 24 * GIB
 """On a GPU: 233 of the requests of mixed at full length, in Llama-3.1-8B's bfloat16."""
-_TIMES: Final = 2
+TIMES: Final = 2
 """So many more requests at once than mixed has."""
 
 
 def run(context: Context, part: str) -> None:
     """Both workloads by an engine of each type; `--cases` chooses types."""
     settings, limits = context.settings, of_users(context.settings)
-    limits = {"kv_budget_bytes": limits["kv_budget_bytes"] or _BUDGET_BYTES, "max_num_seqs": _TIMES * limits["max_num_seqs"]}
+    limits = {"kv_budget_bytes": limits["kv_budget_bytes"] or _BUDGET_BYTES, "max_num_seqs": TIMES * limits["max_num_seqs"]}
     (few,) = stages(context.model, settings, "mixed")
     lengths = [len(ask.prompt) + ask.num_out for ask in few.workload.asks]
     context.close()
     for kv_cache_dtype in filter(settings.wants_case, ("auto", *KV_KINDS)):
         with closing(UserEngine(context.model, settings, kv_cache_dtype=kv_cache_dtype, **limits)) as engine:
-            for stage in (few, times(context, few, _TIMES)):
+            for stage in (few, times(context, few, TIMES)):
                 name = context.name(part, stage.workload.text)
                 stage = replace(stage, workload=replace(stage.workload, name=part))
                 measure(context, engine, [stage], computed_alone(context, engine, [stage]))

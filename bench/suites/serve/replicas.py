@@ -18,13 +18,11 @@ from bench.harness import Settings, WrongNumbers, started
 from bench.suites.serve import Context
 from bench.suites.serve.generate import stages
 from bench.suites.serve.over_http import AskAll, Streamed, add_rows, body_of, clients, engine_options, times_of
-from bench.suites.serve.quantised import times
+from bench.suites.serve.quantised import TIMES, times
 from bench.workloads import Ask
 from vmmkv.server.tokenizer import Tokenizer
 
 SCRIPT: Final = Path(__file__).parents[3] / "deploy" / "vllm-router.sh"
-_TIMES: Final = 2
-"""So many requests as mixed has, for each replica."""
 _LIMIT_S: Final = 600.0
 _LEAST_ALIKE: Final = 0.5
 """Of the answers, those that begin as they do by one replica: batches differ, and with them roundings."""
@@ -40,9 +38,9 @@ def run(context: Context, part: str) -> None:
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if settings.on_gpu else ["cpu", "cpu"]
     with context.with_texts() as directory, clients(8 if settings.on_gpu else 1) as ask_all:
         (mixed,) = stages(context.model, settings, "mixed")
-        name = context.name(part, f"{_TIMES} x {mixed.workload.text}, for each replica")
+        name = context.name(part, f"{TIMES} x {mixed.workload.text}, for each replica")
         for count in dict.fromkeys((1, len(devices))):
-            stage, system = times(context, mixed, _TIMES * count), f"vmmkv, replicas: {count}"
+            stage, system = times(context, mixed, TIMES * count), f"vmmkv, replicas: {count}"
             recorder.note(f"{name}, {system}")
             with recorder.guarded(name, system), _served(directory, devices[:count], settings) as url:
                 few = _asked(directory, url, ask_all, stage.workload.asks[:_WARM_REQUESTS], 0)
