@@ -83,9 +83,8 @@ def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
 @pytest.mark.parametrize(("kind", "scale"), [(None, ""), ("int4", "token")])
 def test_tokens_are_rotated_by_positions_that_are_not_their_rows(kind: Kind | None, scale: str) -> None:
     k_NKD, v_NKD, q_NHD, *where = make_tokens(3, 80, FP16)
-    positions_N = torch.randperm(2 * TOKENS, generator=torch.Generator().manual_seed(3))[:TOKENS].to(
-        DEVICE
-    )  # half of them known
+    generator = torch.Generator().manual_seed(3)
+    positions_N = torch.randperm(2 * TOKENS, generator=generator)[:TOKENS].to(DEVICE)  # half of them known
     angles, queries = make_angles(80, positions=TOKENS), [q_NHD.clone(), q_NHD.clone()]
     ours, expected = (make_memory((SLOTS, ROWS), 3, 80, FP16, kind, scale) for _ in range(2))
     for write, memory, query in zip((append, reference.append), (ours, expected), queries, strict=True):
