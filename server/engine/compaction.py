@@ -209,9 +209,8 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
 class Compactor:
     """Compacts the sequences of one engine, and counts what it keeps and drops."""
 
-    def __init__(self, cache: EngineCache, runner: "Runner", send: Callable[[Compacted], None]) -> None:
+    def __init__(self, runner: "Runner", send: Callable[[Compacted], None]) -> None:
         self.num_compactions = self.num_rows_kept = self.num_rows_dropped = 0
-        self._cache = cache
         self._keys, self._state, self._uploads = runner.keys, runner.state, runner.uploads
         self._send = send
 

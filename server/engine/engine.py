@@ -104,7 +104,7 @@ class Engine:
         self.in_flight: deque[Step] = deque()
         self._runner = runner
         self._prefix = prefix
-        self._compactor = Compactor(cache, runner, send)
+        self._compactor = Compactor(runner, send)
         self.limits: Final = Limits(
             model="this engine",
             model_tokens=cache.max_tokens,

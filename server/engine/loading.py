@@ -486,7 +486,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
             assert ranked is not None, "the last query is ranked by"
             compute(chunk, ranked)
             sequence.advance(num_tokens)
-            Compactor(cache, runner, lambda message: None).compact("warm-up", kept, sequence)
+            Compactor(runner, lambda message: None).compact("warm-up", kept, sequence)
     most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
     runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then
     return prefill
