@@ -207,10 +207,6 @@ def test_a_policy_that_cannot_work_here_is_refused() -> None:
         assert error["param"] == "max_tokens" and 'Or have "positions": "rerotated"' in error["message"]
         error = server.refuses(COMPLETIONS, prompt="a", max_tokens=4 * 256, kv_policy=original)
         assert "rerotated" not in error["message"], "it would go too far as well"
-    again = "is not for quantised rows"
-    with running_server(ready=ready_with(kv_policy_again_refusal=again, pool_tokens=64)) as server:
-        assert again in server.refuses(COMPLETIONS, prompt="a", kv_policy=policy)["message"]
-        assert server.complete(prompt="a", kv_policy=original).status_code == 200
 
 
 def test_another_model_is_not_found(server: Running) -> None:
