@@ -19,12 +19,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -290,15 +291,9 @@ def _engine(context: Context, weights: Weights, limits: Options, sizes: Mapping[
     release_memory(context.settings.device)
 
 
-@contextmanager
-def _loading(engine: _Engine) -> Iterator[None]:
+def _loading(engine: _Engine) -> AbstractContextManager[object]:
     """Within, what a tier has is loaded, whether computing is faster or not."""
-    fetches = cast(Any, engine.loop)._scheduler.fetches
-    fetches._computing_s = lambda *_: math.inf
-    try:
-        yield
-    finally:
-        del fetches._computing_s
+    return patch.object(cast(Any, engine.loop)._scheduler.fetches, "_computing_s", lambda *_: math.inf)
 
 
 def _first(context: Context, shape: Shape) -> None:
