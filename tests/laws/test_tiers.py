@@ -565,14 +565,17 @@ def write(first):
         tier.finished(transfer)
         if number % 4 == 0:
             tier.flush()
-            print(number, flush=True)
+            say(number)
+
+def say(text):  # whole lines: `print` may write a line's end by itself, and two processes write here
+    os.write(1, f"{text}\\n".encode())
 
 for line in sys.stdin:  # torch is imported once for all that are killed
     if (process := os.fork()) == 0:
+        say(os.getpid())
         write(int(line))
-    print(process, flush=True)
     os.waitpid(process, 0)
-    print("killed", flush=True)
+    say("killed")
 """
 
 
