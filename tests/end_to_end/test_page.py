@@ -127,7 +127,8 @@ def test_slots_are_numbered_at_equal_distances(served: ServerProcess, browser: B
             }"""
         )
         page.set_viewport_size({"width": width, "height": 900})  # it draws again
-        page.wait_for_function("window.written.length > 0")
+        while not page.evaluate("window.written.length"):  # to wait for a function, the page's policy forbids
+            page.wait_for_timeout(50)
         numbers: dict[float, dict[int, float]] = {}
         for text, x, y in page.evaluate("window.written"):
             if text.isdigit():

@@ -43,7 +43,7 @@ def run(context: Context, part: str) -> None:
             stage, system = times(context, mixed, TIMES * count), f"vmmkv, replicas: {count}"
             recorder.note(f"{name}, {system}")
             with recorder.guarded(name, system), _served(directory, devices[:count], settings) as url:
-                few = _asked(directory, url, ask_all, stage.workload.asks[:_WARM_REQUESTS], 0)
+                few = _asked(directory, url, ask_all, mixed.workload.asks[:_WARM_REQUESTS], 0)
                 first = few if count == 1 else first
                 alike = [a.text[:_BEGINNING] == b.text[:_BEGINNING] for a, b in zip(first, few, strict=True)]
                 if (share := sum(alike) / len(alike)) < _LEAST_ALIKE:
