@@ -3,6 +3,8 @@
 Now and then a driver call fails: then the caches are as the model says that they were, and the operation can be tried again.
 """
 
+import math
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -161,6 +163,21 @@ class CacheMachine(LawMachine):
         else:
             self.pool.resize(8 * PAGE_BYTES)
             self.caches[index] = self.cache_of(index)
+
+
+def test_what_a_sequence_without_memory_has_launched_writes_to_no_later_one() -> None:
+    walk = CacheMachine()
+    walk.make(layouts=("mixed_dtypes", "mixed_dtypes"), guards=(0, 0), pages=6, seed=1)
+    walk.close(pick=0)
+    walk.open(end=None, first=0, pick=0, tenant="blue")  # a row is launched, past the limit of 0
+    walk.close(pick=1)
+    walk.attend(chosen={0})
+    walk.attend(chosen={0})
+    walk.append(advance=False, more=1, pick=0)
+    walk.open_batch(count=2, pick=0, tenant="red")  # in the same slot
+    walk.open(end=None, first=0, pick=0, tenant="red")
+    walk.map_ahead(budget_us=math.inf, lead=1, pick=0)
+    walk.teardown()
 
 
 TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(CacheMachine, 100, 2000)

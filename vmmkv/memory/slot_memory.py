@@ -290,11 +290,12 @@ class SlotMemory:
         limit is written behind it, on every known stream.
         Cost: a fence, or a write if the limit differs; not blocking. On failure nothing changes.
         """
-        if limit == self.table.limits[slot]:
-            return self.fence()
-        self.order()  # a raise of it may be on its way
         if (written := self._on_its_way(slot)) is not None:
-            written.order(self.streams)  # so may a write on a stream that is not known
+            written.order(self.streams)  # it may be on a stream that is not known
+        if limit == self.table.limits[slot]:
+            self._written[slot] = fence = self.fence()  # a raise comes behind what was launched by this limit
+            return fence
+        self.order()  # a raise of it may be on its way
         fence = self._write_behind({slot: limit})
         self.table.limits[slot] = limit
         return fence
