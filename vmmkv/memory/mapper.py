@@ -109,7 +109,7 @@ class Growth:
                 if page in target.given:
                     num_pages = target.given[page].num_pages
                     self._alias(target, page)
-                elif (mapping := target.span.mappings.get(page)) is not None and self._revive(target, page, wait=wait):
+                elif (mapping := target.span.mappings.get(page)) is not None and self._revive(target, mapping, wait=wait):
                     num_pages = mapping.extent.num_pages
                 else:
                     num_pages = target.largest_at(page)
@@ -130,14 +130,11 @@ class Growth:
                 for extent in extents:
                     self._mapper.pool.drop(extent)
 
-    def _revive(self, target: Target, page: int, *, wait: bool) -> bool:
-        """Make what is pending there live again, if it ends in time and has no other holder; else unmap it.
+    def _revive(self, target: Target, mapping: Mapping, *, wait: bool) -> bool:
+        """Make what is pending live again, if it ends in time and has no other holder; else unmap it.
 
         Before any extent is acquired, since making room could unmap it.
         """
-        mapping = target.span.mappings.get(page)
-        if mapping is None:
-            return False
         fence, extent = mapping.fence, mapping.extent
         assert fence is not None, "a live mapping stands past the end of its span"
         # A mapping that never was live may be inaccessible. An extent that others have come to hold is not written.
@@ -147,7 +144,9 @@ class Growth:
             return True
         if not fence.done():
             if not wait:
-                raise OutOfPages(f"page {page} of slot {target.span.slot} is pending reclaim: its addresses are not free yet")
+                raise OutOfPages(
+                    f"page {mapping.page} of slot {target.span.slot} is pending reclaim: its addresses are not free yet"
+                )
             fence.wait()
         self._mapper.finish(mapping)
         return False
