@@ -168,13 +168,15 @@ def assemble(
         max_rows = min(config.max_num_seqs, cache.num_slots)
         parallel = model if ranks is None else ranks.model(model, cache)
         runner = Runner(parallel, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
+        longest = min(step_tokens, max_tokens - 1, memory.num_tokens)
         with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
-            prefill = warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
+            prefill = warm_up(runner, cache, longest)
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
             log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
         if device.type == "cuda":
             _begin("capturing graphs", send)
-        runner.capture()
+            runner.capture()
+            prefill = warm_up(runner, cache, longest)  # to capture, torch has given back what the longest step takes
         memory.take_free()
         engine = Engine(
             cache,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from vmmkv.memory.address_space import wrap
 from vmmkv.server.engine import compaction, prompt_logprobs
 from vmmkv.server.engine.attention import AttentionMetadata
 from vmmkv.server.engine.compaction import Ranking
@@ -347,7 +348,9 @@ class _Graph:
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()
             samples[greedy], _ = captured(sample, pool)
-        return cls(logits_RV, replay, samples, launch_s)
+        # The logits' memory is left to the graphs after it, too: they are sampled from before another one is replayed.
+        logits = wrap(logits_RV.data_ptr(), logits_RV.nbytes, logits_RV.device)
+        return cls(logits.view(logits_RV.dtype).view(logits_RV.shape), replay, samples, launch_s)
 
 
 @contextlib.contextmanager

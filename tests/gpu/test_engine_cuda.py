@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
+from vmmkv.server import LLM, SamplingParams
+from vmmkv.units import GIB
 
 __all__ = ["harness", "smollm2"]
 
@@ -132,3 +135,18 @@ def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harne
     assert one.engine._scheduler.num_preempted >= 1
     for name, prompt in prompts.items():
         assert one.tokens(name) == one.expected(prompt, 40), name
+
+
+def test_what_steps_take_is_kept_from_the_budget(tmp_path: Path) -> None:
+    """An engine without a budget takes what is left for rows: the longest steps and the graphs have their memory by then."""
+    sizes: dict[str, Any] = {"vocab_size": 128_000, "intermediate_size": 28_672, "num_hidden_layers": 1}
+    tiny_model(**sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    others_bytes = torch.cuda.memory_allocated(DEVICE)
+    with LLM(tmp_path, device=DEVICE, max_num_seqs=256) as one:
+        kept_bytes, live_bytes = torch.cuda.memory_reserved(DEVICE), torch.cuda.memory_allocated(DEVICE) - others_bytes
+        assert live_bytes < GIB // 2, "the logits of 256 rows take 62 MiB, those of each graph by itself 2 GiB"
+        prompts = [prompt_of(count) for count in (8000, 5000, 3000, *(50 * count for count in range(1, 80)))]
+        for completion in one.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)):
+            assert completion.outputs[0].finish_reason == "length"
+        step_bytes = 8192 * 28_672 * 3 * 2
+        assert torch.cuda.memory_reserved(DEVICE) - kept_bytes < step_bytes // 4
