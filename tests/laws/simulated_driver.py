@@ -241,14 +241,27 @@ class SimulatedDriver(FakeDriver):
 
         def act() -> None:
             reserved = self._is_reserved(source, size_bytes)
-            staged = stream if (stream, source) in self._staged else None
-            runs = self.read(source, size_bytes) if reserved else self._staged[staged, source]
+            runs = self.read(source, size_bytes) if reserved else self._unstaged(stream, source, size_bytes)
             if self._is_reserved(target, size_bytes):
                 self.write_bytes(target, size_bytes, runs)
             else:
-                self._staged[stream, target] = self._staged[None, target] = runs
+                for by in (stream, None):
+                    self._stage(by, target, size_bytes, runs)
 
         self._enqueue(act, [stream], spans)
+
+    def _stage(self, stream: torch.Stream | None, address: int, size_bytes: int, runs: Sequence[Run]) -> None:
+        """Write to memory that is not the driver's, as pieces of a page: a copy may read some of them."""
+        contents = Contents(size_bytes, UNDEFINED)
+        contents.write(0, size_bytes, runs)
+        for at in range(0, size_bytes, PAGE_BYTES):
+            self._staged[stream, address + at] = contents.read(at, min(PAGE_BYTES, size_bytes - at))
+
+    def _unstaged(self, stream: torch.Stream, address: int, size_bytes: int) -> list[Run]:
+        """What a stream finds there: what it wrote itself, else what any has."""
+        by = stream if (stream, address) in self._staged else None
+        pieces = range(0, size_bytes, PAGE_BYTES)
+        return [run._replace(start=run.start + at) for at in pieces for run in self._staged[by, address + at]]
 
     def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
         """See Driver.gather. The target is no memory of the driver's."""
@@ -258,11 +271,12 @@ class SimulatedDriver(FakeDriver):
         addresses = [first + row * row_bytes for row in rows_T.tolist()]
 
         def act() -> None:
-            self._staged[stream, target] = [
+            runs = [
                 run._replace(start=run.start + index * row_bytes)
                 for index, address in enumerate(addresses)
                 for run in self.read(address, row_bytes)
             ]
+            self._stage(stream, target, len(addresses) * row_bytes, runs)
 
         self._enqueue(act, [stream], [(address, address + row_bytes) for address in addresses])
 

@@ -479,7 +479,7 @@ def test_a_fetch_that_is_done_keeps_nothing_of_the_request_that_asked_for_it(pre
     assert fetch.done and asked() is None
 
 
-def test_sixteen_records_come_back_in_one_extent(prefix, pool, cache, driver):
+def test_sixteen_records_come_back_in_one_extent_by_one_copy(prefix, pool, cache, driver, monkeypatch):
     pool.resize(64 * PAGE_BYTES)
     sequence = prefix.attach(LONG).sequence
     for token in range(len(LONG)):  # laid in pages
@@ -488,8 +488,11 @@ def test_sixteen_records_come_back_in_one_extent(prefix, pool, cache, driver):
     prefix.flush()
     prefix.evict()
     cache.drain()
+    copied, copy = [], driver.copy
+    monkeypatch.setattr(driver, "copy", lambda to, at, size_bytes: (copied.append(size_bytes), copy(to, at, size_bytes)))
     assert prefix.fetch(LONG).size_bytes == 18 * PAGE_BYTES
     prefix.flush()
+    assert copied == [16 * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES]
     calls = Calls(driver)
     attached = prefix.attach(LONG)
     assert calls.made()["map"] == attached.num_aliased == 3

@@ -359,7 +359,7 @@ class PrefixCache:
                 transfers = self._index.transfers
                 fence = None if transfers is None else transfers.oldest_fence()
             if fence is None:
-                time.sleep(1e-3)  # a tier is at work
+                time.sleep(1e-4)  # a tier is at work
             else:
                 fence.wait()
         return True

@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -678,11 +679,10 @@ class Transfers:
         driver = self._driver
 
         def copy_all(address: int) -> None:
-            for offset, _, transfer in moves:
-                if transfer.is_store:
-                    driver.copy(transfer.address, address + offset, RECORD_BYTES)
-                else:
-                    driver.copy(address + offset, transfer.address, RECORD_BYTES)
+            for run in _runs(moves):
+                ends = address + run[0].offset_bytes, run[0].transfer.address
+                target, source = ends if part is not None else reversed(ends)
+                driver.copy(target, source, len(run) * RECORD_BYTES)
 
         self._has_worked = True
         copy = _Copy(DONE, moves, part, failed=True)
@@ -721,6 +721,17 @@ class Transfers:
         except Exception:
             self.errors += 1
             return otherwise
+
+
+def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
+    """Records that one copy can move: neighbours in the extent and in the memory of their tier."""
+
+    def begins(numbered: tuple[int, _Move]) -> tuple[Tier, int, int]:
+        (number, (offset, tier, transfer)) = numbered
+        return tier, offset - number * RECORD_BYTES, transfer.address - number * RECORD_BYTES
+
+    for _, run in itertools.groupby(enumerate(sorted(moves, key=attrgetter("offset_bytes"))), begins):
+        yield [move for _, move in run]
 
 
 def _first_lacking(pages: bytearray, start: int = 0) -> int:

@@ -42,6 +42,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
         self._free: list[int] = []
+        """The last first: paths are stored from their ends, and one copy moves neighbours."""
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
         """The least recently used first, among them those that are being stored."""
         self._storing: set[bytes] = set()
@@ -61,7 +62,7 @@ class HostTier:
                 )
             self._memory = host_memory(self.budget_bytes, device)
             first = self._memory.data_ptr()
-            self._free = [*range(first, first + self.budget_bytes, RECORD_BYTES)][::-1]
+            self._free = [*range(first, first + self.budget_bytes, RECORD_BYTES)]
 
     @property
     def address(self) -> int:

@@ -38,7 +38,10 @@ class Transfer:
     key: bytes
     is_store: bool
     address: int = 0
-    """Address of its RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss."""
+    """Address of its RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss.
+
+    One copy moves records at addresses that follow each other: a tier's memory is one allocation, or has gaps.
+    """
     future: Future[None] | None = None
     """Of a load: done when the bytes are there, with an error for a miss. None if they are there already."""
 
@@ -202,9 +205,7 @@ class MissedError(Exception):
 
 def missed(key: bytes) -> Transfer:
     """A load that has ended as a miss."""
-    future: Future[None] = Future()
-    future.set_exception(MissedError(key.hex()))
-    return Transfer(key, False, 0, future)
+    return Transfer(key, is_store=False)
 
 
 class ThreadedTier(ABC):
