@@ -31,6 +31,8 @@ from vmmkv.units import GIB, PAGE_BYTES, format_bytes
 ALL: Final = "none"
 """The case of requests that keep all rows."""
 _REQUESTS: Final = 32
+_RUNS_ALONE: Final = 3
+"""Of one request by each policy: what is looked for is a hundredth of a run."""
 _OWN_TOKENS: Final = 16
 """At the end of each prompt: answers must change if all tokens before these are others."""
 
@@ -151,8 +153,8 @@ def _prefills(
 ) -> dict[str, list[float]]:
     """Seconds of one request alone until its second token, by case. Cases take turns; the first round is not timed."""
     one, seconds = at_once([prompt], 2), {case: list[float]() for case in cases}
-    for number in range(1 + context.settings.repeat):
-        context.recorder.note(f"one request alone by each policy, run {number} of {context.settings.repeat}")
+    for number in range(1 + _RUNS_ALONE):
+        context.recorder.note(f"one request alone by each policy, run {number} of {_RUNS_ALONE}")
         for case, policy in cases.items():
             run = engine.run(one, kv_policy=policy)
             if number:
