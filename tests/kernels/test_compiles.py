@@ -206,6 +206,7 @@ def attention() -> None:
     Model(*llama).column_sums()
     Model(9, 3, 64, FP16).column_sums(softcap=30.0)
     Model(4, 1, 80, FP32).column_sums(torch.int64)
+    Model(4, 1, 256, FP32).column_sums()
 
 
 def hopper() -> None:
