@@ -92,6 +92,23 @@ def pages(sequence):
 # what hits
 
 
+@pytest.mark.parametrize("num_tokens", [29, 33])
+def test_rows_hit_whose_last_page_belongs_to_a_node_behind_them(pool, num_tokens):
+    """The prompts part at token 28. No full layer has a page past token 21, and window page 1 ends behind token 28.
+
+    full layers     |   page 0   |    page 1  ...      of 21 1/3 tokens; page 1 is in no node
+    windows         | page 0 | page 1 |                of 16 tokens; the first prompt has passed both
+    """
+    layout = KVLayout.uniform(layers=7, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None] * 3 + [8] * 4)
+    with KVCache(layout, pool, slots=2, max_tokens=64) as cache:
+        prefix, first, second = PrefixCache(cache), PROMPT[:40], [*PROMPT[:28], *range(300, 305)]
+        sequence = compute(prefix, first)
+        sequence.advance_start(1)
+        prefix.insert(sequence, first)
+        prefix.release(compute(prefix, second), second)
+        assert prefix.match(second[:num_tokens]) == 21
+
+
 # the methods
 
 

@@ -20,10 +20,8 @@ import enum
 import functools
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final, NamedTuple, TypeAlias
 
 from vmmkv.cache import KVCache, ParkedSlot, Sequence
@@ -47,8 +45,6 @@ MOST_LOOKED_AT: Final = 64
 
 _PREPARED_AT_ONCE: Final = 8
 """Extents that are imported and mapped between two looks at the time: some 0.5 ms."""
-
-_end: Final = attrgetter("end")
 
 
 class AttachMethod(enum.Enum):
@@ -93,7 +89,7 @@ class Hit:
 
     def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
         self.path: Final = path
-        """Of the nodes that have the pages of these rows."""
+        """Of the whole match: a node behind these rows can have a page that they end in."""
         self.num_tokens: Final = num_tokens
         self.node: Final = next(node for node in path if node.end >= num_tokens)
         """The one that has the last of these tokens."""
@@ -123,7 +119,7 @@ class Hit:
             run, page = _run_of_extents(by_page, arena.group, start, self.num_tokens)
             tail = None
             if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
-                tail = _extent_over(page, start, by_page, self.path[-1], index)
+                tail = _extent_over(page, start, by_page, self.node, index)
                 if tail is None:
                     num_tokens = min(num_tokens, page * PAGE_BYTES // arena.group.row_bytes)
             aliased.append(run)
@@ -175,22 +171,19 @@ class Attacher:
 
     def find(self, namespace: Hashable, tokens: Tokens) -> Hit | None:
         """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
-        return self.hit(self._index.tree.match(namespace, tokens[: len(tokens) - 1]))
+        return self.hit(self._index.tree.match(namespace, tokens), len(tokens) - 1)
 
-    def hit(self, match: Match[Placed]) -> Hit | None:
-        """What can be attached of a match."""
-        num_tokens = reach = match.num_tokens
+    def hit(self, match: Match[Placed], most: int) -> Hit | None:
+        """What can be attached of a match, `most` tokens at most."""
+        num_tokens = min(match.num_tokens, most)
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
-            path = match.path[: 1 + bisect_left(match.path, reach, key=_end)]
-            hit = Hit(self._memory, self.windows, path, num_tokens, starts)
+            hit = Hit(self._memory, self.windows, match.path, num_tokens, starts)
             if hit.resident is not None or hit.extents.num_tokens == num_tokens:
                 return hit
             fewer = hit.extents.num_tokens
             ends = (node.end for node in match.path if fewer < node.end < num_tokens and node.residents)
-            num_tokens = reach = max(ends, default=0)
-            if not reach:  # the node with their last page may begin behind them: the page has a part of the next row
-                num_tokens, reach = fewer, hit.path[-1].end
+            num_tokens = max(ends, default=fewer)
         return None
 
     def _adoptable(self, hit: Hit, *, is_forced: bool) -> ParkedSlot | None:
@@ -276,7 +269,7 @@ class Attacher:
     def _prepare(self, node: Node[Placed], free_slots: int) -> Iterator[bool]:
         """Park the path of a node in a free slot. Yields after each few extents."""
         cache, memory, index = self._cache, self._memory, self._index
-        hit = None if node.parent is None else self.hit(Match(node.path(), node.end))
+        hit = None if node.parent is None else self.hit(Match(node.path(), node.end), node.end)
         if hit is None or hit.resident is not None:
             return
         if memory.table.num(SlotState.FREE) <= free_slots:
@@ -314,7 +307,7 @@ class Attacher:
     @contextlib.contextmanager
     def _reading(self, hit: Hit) -> Iterator[None]:
         """Making room evicts nothing of a hit within: neither a slot with these rows, nor extents of nodes below."""
-        index, pool, node = self._index, self._cache.pool, hit.path[-1]
+        index, pool, node = self._index, self._cache.pool, hit.node
         tails = [tail.extent for tail in hit.extents.tails if tail is not None]
         index.tree.lock(node)
         pool.hold(*tails)
@@ -351,10 +344,10 @@ def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int)
     return run, page
 
 
-def _extent_over(page: int, start: int, by_page: _ByPage, deepest: Node[Placed], group: int) -> Placed | None:
-    """An extent with the matched rows of a page: on the path, or below its end, where all branches have the same rows."""
+def _extent_over(page: int, start: int, by_page: _ByPage, node: Node[Placed], group: int) -> Placed | None:
+    """An extent with the matched rows of a page: on the path, or in one branch below the node that they end in."""
     on_path = (piece for size in SIZE_CLASSES for piece in by_page.get(page // size * size, ()))
-    for piece in itertools.chain(on_path, _pieces_below(deepest, group)):
+    for piece in itertools.chain(on_path, _pieces_below(node, group)):
         placed = piece.value
         if placed.page <= page < placed.end_page and placed.first_token <= start:
             return placed

@@ -125,12 +125,13 @@ class PrefixCache:
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
         """`match` of the same tokens, to be called again and again: a call looks at what has changed since the last one."""
-        lookup: Lookup[Placed] = Lookup(namespace, _checked(tokens)[:-1])
+        lookup: Lookup[Placed] = Lookup(namespace, _checked(tokens))
+        most = len(tokens) - 1
 
         def match() -> int:
             with self.cache.pool.lock:
                 self.cache.check_open()
-                hit = self._attacher.hit(self._index.tree.resume(lookup))
+                hit = self._attacher.hit(self._index.tree.resume(lookup), most)
                 return 0 if hit is None else hit.num_tokens
 
         return match
