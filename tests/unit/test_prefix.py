@@ -620,6 +620,16 @@ def test_what_a_window_has_passed_stays_while_another_reads_it_or_it_is_pinned(p
     other.grow(16 * 9)
 
 
+def test_a_page_takes_the_place_of_one_with_fewer_rows(windowed_prefix):
+    prefix, prompt = windowed_prefix, LONG[:64]
+    passed, whole = (compute(prefix, prompt) for _ in range(2))
+    passed.advance_start(0)  # to token 45, in page 2
+    prefix.release(passed, prompt)
+    assert prefix.match([*prompt[:63], 7]) == 0
+    prefix.release(whole, prompt)
+    assert prefix.match([*prompt[:63], 7]) == 63
+
+
 def test_of_what_windows_have_passed_the_least_recently_used_goes_first(pool, windowed_prefix):
     pool.resize(30 * PAGE_BYTES)
     prefix, template = windowed_prefix, LONG[:64]

@@ -10,6 +10,7 @@ The caller holds the pool's lock.
 
 import functools
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,12 +108,13 @@ class PrefixIndex:
     def add(
         self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None = None
     ) -> Node[Placed]:
-        """Hold extents for some tokens, but those whose place is taken; the node where the tokens end.
+        """Hold extents for some tokens, but those whose place is taken by one with as many rows; the node where the tokens end.
 
         They are sealed once `written` has passed; None: they are written.
         """
         inserted = self.tree.insert(namespace, tokens, pieces)
-        returned = {piece.value.extent for piece in inserted.duplicates}
+        duplicates = [self._with_fewer_rows(piece, inserted.node) for piece in inserted.duplicates]
+        returned = {piece.value.extent for piece in duplicates}
         for piece in pieces:
             extent = piece.value.extent
             if extent not in returned:
@@ -121,9 +123,20 @@ class PrefixIndex:
                 self.inserted_pages += extent.num_pages
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
+        self._drop([piece for piece in duplicates if piece not in pieces])
         if self.sealed is not None and pieces:
             self.sealed.add(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
         return inserted.node
+
+    def _with_fewer_rows(self, piece: Piece[Placed], node: Node[Placed]) -> Piece[Placed]:
+        """Of a piece and that in its place, on the path to a node: the one that lacks more rows. The tree holds the other."""
+        while piece.end_token <= node.start and node.parent is not None:
+            node = node.parent
+        held = node.pieces[bisect_left(node.pieces, piece_place(piece), key=piece_place)]
+        if piece.value.first_token >= held.value.first_token:
+            return piece
+        self.tree.replace(node, [piece if each is held else each for each in node.pieces])
+        return held
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
         """The extents of a slot that can be shared with `num_tokens` tokens and could not with `after`."""
