@@ -4,6 +4,7 @@ Whatever comes back from a tier, a sequence reads the bytes that were written fo
 of the pool or of a tier's memory; and no step waits for a tier.
 """
 
+import functools
 import random
 import tempfile
 import threading
@@ -51,7 +52,9 @@ class TierMachine(PrefixMachine):
         namespace, said = self.said[-1 - pick % len(self.said)]
         prompt, namespace = (said[:common] + own)[:MAX_TOKENS], other or namespace
         known = self.prefix.match(prompt, namespace=namespace)
-        fetch = self.without_waits(lambda: self.prefix.fetch(prompt, namespace=namespace, least_tokens=least))
+        begin = functools.partial(self.prefix.fetch, prompt, namespace=namespace, least_tokens=least)
+        # Where nothing runs it may wait for fences to make room.
+        fetch = self.without_waits(begin) if self.pool.used_bytes else self.attempt(begin, partial=True)
         self.forget_evicted()
         if fetch is None:
             return
