@@ -291,6 +291,20 @@ def test_what_was_inserted_stays_when_its_sequence_is_compacted(prefix, cache, d
 # forks
 
 
+def test_compacting_rows_that_are_shared_takes_large_extents_where_they_stay(long_prefix, pool, driver):
+    pool.resize(80 * PAGE_BYTES)
+    prompt = [token % 251 for token in range(512)]
+    sequence = long_prefix.attach(prompt).sequence
+    sequence.grow(512)  # two extents of 16 pages
+    write(sequence, 512)
+    long_prefix.insert(sequence, prompt)
+    calls = Calls(driver)
+    sequence.compact(range(200, 500))
+    assert calls.made()["map"] == 1 + 16, "the second one is cut, so a page each"
+    assert sequence.k(0)[:300, 0, 0].tolist() == [*range(201, 501)]
+    assert long_prefix.match([*prompt, 0]) == 512
+
+
 def test_fork_shares_extents_until_either_writes(prefix, cache, driver):
     parent = begin(prefix, PROMPT[:40])
     calls = Calls(driver)

@@ -8,6 +8,7 @@ is cut inside one first gets a page of its own (`own_from`). The caller holds th
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import Final, TypeAlias
@@ -20,7 +21,7 @@ from vmmkv.driver.base import Fence
 from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
 from vmmkv.memory.mapper import Target
-from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
 
@@ -124,14 +125,15 @@ def own_from(memory: SlotMemory, slot: int, first: int, num_tokens: int) -> None
 
     A page that others hold too is exchanged for one with the same bytes. There is no atomic exchange of a mapping: the old
     one is unmapped first, and so this waits for all work launched so far.
-    Cost: none if nothing is shared, and that is known from a page or two; else a fence, and for each page an unmap, a map and
-    two copies. On failure all is as before. Raises: OutOfPages, DriverError.
+    Cost: none if nothing is shared, and that is known from a page or two; else for each extent a fence, an unmap and two
+    copies, and a map for each new one: as large as it, but where the slot is cut. On failure all is as before. Raises:
+    OutOfPages, DriverError.
     """
     for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
         for mapping in list(span.live_rows_from(first)):
             if mapping.page < end and mapping.extent.shared:
                 with memory.copying():
-                    _exchange(memory, mapping)
+                    _exchange(memory, mapping, end)
 
 
 def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
@@ -206,10 +208,15 @@ def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: i
             memory.reclaim_from(slot, len(rows))
 
 
-def _exchange(memory: SlotMemory, old: Mapping) -> None:
+def _exchange(memory: SlotMemory, old: Mapping, end: int) -> None:
+    """For extents as large as they can be before the page `end`; from there on a page each, to go when the slot is cut."""
     mapper, pool, span = memory.mapper, memory.pool, old.span
     tenant_of = memory.tenant_in(span)
-    extents = pool.acquire(old.extent.num_pages)
+    sizes: list[int] = []
+    while (page := old.page + sum(sizes)) < old.end_page:
+        sizes.append(largest_at(page, min(end, old.end_page)) if page < end else 1)
+    by_size = pool.acquire_mixed(Counter(sizes))
+    extents = [by_size[size].pop() for size in sizes]
     new: list[Mapping] = []
     try:
         kept = torch.empty(old.extent.size_bytes, dtype=torch.uint8, device=pool.device)
@@ -217,9 +224,9 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
         memory.fence().wait()
         mapper.unmap(old)
         try:
-            for page, extent in enumerate(extents, old.page):
+            for extent in extents:
                 extent.tenant, extent.zeroed = None, False  # until the copy its bytes are some other's
-                new.append(mapper.map(span, page, extent))
+                new.append(mapper.map(span, new[-1].end_page if new else old.page, extent))
             pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
             for mapping in new:
                 mapping.extent.tenant = tenant_of(mapping.page)
@@ -233,7 +240,7 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
             pool.drop(extent)
         raise
     mapper.let_go(old)
-    memory.mapped_pages += len(new)
+    memory.mapped_pages += old.extent.num_pages
 
 
 _NUM_WINDOWS: Final = 64
