@@ -62,7 +62,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "",
         ),
         "a limit lowered ahead of a raise on another stream": (
-            "            written.order(self.streams)  # so may a write on a stream that is not known\n",
+            "            written.order(self.streams)  # it may be on a stream that is not known\n",
             "            pass\n",
         ),
         "limits written behind the current stream alone": (
@@ -219,8 +219,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            memory.mapper.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
         ),
         "an exchange not ordered behind recorded streams": (
-            "                with memory.copying():\n                    _exchange(memory, mapping)",
-            "                _exchange(memory, mapping)",
+            "                with memory.copying():\n                    _exchange(memory, mapping, end)",
+            "                _exchange(memory, mapping, end)",
         ),
     },
     (POOL, CACHE): {
@@ -254,6 +254,12 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "next(iter(parked_slots)).slot",
         ),
         "pinned slots not spared by a batch": ("for spared in (pinned, ()):", "for spared in ((),):"),
+    },
+    ("prefix/index.py", PREFIX_UNIT): {
+        "a page that keeps its place in the tree against one with more rows": (
+            "        if piece.value.first_token >= held.value.first_token:\n            return piece\n",
+            "        return piece\n",
+        ),
     },
     ("driver/host.py", "tests/unit/test_driver_host.py"): {
         "mappings inherited by fork": ("                madvise(address, size_bytes, MADV_DONTFORK)\n", ""),
@@ -419,6 +425,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (TRANSFERS, TIERS_UNIT): {
+        "records that are neighbours in an extent alone moved by one copy": (
+            "return tier, offset - number * RECORD_BYTES, transfer.address - number * RECORD_BYTES",
+            "return tier, offset - number * RECORD_BYTES, 0",
+        ),
         "a fetch in a pool full of what has just ended": ("                self.cache.collect()  #", "                pass  #"),
     },
     (POOL, HOLDER): {
