@@ -283,8 +283,8 @@ class Sequence(Planes, Closing, Unique):
 
         The first step of `truncate`, and the only one that can find no page. To cut several sequences all or none, call this
         for each of them first.
-        Cost: none if the pages are not shared; else, for each, an unmap, a map and two copies, and it waits for all work
-        launched so far. On failure all tokens are as before.
+        Cost: none if the pages are not shared; else, for each extent, an unmap, a map of each of its pages and two copies, and
+        it waits for all work launched so far. On failure all tokens are as before.
         Raises: as truncate; OutOfPages, DriverError.
         """
         with self.cache.pool.lock:

@@ -181,8 +181,8 @@ def column_sums(
         out = torch.zeros(num_layers, num_sequences, num_rows, dtype=torch.float32, device=device)
     num_columns = out.shape[2] if out.dim() == 3 else 0
     checks.exactly("out", out, torch.float32, (num_layers, num_sequences, min(num_columns, num_rows)), device)
-    queries = 32 if q_LNHD.element_size() == 4 or head_dim > 128 else 64
-    tile = 2 * queries  # 128 rows and 64 queries took 15.5 ms on an H200 where 64 and 64 took 22.1
+    is_narrow = q_LNHD.element_size() == 2 and head_dim <= 128
+    queries, tile, num_stages = (64, 128, 3) if is_narrow else (32, 32, 2)  # 64 rows a tile took 22.1 ms for 15.5 on an H200
     memory.check_tile_offsets(tile)
     if not num_queries or not out.numel():
         return out
@@ -197,7 +197,7 @@ def column_sums(
     strides = *q_LNHD.stride()[:3], k_LSTKD.stride(0) if num_layers > 1 else 0, *memory.strides[:3]  # any others compile anew
     constants = {
         "K": memory.num_kv_heads, "G": group, "D": head_dim, "D_PAD": checks.padded(head_dim), "QUERIES": queries, "TILE": tile,
-        "HAS_SOFTCAP": softcap is not None, "num_warps": 4, "num_stages": 3,
+        "HAS_SOFTCAP": softcap is not None, "num_warps": 4, "num_stages": num_stages,
     }  # fmt: skip
     with checks.on_device(device):
         _log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](

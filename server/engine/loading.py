@@ -173,7 +173,7 @@ def assemble(
             prefill = warm_up(runner, cache, longest)
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
             log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
-        if device.type == "cuda":
+        if device.type == "cuda" and model.capturable:
             _begin("capturing graphs", send)
             runner.capture()
             prefill = warm_up(runner, cache, longest)  # to capture, torch has given back what the longest step takes

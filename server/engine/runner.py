@@ -348,6 +348,7 @@ class _Graph:
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()
             samples[greedy], _ = captured(sample, pool)
+        assert logits_RV.is_contiguous(), "its address and shape name it"
         # The logits' memory is left to the graphs after it, too: they are sampled from before another one is replayed.
         logits = wrap(logits_RV.data_ptr(), logits_RV.nbytes, logits_RV.device)
         return cls(logits.view(logits_RV.dtype).view(logits_RV.shape), replay, samples, launch_s)

@@ -172,6 +172,20 @@ def test_rows_that_windows_have_passed_are_not_borrowed(path, holder):
     borrower.close()
 
 
+def test_a_page_that_a_window_passed_in_part_is_borrowed_whole(path, holder):
+    start(path, layout=WINDOWED).ask("serve", PROMPT[:70])
+    borrower = Engine(path, layout=WINDOWED, borrows=True)
+    sequence = borrower.prefix.attach(PROMPT).sequence
+    engines.write(sequence, None, PROMPT, 0)
+    sequence.advance_start(1)  # to row 61 of those from 32 to 64
+    borrower.prefix.insert(sequence, PROMPT)
+    assert borrower.prefix.match([*PROMPT[:75], 1]) == 0
+    hold_rows(borrower, [*PROMPT[:75], 1], 75).close()
+    sequence.close()
+    borrower.cache.check()
+    borrower.close()
+
+
 def test_a_full_last_page_is_borrowed_once(holder, owner, borrower):
     sequence = hold_rows(borrower, PROMPT[:96], 95)
     assert borrower.prefix.borrow(PROMPT[:96]) is None

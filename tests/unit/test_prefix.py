@@ -92,6 +92,24 @@ def pages(sequence):
 # what hits
 
 
+def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
+    """The rows behind the last whole page are in pages of the branches below, and the first branch goes."""
+    for branch in (251, 252):
+        prompt = [*PROMPT, *[branch] * 20]
+        prefix.release(begin(prefix, prompt, method=AttachMethod.COMPUTE), prompt)
+    cache.drain()
+    (shared,) = prefix._index.tree.match(None, PROMPT).path
+    prefix._index.restored.append(shared)
+    assert prefix.prepare(0)
+    prefix.evict(1)
+    other = prefix.attach([0] * 101, namespace="other").sequence  # in the memory of what has gone
+    other.grow(100)
+    other.k(0)[:100] = 0
+    while prefix.prepare(0):
+        pass
+    assert_reads(prefix.attach([*PROMPT, 0]).sequence, 100)
+
+
 @pytest.mark.parametrize("num_tokens", [29, 33])
 def test_rows_hit_whose_last_page_belongs_to_a_node_behind_them(pool, num_tokens):
     """The prompts part at token 28. No full layer has a page past token 21, and window page 1 ends behind token 28.
@@ -178,6 +196,20 @@ def test_a_slot_is_not_adopted_when_other_prompts_go_on_from_its_tokens(prefix):
     assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
     assert prefix.match([*other, 0]) == 48
     assert prefix.match(PROMPT) == 40
+
+
+@pytest.mark.parametrize("branches", [([251] * 60, [252] * 8), ([252] * 8, [251] * 60)])
+def test_the_last_rows_are_found_in_any_branch_below(windowed_prefix, branches):
+    """The long one has passed the page of rows 32 to 48, of the other one it is the last."""
+    windowed_prefix.release(begin(windowed_prefix, PROMPT[:32]), PROMPT[:32])
+    for branch in branches:
+        prompt = [*PROMPT[:40], *branch]
+        sequence = windowed_prefix.attach(prompt, method=AttachMethod.COMPUTE).sequence
+        write(sequence, len(prompt))
+        sequence.advance_start(0)
+        windowed_prefix.release(sequence, prompt)
+    attached = windowed_prefix.attach([*PROMPT[:40], 0])
+    assert_reads(attached.sequence, 40)
 
 
 def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver):
@@ -269,6 +301,19 @@ def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
     calls = Calls(driver)
     sharer.truncate(16)
     assert calls.made() == {"write": 1}  # the limit, which is a fence too
+
+
+def test_truncating_in_the_last_page_of_a_large_extent_duplicates_no_more_than_that(long_prefix, pool):
+    pool.resize(40 * PAGE_BYTES)
+    prompt = [token % 251 for token in range(256)]
+    sequence = long_prefix.attach(prompt).sequence
+    sequence.grow(256)  # one extent of 16 pages
+    write(sequence, 256)
+    long_prefix.insert(sequence, prompt)
+    sequence.truncate(250)
+    write(sequence, 256)
+    long_prefix.release(sequence, [*prompt[:250], *[251] * 6])
+    assert long_prefix.stats().held_bytes == (16 + 1) * PAGE_BYTES
 
 
 def test_what_was_inserted_stays_when_its_sequence_is_compacted(prefix, cache, driver):

@@ -124,16 +124,16 @@ def own_from(memory: SlotMemory, slot: int, first: int, num_tokens: int) -> None
     """Give a slot its own pages for the rows from `first` on, as far as they stay when it is cut to `num_tokens`.
 
     A page that others hold too is exchanged for one with the same bytes. There is no atomic exchange of a mapping: the old
-    one is unmapped first, and so this waits for all work launched so far.
+    one is unmapped first, and so this waits for all work launched so far. Where only rows behind the cut will be written,
+    each page gets an extent of its own: a tree then has all but one of them already.
     Cost: none if nothing is shared, and that is known from a page or two; else for each extent a fence, an unmap and two
-    copies, and a map for each new one: as large as it, but where the slot is cut. On failure all is as before. Raises:
-    OutOfPages, DriverError.
+    copies, and a map for each new one. On failure all is as before. Raises: OutOfPages, DriverError.
     """
     for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
         for mapping in list(span.live_rows_from(first)):
             if mapping.page < end and mapping.extent.shared:
                 with memory.copying():
-                    _exchange(memory, mapping, end)
+                    _exchange(memory, mapping, end if first < num_tokens else 0)
 
 
 def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
@@ -209,7 +209,7 @@ def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: i
 
 
 def _exchange(memory: SlotMemory, old: Mapping, end: int) -> None:
-    """For extents as large as they can be before the page `end`; from there on a page each, to go when the slot is cut."""
+    """Takes extents as large as they can be before the page `end`, and behind it one for each page, to go one by one."""
     mapper, pool, span = memory.mapper, memory.pool, old.span
     tenant_of = memory.tenant_in(span)
     sizes: list[int] = []

@@ -290,6 +290,10 @@ class Attacher:
             if cache.parked_slots.get(slot) is not parked or _state_of(node) != known:
                 index.restored.append(node)  # begin again
                 return
+        aliased_before, hit = hit.extents.aliased, self.hit(Match(node.path(), node.end), node.end)
+        if hit is None or hit.extents.aliased != aliased_before:  # what lies below the path can have gone
+            index.restored.append(node)
+            return
         if not index.import_extents(hit.all_extents()):
             return
         with contextlib.suppress(OutOfPages), self._reading(hit), cache.mapping_under(parked):
@@ -345,7 +349,7 @@ def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int)
 
 
 def _extent_over(page: int, start: int, by_page: _ByPage, node: Node[Placed], group: int) -> Placed | None:
-    """An extent with the matched rows of a page: on the path, or in one branch below the node that they end in."""
+    """An extent with the matched rows of a page: on the path, or below the node that they end in."""
     on_path = (piece for size in SIZE_CLASSES for piece in by_page.get(page // size * size, ()))
     for piece in itertools.chain(on_path, _pieces_below(node, group)):
         placed = piece.value
@@ -355,10 +359,12 @@ def _extent_over(page: int, start: int, by_page: _ByPage, node: Node[Placed], gr
 
 
 def _pieces_below(node: Node[Placed], group: int) -> Iterator[Piece[Placed]]:
-    """The pieces of one branch below a node, as far down as they can hold rows from before its end."""
-    end = node.end
-    while node.children:
-        node = next(iter(node.children.values()))
-        yield from (piece for piece in node.pieces if piece.group == group)
-        if node.pieces and node.start > end:
+    """The pieces below a node, as far down as they can hold rows from before its end; of `MOST_LOOKED_AT` nodes at most."""
+    end, rest = node.end, [*itertools.islice(node.children.values(), MOST_LOOKED_AT)]
+    for _ in range(MOST_LOOKED_AT):
+        if not rest:
             return
+        node = rest.pop()
+        yield from (piece for piece in node.pieces if piece.group == group)
+        if not (node.pieces and node.start > end):
+            rest += itertools.islice(node.children.values(), MOST_LOOKED_AT)

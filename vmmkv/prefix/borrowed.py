@@ -69,7 +69,8 @@ class BorrowedPrefixes:
         if self._lender.is_gone() or not self._read():
             return 0, 0
         match, groups = self._index.tree.match(namespace, tokens), self._layout.groups
-        taken = {piece_place(piece) for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens}
+        pieces = (piece for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens)
+        taken = {piece_place(piece) for piece in pieces if not piece.value.first_token}
         seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
         seals = [seal for seal in seals if (seal.end_token, seal.group) not in taken]
         ends = [0] * len(groups)
@@ -82,12 +83,12 @@ class BorrowedPrefixes:
             return 0, 0
         if not self._make_room(match, sum(seal.num_pages for seal in seals), room_pages):
             return num_tokens, 0
-        pieces, extents = [], []
+        borrowed, extents = [], []
         for seal in seals:
             extents.append(self._pool.restore(seal.serial, seal.num_pages))
-            pieces.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
-        pieces.sort(key=piece_place)
-        self._index.add(namespace, tokens[: pieces[-1].end_token], pieces)
+            borrowed.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
+        borrowed.sort(key=piece_place)
+        self._index.add(namespace, tokens[: borrowed[-1].end_token], borrowed)
         for extent in extents:
             self._pool.drop(extent)  # the tree holds it
         return num_tokens, sum(extent.size_bytes for extent in extents)

@@ -338,7 +338,8 @@ class PrefixCache:
 
         Rows are stored behind the work of the current stream and of recorded ones, as `KVCache.record_stream` says: call it
         where the stream that wrote them is either.
-        Cost: for each extent a map, an access call, a fence, and a copy for each page; an unmap later. Blocks only as `fetch`.
+        Cost: for each extent a map, an access call, a fence, and a copy for each run of records; an unmap later. Blocks only
+        as `fetch`.
         Raises: DriverError, and the work before it stays done; GraphCapture.
         """
         with self.cache.pool.lock:

@@ -123,15 +123,15 @@ class PrefixIndex:
                 self.inserted_pages += extent.num_pages
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
-        self._drop([piece for piece in duplicates if piece not in pieces])
+        self._drop([held for piece, held in zip(inserted.duplicates, duplicates, strict=True) if held is not piece])
         if self.sealed is not None and pieces:
             self.sealed.add(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
         return inserted.node
 
     def _with_fewer_rows(self, piece: Piece[Placed], node: Node[Placed]) -> Piece[Placed]:
         """Of a piece and that in its place, on the path to a node: the one that lacks more rows. The tree holds the other."""
-        while piece.end_token <= node.start and node.parent is not None:
-            node = node.parent
+        while piece.end_token <= node.start:
+            node = node.parent or node
         held = node.pieces[bisect_left(node.pieces, piece_place(piece), key=piece_place)]
         if piece.value.first_token >= held.value.first_token:
             return piece

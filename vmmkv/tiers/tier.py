@@ -43,7 +43,7 @@ class Transfer:
     One copy moves records at addresses that follow each other: a tier's memory is one allocation, or has gaps.
     """
     future: Future[None] | None = None
-    """Of a load: done when the bytes are there, with an error for a miss. None if they are there already."""
+    """Of a load: done when the bytes are there, with an error for a miss. None if they are there already, or known to miss."""
 
     @property
     def ended(self) -> bool:
