@@ -26,8 +26,10 @@ from vmmkv import HostTier, KVCache, KVLayout, Pool, PrefixCache
 from vmmkv import Sequence as VmmSequence
 from vmmkv.prefix import AttachMethod
 from vmmkv.prefix.radix_tree import Piece, RadixTree
+from vmmkv.prefix.transfers import PrefixListener
 from vmmkv.server.engine.__main__ import collect_what_is_new, freeze_survivors
 from vmmkv.server.engine.kv_backend import PARKED_SLOTS, Slots
+from vmmkv.server.engine.kv_events import KVEventPublisher
 from vmmkv.server.engine.prefix_groups import BatchOrder, GroupTensors, PrefixGroup
 from vmmkv.server.engine.request import Request, Status, Step
 from vmmkv.server.engine.sampler import Sampler
@@ -122,13 +124,16 @@ class _Prompts:
 class _Engine:
     """The loop of an engine without its model: requests wait, run, and end."""
 
-    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, listener: PrefixListener | None = None) -> None:
         slots = (1 + PARKED_SLOTS) * max_sequences
         self.cache = _open_cache(slots, max_tokens, slots * _LAYOUT.pages_for(max_tokens))
+        prefix = PrefixCache(self.cache)
+        if listener is not None:
+            prefix.listen(listener)
         sampler = Sampler(1 + slots, _VOCABULARY, Uploads(_CPU))
         self.scheduler = Scheduler(
             self.cache,
-            PrefixCache(self.cache),
+            prefix,
             sampler,
             step_tokens=_STEP_TOKENS,
             max_sequences=max_sequences,
@@ -169,15 +174,26 @@ def _open_cache(slots: int, max_tokens: int, num_pages: int) -> KVCache:
 
 
 def _time_running(num_requests: int, seed: int, count: int) -> _Timed:
-    """A full batch whose prompts share a prefix: all of one priority, and of a quarter as many priorities."""
+    """A full batch whose prompts share a prefix: all of one priority, of a quarter as many, and with KV events published."""
     timed, prompts = _Timed(), _Prompts(seed, _STEM_TOKENS)
     _time_batch(timed, "", num_requests, 1, prompts, count)
     _time_batch(timed, ", many priorities", num_requests, num_requests // 4, prompts, count)
+    with contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*")) as events:
+        _time_batch(timed, ", KV events", num_requests, 1, prompts, count, events)
     return timed
 
 
-def _time_batch(timed: _Timed, text: str, num_requests: int, num_priorities: int, prompts: _Prompts, count: int) -> None:
-    engine, draw = _Engine(num_requests, _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW), np.random.default_rng(0)
+def _time_batch(
+    timed: _Timed,
+    text: str,
+    num_requests: int,
+    num_priorities: int,
+    prompts: _Prompts,
+    count: int,
+    listener: PrefixListener | None = None,
+) -> None:
+    max_tokens, draw = _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW, np.random.default_rng(0)
+    engine = _Engine(num_requests, max_tokens, listener)
     scheduler, order = engine.scheduler, BatchOrder(engine.scheduler.table)
     tensors, uploads, groups = GroupTensors(num_requests, _CPU), Uploads(_CPU), list[PrefixGroup]()
 
