@@ -145,7 +145,7 @@ def _bandwidth(context: Context, shape: Shape) -> None:
     """The link alone; then each tier, by whole prefixes."""
     settings, recorder = context.settings, context.recorder
     for case in _cases(settings, *CASES):
-        num_tokens = 64 if settings.small else {"none": 2048, "host": 16_384}.get(case, 4096)
+        num_tokens = 64 if settings.small else 16_384 if case in ("none", "host") else 4096
         num_bytes = num_tokens * shape.layout.row_bytes
         name = f"{shape.name} bandwidth: prefixes of {format_bytes(num_bytes)}"
         with recorder.guarded(name, case):
