@@ -15,8 +15,7 @@ import torch
 import vmmkv
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.driver import Driver, open_driver
-from vmmkv.driver.host import HostMemory
-from vmmkv.errors import BudgetError, OutOfAddresses, VmmkvError
+from vmmkv.errors import BudgetError, HolderUnavailable, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.attention import KVRows
@@ -141,18 +140,28 @@ class SlotBackend:
     def sleep(self) -> None:
         """Give all memory back but the null page, with what is cached; addresses stay. Idempotent.
 
-        Raises: BudgetError while sequences run, and then nothing has changed.
+        Raises: BudgetError while sequences run, HolderUnavailable if the holder is gone, and then nothing has changed.
         """
         if not self._asleep_bytes:
+            self._check_holder()
             budget_bytes = self.cache.pool.budget_bytes
             self.cache.pool.resize(0)
             self._asleep_bytes = budget_bytes
 
     def wake_up(self) -> None:
-        """Have the budget again: memory is taken as sequences grow. Idempotent."""
+        """Have the budget again: memory is taken as sequences grow. Idempotent. Raises: HolderUnavailable if it is gone."""
         if self._asleep_bytes:
+            self._check_holder()
             self.cache.pool.resize(self._asleep_bytes)
             self._asleep_bytes = 0
+
+    def _check_holder(self) -> None:
+        holder = self.cache.pool.holder
+        if holder is not None and holder.is_gone():
+            raise HolderUnavailable(
+                f"the holder at {holder.path} is gone, so memory that is given back cannot be had again: start a holder, and "
+                "then this server anew"
+            )
 
     def close(self) -> None:
         """Give everything back. Idempotent; it can be called again if it fails."""
@@ -196,16 +205,6 @@ def check_lengths(
         lower += [f"max_tokens to {error.max_tokens}"] if error.max_tokens > 1 else []
         remedy = ", or ".join(lower) or "both max_num_seqs and max_tokens"
         raise ValueError(f"{error}. Each sequence has {each} slots here: lower {remedy}") from error
-
-
-def check_budget(budget_bytes: int, device: torch.device) -> None:
-    """Raises: BudgetError for more than the device, or this process on a host, has in all."""
-    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else HostMemory().read().total_bytes
-    if budget_bytes > total_bytes:
-        raise BudgetError(
-            f"kv_budget_bytes of {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
-            "lower it, or leave it out for what is free"
-        )
 
 
 def least_bytes(layout: KVLayout, num_prompt: int, num_rows: int, *, num_beams: int, attaches: bool) -> int:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
+from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.eviction import SnapKV
 from vmmkv.holder import check_there
@@ -30,7 +31,6 @@ from vmmkv.server.engine.kv_backend import (
     KVBackend,
     OpenBackend,
     SlotBackend,
-    check_budget,
     check_lengths,
 )
 from vmmkv.server.engine.models import EngineModel
@@ -102,7 +102,7 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     """
     device = choose_device(config.device)
     if config.kv_budget_bytes is not None:
-        check_budget(config.kv_budget_bytes, device)
+        check_budget(config.kv_budget_bytes, open_driver(device), "lower kv_budget_bytes, or leave it out for what is free")
     for path in filter(None, (config.kv_holder, config.kv_lender)):
         check_there(path)
     _begin("loading weights", send)

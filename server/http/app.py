@@ -286,15 +286,19 @@ def _admin_routes(engine: EngineClient, queue: AdmissionQueue) -> APIRouter:
             raise ApiError(409, "The server was woken up before the requests in flight had ended.", code="woken_up")
         try:
             return await manage(Sleep())
-        except RequestFailed:
+        except RequestFailed as error:
             queue.is_asleep = False
-            raise
+            raise ApiError(409, str(error), code="cannot_sleep") from error
 
     @router.post("/wake_up")
     async def wake_up() -> responses.KVMemory:
         """Take KV memory again, as requests need it."""
         queue.is_asleep = False  # the engine reads what comes from now on behind this
-        return await manage(WakeUp())
+        try:
+            return await manage(WakeUp())
+        except RequestFailed as error:
+            queue.is_asleep = True
+            raise ApiError(409, str(error), code="cannot_wake_up") from error
 
     async def manage(message: Manage) -> responses.KVMemory:
         done: Managed = await engine.manage(message)

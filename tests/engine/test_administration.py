@@ -49,7 +49,23 @@ def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harn
     last = one.sent[-1]
     assert isinstance(last, Snapshot) and last.holder_is_gone
     assert one.pool.created_bytes == created_bytes and not one.failures()
+    refused = manage(Loaded(one.engine, READY, one.memory), Sleep())
+    assert "start a holder, and then this server anew" in str(refused.error)
+    assert one.said(prompts[0]) == one.expected(prompts[0])
     one.cache.check()
+
+
+def test_an_engine_whose_holder_went_while_it_slept_stays_asleep(harness: MakeHarness, tmp_path: Path) -> None:
+    holder = start_holder(tmp_path / "kv.sock")
+    one = harness(
+        wide_rows(), ours=True, share=True, max_tokens=1024, budget_pages=40,
+        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(tmp_path / "kv.sock"))),
+    )  # fmt: skip
+    loaded = Loaded(one.engine, READY, one.memory)
+    assert manage(loaded, Sleep()).error is None
+    holder.kill()
+    assert "start a holder, and then this server anew" in str(manage(loaded, WakeUp()).error)
+    assert one.pool.budget_bytes == 0
 
 
 def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:

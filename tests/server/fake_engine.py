@@ -109,8 +109,9 @@ class FakeEngine:
         self.endless = False
         """Repeat the answer up to max_tokens."""
         self.deaf = False
-        self.fails_to_sleep = False
         """Go on when told to finish."""
+        self.fails_to_sleep = False
+        """And to wake up."""
         self.step_s = 0.0
         self.received: list[ToEngine] = []
         self.most_running = 0

@@ -375,12 +375,20 @@ class TestSleep:
                 assert server.complete().status_code == 200
             assert not any(isinstance(message, Sleep) for message in server.engine.received)
 
+    def test_what_cannot_be_woken_up_stays_asleep(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+            assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 200
+            server.engine.fails_to_sleep = True
+            assert code(server.http.post("/wake_up", headers=bearer(ADMIN))) == (409, "cannot_wake_up")
+            assert server.http.get("/health").json()["status"] == "asleep"
+            assert server.complete().status_code == 503
+
     def test_what_cannot_be_done_leaves_it_awake(self) -> None:
         with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
             refused = server.http.post("/sleep?level=2", headers=bearer(ADMIN))
             assert code(refused) == (400, "invalid_value") and refused.json()["error"]["param"] == "level"
             server.engine.fails_to_sleep = True
-            assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 500
+            assert code(server.http.post("/sleep", headers=bearer(ADMIN))) == (409, "cannot_sleep")
             assert server.complete().status_code == 200
             ready, server.client.phase = server.client.phase, Loading(stage="weights", done=0, total=1)
             assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 503

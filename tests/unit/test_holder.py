@@ -527,6 +527,12 @@ def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path
     engine.close()
 
 
+def test_a_budget_above_the_machines_memory_is_refused(path):
+    with pytest.raises(BudgetError, match=r"a budget of 1048576\.0 TiB is more than cpu has: .* in all; lower it"):
+        process.Holder(path, 2**60, HostDriver(), print)
+    assert not path.exists()
+
+
 def test_the_command_holds_until_sigterm_and_names_the_holder_of_a_socket(path):
     command = [sys.executable, "-m", "vmmkv", "hold", "--socket", str(path), "--budget", "96MiB", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
-from vmmkv.errors import DriverError, ForkedProcess
+from vmmkv.errors import BudgetError, DriverError, ForkedProcess
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 ADDRESS_SPACE_BYTES: Final = 1 << 47
@@ -49,6 +49,16 @@ class MemoryInfo(NamedTuple):
 
     free_bytes: int
     total_bytes: int
+
+
+def check_budget(budget_bytes: int, driver: "Driver", remedy: str) -> None:
+    """Raises: BudgetError for more than the device, or this process on a host, has in all. Cost: as `Driver.memory`."""
+    total_bytes = driver.memory().total_bytes
+    if budget_bytes > total_bytes:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget_bytes)} is more than {driver.device} has: {format_bytes(total_bytes)} in all; "
+            f"{remedy}"
+        )
 
 
 class Fence(Protocol):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vmmkv.driver.base import Driver, Handle
+from vmmkv.driver.base import Driver, Handle, check_budget
 from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDeviceMemory
 from vmmkv.holder.client import VERSION, close_all, device_identity, peer, receive, send
 from vmmkv.holder.sealed_log import SealedLog
@@ -53,12 +53,14 @@ class Holder:
     """Handles of one device up to a budget, and the socket at which an engine gets them.
 
     `report` is told in a line what happens. `run` serves until `stop`, which signal handlers may call.
-    Raises: BudgetError for less than a page; HolderUnavailable if the socket is in use, or cannot be made.
+    Raises: BudgetError for less than a page, or more than the device has; HolderUnavailable if the socket is in use, or cannot
+    be made.
     """
 
     def __init__(self, path: Path, budget_bytes: int, driver: Driver, report: Callable[[str], None]) -> None:
         if budget_bytes < PAGE_BYTES:
             raise BudgetError(f"a budget of {budget_bytes} bytes is below one page of {format_bytes(PAGE_BYTES)}")
+        check_budget(budget_bytes, driver, "lower it")
         self.path: Final = path
         self.budget_bytes: Final = budget_bytes
         self._driver = driver
