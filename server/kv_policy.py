@@ -3,6 +3,7 @@
 {"type": "streaming_llm", "sinks": 4, "window": 2048, "every": 256}         or in short  streaming_llm:sinks=4,window=2048
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -24,8 +25,6 @@ _EXAMPLES: Final = {
 }
 _NONE: Final = "none"
 _POSITIONS: Final = ("rerotated", "original")
-_WORDS: Final = {"true": True, "false": False} | {word: word for word in _POSITIONS}
-"""Values in short that are no numbers."""
 _MAX_ROWS: Final = 2**31
 _LEAST_EVERY: Final = 128
 
@@ -72,7 +71,7 @@ class Eviction:
             if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
                 raise ValueError(f"{too_large[0]} is {numbers[too_large[0]]}: less than {_MAX_ROWS}")
             if (every := options.pop("every", None)) is not None and every < 1:
-                raise ValueError(f"every={every}: at least 1")
+                raise ValueError(f"every={every}: give 1 or more")
             policy = policy_type(**options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"is of type {name}: {error}") from error
@@ -104,11 +103,13 @@ def _options(text: str) -> Mapping[str, Any]:
         except ValueError as error:
             raise ValueError(f"is not JSON: {error}") from error
     name, _, rest = text.partition(":")
-    options: dict[str, Any] = {"type": name.strip()}
+    name = name.strip()
+    options: dict[str, Any] = {"type": name}
     for part in filter(None, rest.split(",")):
-        option, _, value = (each.strip() for each in part.partition("="))
-        try:
-            options[option] = _WORDS[value] if value in _WORDS else int(value)
-        except ValueError:
-            raise ValueError(f"has {part.strip()!r}; wanted NAME=NUMBER, as in {_EXAMPLES['streaming_llm']}") from None
+        option, equals, value = (each.strip() for each in part.partition("="))
+        if not equals and name in _EXAMPLES:  # else `Eviction.of` names the types
+            raise ValueError(f"has {option!r}; wanted NAME=VALUE, as in {_EXAMPLES[name]}")
+        options[option] = {"true": True, "false": False}.get(value, value)
+        with contextlib.suppress(ValueError):
+            options[option] = int(value)
     return options

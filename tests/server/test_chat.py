@@ -124,7 +124,7 @@ def test_without_a_server_it_says_how_to_start_one() -> None:
         _, err = chat.communicate("", timeout=60)
     assert chat.returncode == 1
     assert err.startswith("vmmkv chat: no server answers at http://127.0.0.1:9") and err.count("\n") == 1
-    assert "start one with `vmmkv serve`" in err
+    assert "start one with `vmmkv serve`, or name another with --url" in err
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", ""])

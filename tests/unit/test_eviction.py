@@ -50,9 +50,9 @@ def test_a_budget_is_kept_whatever_the_length(policy: KVPolicy) -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     for message, make in [
-        ("sinks=-1: at least 0", lambda: StreamingLLM(sinks=-1, window=3)),
-        ("window=0: at least 1", lambda: StreamingLLM(window=0)),
-        ("budget=0: at least 1", lambda: TOVA(budget=0)),
+        ("sinks=-1: give 0 or more", lambda: StreamingLLM(sinks=-1, window=3)),
+        ("window=0: give 1 or more", lambda: StreamingLLM(window=0)),
+        ("budget=0: give 1 or more", lambda: TOVA(budget=0)),
         ("recent=9 is more than budget=8: give a budget of 9 or more, or a smaller recent", lambda: H2O(budget=8, recent=9)),
         (
             "window=32 (the default) is more than budget=8: give a budget of 32 or more, or a smaller window",

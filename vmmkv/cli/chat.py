@@ -109,6 +109,8 @@ def _lines(client: httpx.Client, method: str, path: str, body: Any = None) -> It
                 yield from lines
             yield held
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ValueError(f"no server answers at {client.base_url} ({error}); start one with `vmmkv serve`") from error
+        raise ValueError(
+            f"no server answers at {client.base_url} ({error}); start one with `vmmkv serve`, or name another with --url"
+        ) from error
     except httpx.HTTPError as error:
         raise ValueError(f"the connection broke: {error}") from error

@@ -179,7 +179,7 @@ def _checked(num_rows: int, scores_T: torch.Tensor | None) -> torch.Tensor:
 
 def _check(name: str, value: int, least: int, budget: int | None = None, said: str = "") -> None:
     if whole(name, value) < least:
-        raise ValueError(f"{name}={value}: at least {least}")
+        raise ValueError(f"{name}={value}: give {least} or more")
     if budget is not None and value > budget:
         remedy = f"give a budget of {value} or more, or a smaller {name}"
         raise ValueError(f"{name}={value}{said} is more than budget={budget}: {remedy}")
