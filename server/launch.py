@@ -293,8 +293,8 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}{ranks}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
         f"page: http://{host}:{port}/\n"
-        f"KV budget {format_bytes(limits.budget_bytes)}{each} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}; "
-        f"{counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')}"
+        f"KV budget {format_bytes(limits.budget_bytes)}{each} in {kv_dtype}: {counted(limits.pool_tokens, 'token', ',')}, "
+        f"shared by up to {counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')} each"
         + (f"\nrequests without a kv_policy have {limits.kv_policy}" if limits.kv_policy else "")
     )
 

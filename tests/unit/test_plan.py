@@ -64,6 +64,11 @@ def test_the_known_values_of_80_layers(plan: Plan, table: Callable[..., str]) ->
     assert row.split() == ["4,096", "1.2", "GiB", "640", "256", "0.0%", "10", "95.9%"]
 
 
+def test_a_length_of_which_none_fits_has_no_waste(table: Callable[..., str]) -> None:
+    row = table(*LARGE, "fp16", "--memory", "1GiB", "--lengths", "4096").splitlines()[-1]
+    assert row.split() == ["4,096", "1.2", "GiB", "640", "0", "-", "0", "-"]
+
+
 def test_waste_is_below_a_page_for_each_sequence_and_group(plan: Plan, tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = write_config(tmp_path, num_hidden_layers=4, layer_types=kinds, sliding_window=512)

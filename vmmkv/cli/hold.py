@@ -15,10 +15,11 @@ examples:
                                        of the first GPU, or of the host without one
   vmmkv hold --socket ./kv.sock --budget 1GiB --device cpu
 
-An engine that is given the socket (the library: Pool(..., holder=PATH)) takes
-its memory from here, one engine at a time and of the same user only. When it
-ends, in whatever way, the prefixes that it had finished stay, and the next
-engine with the same layout and fingerprint goes on from them. What no prefix
+An engine that is given the socket (vmmkv serve --kv-holder PATH; in the
+library Pool(..., holder=PATH)) takes its memory from here, one engine at a
+time and of the same user only. When it ends, in whatever way, the prefixes
+that it had finished stay, and the next engine with the same layout and
+fingerprint goes on from them. What no prefix
 names is freed. SIGTERM ends the holder and frees everything.
 """
 

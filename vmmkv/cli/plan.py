@@ -284,16 +284,16 @@ def format_plan(plan: Plan) -> str:
         ("longest sequence", longest),
         ("guard", f"{counted(plan.guard_tokens, 'row')} past the end of each sequence"),
     )
-    heads = ("tokens", "KV of one", "pages", "sequences", "waste", f"reserving {plan.max_tokens:,}", "waste")
+    heads = ("tokens", "KV of one", "pages", "sequences", "waste", f"reserving {plan.max_tokens:,}", "its waste")
     rows = [heads] + [
         (
             f"{row.num_tokens:,}",
             format_bytes(row.token_bytes),
             f"{row.num_pages:,}",
             f"{row.num_sequences:,}",
-            f"{row.waste_fraction:.1%}",
+            f"{row.waste_fraction:.1%}" if row.num_sequences else "-",
             "-" if row.num_sequences_reserved is None else f"{row.num_sequences_reserved:,}",
-            "-" if row.waste_fraction_reserved is None else f"{row.waste_fraction_reserved:.1%}",
+            f"{row.waste_fraction_reserved:.1%}" if row.num_sequences_reserved else "-",
         )
         for row in plan.lengths
     ]
