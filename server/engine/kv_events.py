@@ -187,8 +187,7 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        if self._replayer is not None:
-            poller.register(self._replayer, zmq.POLLIN)
+        poller.register(self._replayer or self._publisher, zmq.POLLIN)  # a publisher is sent nothing, but no socket: no wait
         self._send([AllBlocksCleared()])
         while not self._is_closing:
             if poller.poll(0 if self._pending else PERIOD_MS):

@@ -558,6 +558,16 @@ def test_the_engine_never_waits_for_a_publisher_that_is_stalled(tmp_path: Path, 
             assert {"type": "AllBlocksCleared"} in router.events[1:]
 
 
+@pytest.mark.parametrize("replay_endpoint", [None, "tcp://127.0.0.1:*"])
+def test_a_publisher_with_nothing_to_tell_rests(monkeypatch: pytest.MonkeyPatch, replay_endpoint: str | None) -> None:
+    polled, poll = list[int](), zmq.Poller.poll
+    monkeypatch.setattr(zmq.Poller, "poll", lambda poller, timeout: (polled.append(timeout), poll(poller, timeout))[1])
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", replay_endpoint)
+    time.sleep(5 * kv_events.PERIOD_MS / 1e3)
+    publisher.close()
+    assert 1 <= len(polled) <= 7
+
+
 def test_an_endpoint_that_is_taken_is_refused_and_port_0_is_any() -> None:
     with contextlib.closing(KVEventPublisher("tcp://*:0")) as publisher:
         port = publisher.source.endpoint.rpartition(":")[2]
