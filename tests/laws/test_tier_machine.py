@@ -341,6 +341,53 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         pool.close()
 
 
+def test_copies_that_another_sequence_brings_while_a_path_is_stored_are_not_stored_before_they_are_there(monkeypatch):
+    """The path's last rows are in no piece, for its extent is not full. Of another sequence they are copied into pages."""
+    with large_extents(4):
+        driver = SimulatedDriver(seed=1, haste=0)
+        pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
+        cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=40)
+        host = HostTier(40 * PAGE_BYTES)
+        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 24))
+
+        def attach(tokens):
+            attached = prefix.attach(tokens, namespace="red")
+            stamps = texts.stamps("red", tokens[: attached.num_tokens])
+            return attached.sequence, opened(cache, attached.sequence, owner=0, stamps=stamps)
+
+        sequence, first = attach(prompt)
+        sequence.grow(24)
+        first.stamps = texts.stamps("red", prompt)
+        append(driver, first, range(len(prompt)))
+        sequence.advance(len(prompt))
+        driver.finish_all()
+        prefix.insert(sequence, prompt)
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "lookup", lambda keys: None)  # as a store that has not answered yet
+            for _ in range(4):
+                prefix.poll()
+                driver.finish_all()
+            kernel = driver.launch_kernel(lambda: None, [])
+            copied, _ = attach([*prompt[:21], 50, 51])
+        prefix.poll()
+        while ready := [work for work in driver._ready() if work is not kernel]:
+            driver._run(ready[0])
+            prefix.poll()
+        driver.finish_all()
+        prefix.flush()
+        for each in (sequence, copied):
+            prefix.release(each)
+        prefix.evict()
+        driver.finish_all()
+        assert prefix.fetch(prompt, namespace="red") is not None
+        prefix.flush()
+        attend(driver, attach(prompt)[1])
+        driver.finish_all()
+        assert driver.broken is None
+        cache.close()
+        pool.close()
+
+
 def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written():
     """Not on a stream, and not for a window."""
     driver = SimulatedDriver(seed=1, haste=0)

@@ -1,6 +1,7 @@
 """A process that holds KV memory: what outlives an engine, what does not, and who gets what. Real processes, real memory."""
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -221,7 +222,16 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
 
 
 @pytest.mark.parametrize(
-    "packets", [[b'{"do": "create", "size_bytes": 2097152}'] * 20, [b"no JSON"], [b"7"], [b"{}"], [b'{"do": "no such thing"}']]
+    "packets",
+    [
+        [b'{"do": "create", "size_bytes": 2097152}'] * 20,
+        [b"no JSON"],
+        [b"7"],
+        [b"{}"],
+        [b'{"do": "no such thing"}'],
+        [b"[" * 60_000],
+        [b'{"do": "create", "size_bytes": Infinity}'],
+    ],
 )
 def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, holder, packets):
     engine = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -230,6 +240,43 @@ def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, hol
         engine.send(packet)
     engine.close()
     assert num_held(path) == 0
+
+
+def test_an_engine_without_descriptors_leaves_no_handle_behind(path, holder, monkeypatch):
+    with contextlib.closing(HolderClient(path, CPU)) as client:
+        with monkeypatch.context() as patch:
+            receive = socket.recv_fds
+
+            def without(*arguments):
+                packet, fds, flags, address = receive(*arguments)
+                for fd in fds:
+                    os.close(fd)
+                return packet, [], flags | (socket.MSG_CTRUNC if fds else 0), address
+
+            patch.setattr(socket, "recv_fds", without)
+            with pytest.raises(DriverError, match="as many file descriptors"):
+                client.create(PAGE_BYTES)
+        assert client.held_bytes() == 0
+
+
+def test_a_holder_without_descriptors_refuses_a_process_and_goes_on(path, monkeypatch):
+    told, accept, failures = [], socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+    monkeypatch.setattr(socket.socket, "accept", lambda listener: raise_(failures.pop()) if failures else accept(listener))
+    holder = process.Holder(path, BUDGET_BYTES, HostDriver(), told.append)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as refused:
+        refused.connect(str(path))
+        assert refused.recv(100) == b""
+    assert num_held(path) == 0
+    holder.stop()
+    thread.join(60)
+    holder.close()
+    assert "refused a process: too many open files" in told
+
+
+def raise_(error):
+    raise error
 
 
 def test_a_holder_that_cannot_free_a_handle_goes_on_and_tries_again(path):

@@ -40,6 +40,14 @@ _TIMEOUT_S: Final = 30.0
 """A holder that does not answer for so long is gone."""
 
 
+class CutShort(OSError):
+    """A message came without its descriptors."""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        super().__init__(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
+        self.message: Final = message
+
+
 def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
     """Send one message. Raises: OSError."""
     packet = json.dumps(message).encode()
@@ -54,13 +62,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | Non
     """The next message and its descriptors, the caller's to close; None if the other side has gone. Raises: OSError."""
     packet, fds, flags, _ = socket.recv_fds(connection, _MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
         if not packet:
             return None
         message = json.loads(packet)
         if not isinstance(message, dict):
             raise OSError(errno.EPROTO, f"a message of type {type(message).__name__}")
+        if flags & socket.MSG_CTRUNC:
+            raise CutShort(message)
         return message, fds
     except BaseException as error:
         close_all(fds)
@@ -248,9 +256,11 @@ class HolderClient:
         self._send(call, message)
         try:
             answer = receive(self._connection)
+        except CutShort as error:
+            if call == "create":
+                self.release(error.message["serials"])  # which nothing here knows
+            raise DriverError(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
         except OSError as error:
-            if error.errno == errno.EMFILE:
-                raise DriverError(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
             raise self._gone(call, str(error)) from error
         if answer is None:
             raise self._gone(call, "its process has ended")

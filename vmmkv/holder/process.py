@@ -75,6 +75,9 @@ class Holder:
         with contextlib.ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
+            self._spare_fd = os.dup(self._lock_fd)
+            """Given up for a moment to hang up on what cannot be accepted."""
+            undo.callback(lambda: os.close(self._spare_fd))
             self._log_fd = SealedLog.create(budget_bytes)
             undo.callback(os.close, self._log_fd)
             self._log = undo.enter_context(contextlib.closing(SealedLog(self._log_fd)))
@@ -119,7 +122,15 @@ class Holder:
     # engines
 
     def _greet(self) -> _Engine | None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as none_left:
+            os.close(self._spare_fd)
+            with contextlib.suppress(OSError):
+                self._listener.accept()[0].close()
+            self._spare_fd = os.dup(self._lock_fd)
+            self._report(f"refused a process: {none_left.strerror}")
+            return None
         connection.settimeout(1.0)  # an engine that does not read cannot stop the holder
         pid, uid = peer(connection)
         error = f"it belongs to user {os.getuid()}, and process {pid} to {uid}" if uid != os.getuid() else ""
@@ -149,7 +160,7 @@ class Holder:
             self._answer(engine, message)
         except ConnectionError:  # it was killed before it had read an answer
             return False
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             self._report(f"process {engine.pid} sent what is no request, or reads no answers: {error!r}")
         return True
 

@@ -103,7 +103,7 @@ class PrefixIndex:
             node.add_resident(slot)
         self._move_lock(slot, end)
         if pieces and self.transfers is not None:
-            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens), slot)
+            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens), slot, [piece.value.extent for piece in pieces])
 
     def add(
         self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None = None

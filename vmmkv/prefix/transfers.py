@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -226,10 +226,14 @@ class Transfers:
         """Paths that were ever queued; so many of them, the oldest, have been written by the device."""
         self._writing: tuple[int, Fence] | None = None
         """Behind the fence one more path, and all before it, are written."""
+        self._unwritten: dict[Extent, int] = {}
+        """Extents whose rows may be on their way, as copies are: the number of the path with which they are written."""
 
     # what the prefix cache asks
 
-    def queue(self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None) -> None:
+    def queue(
+        self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None, extents: Iterable[Extent] = ()
+    ) -> None:
         """Store inserted tokens, of the sequence in `slot` if it runs, when there is time.
 
         Cost: they are compared with those that were inserted before for the slot.
@@ -246,6 +250,9 @@ class Transfers:
         if slot is not None:
             self._newest[slot] = chain, places
         self._num_queued += 1
+        if not any(self._stores):
+            self._unwritten.clear()  # what is queued from now on waits for all of them
+        self._unwritten.update(dict.fromkeys(extents, self._num_queued))
         for tier, stores in places:
             stores[chain] = self._storing(tier, chain, self._num_queued)
             first = next(iter(stores))
@@ -600,6 +607,7 @@ class Transfers:
             self._writing = self._num_queued, self.cache.memory.fence()
         if self._writing is not None and self._writing[1].done():
             self._num_written, self._writing = self._writing[0], None
+            self._unwritten = {extent: number for extent, number in self._unwritten.items() if number > self._num_written}
         for stores in self._stores:
             while stores and self._may_launch(left=_SPARE_WINDOWS + _LOAD_WINDOWS):
                 chain, storing = next(iter(stores.items()))
@@ -635,6 +643,9 @@ class Transfers:
         done: tuple[float, float] = (math.inf, 0)
         while len(has) < len(chain.in_order) and (piece := self._index.tree.last_piece(lookup, done)) is not None:
             placed = piece.value
+            if placed.extent in self._unwritten:  # another sequence has brought it since
+                yield False
+                continue
             keys = [] if placed.first_token else chain.by_group[piece.group][placed.page : placed.end_page]
             if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):
                 continue  # what an earlier engine left is lost, and in the tree no more
