@@ -458,6 +458,8 @@ class LLM(Closing):
                 engine.receive(Abort(request_id=request_id))
             while engine.has_work:
                 engine.step()
+            for sequence in list(engine.cache.sequences.values()):
+                sequence.close()  # no request has it: an interrupt came between
             self._settle()
         except BaseException as failure:
             self._broken = f"{type(error).__name__}: {error}; then {type(failure).__name__}: {failure}"

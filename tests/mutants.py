@@ -219,8 +219,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            memory.mapper.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
         ),
         "an exchange not ordered behind recorded streams": (
-            "                with memory.copying():\n                    _exchange(memory, mapping, end)",
-            "                _exchange(memory, mapping, end)",
+            "                with memory.copying():\n                    _exchange(memory, mapping, end if",
+            "                _exchange(memory, mapping, end if",
         ),
     },
     (POOL, CACHE): {

@@ -134,6 +134,7 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
             mapper.ask()
             if wait:
                 mapper.work(math.inf)
+                return True  # ranks, holder and stores are looked at again
             continue
         if isinstance(message, Manage):
             socket.send(encode(manage(loaded, message)))

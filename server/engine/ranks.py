@@ -285,17 +285,21 @@ class Ranks:
             done.record()
             self.wait_for(done.query)
 
-    def fail(self, error: Exception | None = None) -> NoReturn:
-        """End all ranks. Blocks for some seconds at most. Raises: RankFailed, saying why."""
+    def fail(self, error: BaseException | None = None) -> NoReturn:
+        """End all ranks. Blocks for some seconds at most. Raises: RankFailed, saying why; the error if it is an interrupt."""
         if self._failure is None:
             self._give_up(error)
+        if error is not None and not isinstance(error, Exception):
+            raise error
         raise RankFailed(self._failure) from error
 
-    def _give_up(self, error: Exception | None) -> None:
+    def _give_up(self, error: BaseException | None) -> None:
         spoken, until_s = self._have_spoken(_LAST_WORDS_S), time.monotonic() + _GONE_S
         reasons = [peer.last_words(until_s) for peer in spoken]
         late = f"the ranks have waited for one another for {self._timeout_s:g} s"
-        self._failure = "; ".join(reasons) or (late if error is None else f"a rank failed, or was late: {error}")
+        self._failure = "; ".join(reasons) or (
+            late if error is None else f"a rank failed, or was late: {str(error) or type(error).__name__}"
+        )
         self._end()
 
     def close(self) -> None:
@@ -361,7 +365,7 @@ class Ranks:
             gaps = [self._padding[: round_up(len(part), ALIGNED_ELEMENTS) - len(part)] for part in parts]
             self.collectives.broadcast(torch.cat([each for pair in zip(parts, gaps, strict=True) for each in pair]))
             yield
-        except Exception as error:  # the others wait within the pass
+        except BaseException as error:  # the others wait within the pass
             self.fail(error)
 
     @contextlib.contextmanager
@@ -371,7 +375,7 @@ class Ranks:
         self.send(Op.LOGITS, first, end)
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
 
     def replaying(self, replay: Callable[[], None]) -> Callable[[], None]:

@@ -494,8 +494,7 @@ async def _events(
     """Server-sent events. An error after the start is one of them, for the status is sent."""
 
     async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
-        counts = generation.token_counts(), generation.kept_rows()
-        usage = responses.Usage.of(*counts) if with_usage else None
+        usage = responses.Usage.of(generation.token_counts(), generation.kept_rows()) if with_usage else None
         return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
 
     try:

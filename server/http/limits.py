@@ -45,6 +45,8 @@ MAX_BODIES: Final = 16
 """All bodies that are held together are at most so many of the largest."""
 BODY_S: Final = 60.0
 """How long a client may take to send a body."""
+SEND_S: Final = 60.0
+"""How long it may take to read a piece of its answer, before it is taken to have gone away."""
 WINDOW_S: Final = 30
 """Rates are taken over so long."""
 MOST_RETRY_S: Final = 60
@@ -294,7 +296,11 @@ class Guard:
                 has_started = True
                 self._count(scope, message["status"])
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
-            await send(message)
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await send(message)
+            except TimeoutError:
+                raise ClientDisconnect from None
 
         try:
             await (self._head if scope["method"] == "HEAD" else self._pass)(scope, headers, receive, send_named)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -84,9 +85,12 @@ def test_a_rank_that_fails_ends_the_server_and_all_requests(fail: Callable[[int]
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_killed_while_the_server_is_idle_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_a_rank_that_is_killed_while_the_server_is_idle_ends_it(tmp_path: Path, was_asked: bool) -> None:
     with small_server(tmp_path / "small", *TWO_RANKS) as server:
         (rank,) = ranks(server)
+        if was_asked:
+            assert httpx.get(f"{server.url}/kv").is_success
         os.kill(rank, signal.SIGKILL)
         assert server.process.wait(60) == 1
 

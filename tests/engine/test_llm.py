@@ -327,6 +327,31 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
+@pytest.mark.parametrize("place", ["a sequence that no request has", "slots that the device alone has"])
+def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
+    engine: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As a second Ctrl-C is."""
+    core = engine._open().engine
+    holder, name = (core.cache, "open_any") if "sequence" in place else (core._runner.uploads, "into")
+    before, call, is_due = answers(engine.generate(["abc", "de"], GREEDY)), getattr(holder, name), [True]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        done = call(*arguments, **options)
+        decodes = name == "open_any" or arguments[0].data_ptr() == core._runner._decode._slots_B.data_ptr()
+        if is_due and decodes:
+            is_due.clear()
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(holder, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["fresh", "words"], [SamplingParams(max_tokens=3), GREEDY])
+    assert not core.cache.sequences
+    for _ in range(2):
+        assert answers(engine.generate(["abc", "de"], GREEDY)) == before
+
+
 def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
     engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -373,6 +373,13 @@ def test_an_error_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads,
     ends(llm, "out of memory")
 
 
+def test_an_interrupt_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._open().ranks.collectives, "sum", Mock(side_effect=KeyboardInterrupt))  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], GREEDY)
+    ends(llm, "a rank failed, or was late: KeyboardInterrupt")
+
+
 def test_a_call_that_fails_on_rank_0_fails_one_request_and_no_rank_repeats_it(llm: LLM, threads: Threads) -> None:
     driver: Any = llm._open().engine.cache.pool.driver._driver  # type: ignore[attr-defined]
     map_, driver.map = driver.map, Mock(side_effect=DriverError("map: no", call="map", code="ENOMEM"))
