@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of, wide_rows
 from tests.server.fake_engine import READY
-from tests.unit.holder_engines import start_holder
+from tests.unit.holder_engines import Process, start_holder
 from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.engine import fetches
@@ -31,12 +31,16 @@ from vmmkv.server.protocol import (
 )
 
 
-def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harness: MakeHarness, tmp_path: Path) -> None:
-    holder = start_holder(tmp_path / "kv.sock")
-    one = harness(
+def over_a_holder(harness: MakeHarness, path: Path) -> tuple[Process, Harness]:
+    """A holder, and an engine whose memory it owns."""
+    return start_holder(path), harness(
         wide_rows(), ours=True, share=True, max_tokens=1024, budget_pages=40,
-        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(tmp_path / "kv.sock"))),
+        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(path))),
     )  # fmt: skip
+
+
+def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harness: MakeHarness, tmp_path: Path) -> None:
+    holder, one = over_a_holder(harness, tmp_path / "kv.sock")
     prompts = [prompt_of(400, seed) for seed in range(5)]
     for prompt in prompts[:2]:
         one.said(prompt)
@@ -56,11 +60,7 @@ def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harn
 
 
 def test_an_engine_whose_holder_went_while_it_slept_stays_asleep(harness: MakeHarness, tmp_path: Path) -> None:
-    holder = start_holder(tmp_path / "kv.sock")
-    one = harness(
-        wide_rows(), ours=True, share=True, max_tokens=1024, budget_pages=40,
-        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(tmp_path / "kv.sock"))),
-    )  # fmt: skip
+    holder, one = over_a_holder(harness, tmp_path / "kv.sock")
     loaded = Loaded(one.engine, READY, one.memory)
     assert manage(loaded, Sleep()).error is None
     holder.kill()

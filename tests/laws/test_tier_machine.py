@@ -298,6 +298,24 @@ def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pa
         machine.teardown()
 
 
+def attached(prefix, texts, tokens):
+    """What a prompt of a tenant is attached to, and the sequence as the model has it."""
+    found = prefix.attach(tokens, namespace="red")
+    return found, opened(prefix.cache, found.sequence, owner=0, stamps=texts.stamps("red", tokens[: found.num_tokens]))
+
+
+def computed(driver, prefix, texts, prompt, num_rows):
+    """A sequence with memory for so many rows, whose prompt the device has computed; all inserted."""
+    found, live = attached(prefix, texts, prompt)
+    found.sequence.grow(num_rows)
+    live.stamps = texts.stamps("red", prompt)
+    append(driver, live, range(len(prompt)))
+    found.sequence.advance(len(prompt))
+    driver.finish_all()
+    prefix.insert(found.sequence, prompt)
+    return found.sequence
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
     """Rows that attaching copies are shared at once, while the copy is still on its way."""
@@ -308,22 +326,11 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         host = HostTier(40 * PAGE_BYTES)
         prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 14))
 
-        def attach(tokens):
-            attached = prefix.attach(tokens, namespace="red")
-            stamps = texts.stamps("red", tokens[: attached.num_tokens])
-            return attached, opened(cache, attached.sequence, owner=0, stamps=stamps)
-
-        attached, first = attach(prompt)
-        attached.sequence.grow(len(prompt))
-        first.stamps = texts.stamps("red", prompt)
-        append(driver, first, range(len(prompt)))
-        attached.sequence.advance(len(prompt))
-        driver.finish_all()
-        prefix.insert(attached.sequence, prompt)
+        sequence = computed(driver, prefix, texts, prompt, len(prompt))
         parting = [*prompt[:10], 50, 51]  # within a large extent: what it shares is copied into pages of its own
-        copied, _ = attach(parting)
+        copied, _ = attached(prefix, texts, parting)
         assert copied.num_tokens == 10 and copied.num_aliased < 3
-        prefix.release(attached.sequence)
+        prefix.release(sequence)
         prefix.evict()  # of these rows the copies alone are left
         prefix.poll()
         driver.finish_all()
@@ -334,7 +341,7 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         fetch = prefix.fetch(parting, namespace="red")
         prefix.flush()
         assert fetch.done and fetch.num_tokens == 8
-        attend(driver, attach(parting)[1])
+        attend(driver, attached(prefix, texts, parting)[1])
         driver.finish_all()
         assert driver.broken is None
         cache.close()
@@ -350,38 +357,27 @@ def test_copies_that_another_sequence_brings_while_a_path_is_stored_are_not_stor
         host = HostTier(40 * PAGE_BYTES)
         prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 24))
 
-        def attach(tokens):
-            attached = prefix.attach(tokens, namespace="red")
-            stamps = texts.stamps("red", tokens[: attached.num_tokens])
-            return attached.sequence, opened(cache, attached.sequence, owner=0, stamps=stamps)
-
-        sequence, first = attach(prompt)
-        sequence.grow(24)
-        first.stamps = texts.stamps("red", prompt)
-        append(driver, first, range(len(prompt)))
-        sequence.advance(len(prompt))
-        driver.finish_all()
-        prefix.insert(sequence, prompt)
+        sequence = computed(driver, prefix, texts, prompt, 24)
         with monkeypatch.context() as patch:
             patch.setattr(host, "lookup", lambda keys: None)  # as a store that has not answered yet
             for _ in range(4):
                 prefix.poll()
                 driver.finish_all()
             kernel = driver.launch_kernel(lambda: None, [])
-            copied, _ = attach([*prompt[:21], 50, 51])
+            copied, _ = attached(prefix, texts, [*prompt[:21], 50, 51])
         prefix.poll()
         while ready := [work for work in driver._ready() if work is not kernel]:
             driver._run(ready[0])
             prefix.poll()
         driver.finish_all()
         prefix.flush()
-        for each in (sequence, copied):
+        for each in (sequence, copied.sequence):
             prefix.release(each)
         prefix.evict()
         driver.finish_all()
         assert prefix.fetch(prompt, namespace="red") is not None
         prefix.flush()
-        attend(driver, attach(prompt)[1])
+        attend(driver, attached(prefix, texts, prompt)[1])
         driver.finish_all()
         assert driver.broken is None
         cache.close()
