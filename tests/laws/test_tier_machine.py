@@ -348,7 +348,7 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         pool.close()
 
 
-def test_copies_that_another_sequence_brings_while_a_path_is_stored_are_not_stored_before_they_are_there(monkeypatch):
+def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatch):
     """The path's last rows are in no piece, for its extent is not full. Of another sequence they are copied into pages."""
     with large_extents(4):
         driver = SimulatedDriver(seed=1, haste=0)
