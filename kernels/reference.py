@@ -140,9 +140,13 @@ def column_sums(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    lse_LNH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the last tokens of each sequence attend to each row of its slot: see `attention.column_sums.column_sums`."""
+    """How much the last tokens of each sequence attend to each row of its slot: see `attention.column_sums.column_sums`.
+
+    `lse_LNH` is not needed, and changes nothing.
+    """
     if out is None:
         out = torch.zeros(len(q_LNHD), len(lengths_B), k_LSTKD.shape[2], device=q_LNHD.device)
     starts = query_starts.tolist()

@@ -37,6 +37,7 @@ def prefill_as_over_blocks(
     scale: float | None = None,
     window: int | None = None,
     out: torch.Tensor | None = None,
+    lse_NH: torch.Tensor | None = None,
     skips_singles: bool = False,
 ) -> torch.Tensor:
     """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
@@ -48,7 +49,7 @@ def prefill_as_over_blocks(
     options = checks.attention_options(scale, window, None, memory.head_dim)
     cut = prefill_tiling(memory.head_dim, q_NHD.element_size(), "")
     batch = (query_starts, lengths_B, slots_B, limit_S)
-    return launch_prefill(q_NHD, memory, *batch, options, out, None, skips_singles=skips_singles, cut=cut)
+    return launch_prefill(q_NHD, memory, *batch, options, out, None, lse_NH, skips_singles=skips_singles, cut=cut)
 
 
 class CommonPrefillRows(KVRows):
@@ -56,12 +57,15 @@ class CommonPrefillRows(KVRows):
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None,
+        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None, "a decode step"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
-        return prefill_as_over_blocks(q_NHD, *rows, scale=scale, window=window, out=out_NHD, skips_singles=out_NHD is not None)
+        skips_singles = out_NHD is not None
+        return prefill_as_over_blocks(
+            q_NHD, *rows, scale=scale, window=window, out=out_NHD, lse_NH=lse_NH, skips_singles=skips_singles
+        )
 
 
 def open_common_prefill(wanted: BackendConfig) -> SlotBackend:

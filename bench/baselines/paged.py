@@ -394,7 +394,7 @@ class FA3Rows(BlockRows):
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None,
+        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None, "a decode step"

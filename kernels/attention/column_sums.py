@@ -2,7 +2,7 @@
 
 Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). Two launches:
 
-1. `_log_sum_exp` reduces the scores of each query. Attention keeps no such number, so they are computed anew.
+1. `_log_sum_exp` reduces the scores of each query, unless `prefill` has left its log-sum-exps.
 2. `_column_sums` then has a weight by one product and one exponential. A program owns a tile of rows and walks the queries that
    see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
 
@@ -141,6 +141,7 @@ def column_sums(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    lse_LNH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add to `out` how much the last tokens of each sequence attend to each of its rows, over all heads. Returns [L, B, C].
@@ -152,9 +153,11 @@ def column_sums(
     - out: contiguous float32 [L, B, C]; zeros of as many columns as a slot has rows if None. Columns at and past a length stay
       as they are, and the rows past the last column get no sums.
     - scale: positive, 1 / sqrt(D) if None. softcap: scores become softcap * tanh(score / softcap).
+    - lse_LNH: contiguous float32: what `prefill` gave as `lse_NH` for these queries, in each layer. Computed anew if None.
 
-    Cost: two launches, and where queries are few, of which each goes over rows in parts, a few of torch; each multiplies all
-    queries with all rows. No synchronisation; safe while a graph is captured, and the graph serves all counts and lengths.
+    Cost: two launches, or one with `lse_LNH`; each multiplies all queries with all rows. Where queries are few, of which each
+    then goes over rows in parts, a few of torch too. No synchronisation; safe while a graph is captured, and the graph serves
+    all counts and lengths.
     Raises: ValueError naming the argument.
     """
     device = q_LNHD.device
@@ -184,15 +187,11 @@ def column_sums(
     is_narrow = q_LNHD.element_size() == 2 and head_dim <= 128
     queries, tile, num_stages = (64, 128, 3) if is_narrow else (32, 32, 2)  # 64 rows a tile took 22.1 ms for 15.5 on an H200
     memory.check_tile_offsets(tile)
+    if lse_LNH is not None:
+        checks.exactly("lse_LNH", lse_LNH, torch.float32, (num_layers, num_queries, num_heads), device)
     if not num_queries or not out.numel():
         return out
 
-    num_blocks = ceil_div(num_queries * group, queries)
-    is_parted = num_blocks * num_sequences * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
-    part_rows = _PART_ROWS if is_parted else num_rows
-    num_parts = ceil_div(num_rows, part_rows)
-    shape = (num_parts, num_layers, num_queries, num_heads)
-    lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
     where = query_starts, lengths_B, slots_B
     strides = *q_LNHD.stride()[:3], k_LSTKD.stride(0) if num_layers > 1 else 0, *memory.strides[:3]  # any others compile anew
     constants = {
@@ -200,11 +199,18 @@ def column_sums(
         "HAS_SOFTCAP": softcap is not None, "num_warps": 4, "num_stages": num_stages,
     }  # fmt: skip
     with checks.on_device(device):
-        _log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](
-            q_LNHD, memory.k, lse_PLNH, *where, options.scale_log2, options.softcap_log2,
-            num_queries, memory.num_slots, num_rows, part_rows, num_blocks, *strides, **constants,
-        )  # fmt: skip
-        lse_LNH = lse_PLNH[0] if num_parts == 1 else torch.logsumexp(lse_PLNH * math.log(2.0), 0) / math.log(2.0)
+        if lse_LNH is None:
+            num_blocks = ceil_div(num_queries * group, queries)
+            is_parted = num_blocks * num_sequences * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
+            part_rows = _PART_ROWS if is_parted else num_rows
+            num_parts = ceil_div(num_rows, part_rows)
+            shape = (num_parts, num_layers, num_queries, num_heads)
+            lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
+            _log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](
+                q_LNHD, memory.k, lse_PLNH, *where, options.scale_log2, options.softcap_log2,
+                num_queries, memory.num_slots, num_rows, part_rows, num_blocks, *strides, **constants,
+            )  # fmt: skip
+            lse_LNH = lse_PLNH[0] if num_parts == 1 else torch.logsumexp(lse_PLNH * math.log(2.0), 0) / math.log(2.0)
         _column_sums[(ceil_div(num_columns, tile), num_sequences, num_layers)](
             q_LNHD, memory.k, lse_LNH, out, *where, options.scale_log2, options.softcap_log2,
             num_queries, memory.num_slots, num_columns, *strides, **constants,

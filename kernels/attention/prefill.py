@@ -83,7 +83,7 @@ def _uniform(x):
 
 @triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_tiles", "num_slots", "num_rows", "window"])
 def _prefill(
-    p_q, p_k, p_v, p_k_scale, p_v_scale, p_out, p_starts, p_lengths, p_slots, p_limits, p_tables,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_out, p_lse, p_starts, p_lengths, p_slots, p_limits, p_tables,
     scale_log2, softcap, window, num_sequences, num_queries, num_tiles, num_slots, num_rows,
     stride_qn, stride_qh, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
     stride_kss, stride_kst, stride_vss, stride_vst, stride_scale, stride_on, stride_oh, stride_table,
@@ -204,6 +204,8 @@ def _prefill(
     p_out_tile = p_out + base_64 * stride_on + tl.cast(i_head, tl.int64) * stride_oh
     p_out_md = p_out_tile + (i_token * stride_on)[:, None] + i_d[None, :]
     tl.store(p_out_md, (acc * share[:, None]).to(p_out.dtype.element_ty), mask=m_md)
+    if p_lse is not None:
+        tl.store(p_lse + (base_64 + i_token) * H + i_head, peak + tl.log2(total), mask=i_token < count - i_first)
 
 
 def prefill(
@@ -223,6 +225,7 @@ def prefill(
     softcap: float | None = None,
     skips_singles: bool = False,
     out: torch.Tensor | None = None,
+    lse_NH: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from the last tokens of each sequence to the rows of its slot, causally. Returns [N, H, D] (`out` if given).
@@ -239,6 +242,8 @@ def prefill(
     - query_starts: int32 [B + 1] on the device, from 0 and not descending.
     - scale: positive, 1 / sqrt(D) if None.
     - skips_singles: leave the rows of sequences of one query as they are in `out`, for `cascade` has attended to them.
+    - lse_NH: contiguous float32. Receives log2(sum(exp(score))) over the scaled and capped scores of each query and head, -inf
+      where there are none. Rows of sequences of one query stay as they are. No bit of the output depends on it.
     - workspace: that of `decode` for B queries.
     - The others are as for `decode`.
 
@@ -251,7 +256,7 @@ def prefill(
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     batch = (query_starts, lengths_B, slots_B, limit_S)
-    return launch_prefill(q_NHD, memory, *batch, options, out, workspace, skips_singles=skips_singles)
+    return launch_prefill(q_NHD, memory, *batch, options, out, workspace, lse_NH, skips_singles=skips_singles)
 
 
 @functools.cache
@@ -274,6 +279,7 @@ def launch_prefill(
     options: checks.AttentionOptions,
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    lse_NH: torch.Tensor | None = None,
     *,
     skips_singles: bool = False,
     cut: PrefillTiling | None = None,
@@ -287,6 +293,8 @@ def launch_prefill(
     memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
     checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
     out = checks.output(out, q_NHD.shape, q_NHD.dtype, device)
+    if lse_NH is not None:
+        checks.exactly("lse_NH", lse_NH, torch.float32, (num_queries, num_heads), device)
     if num_queries == 0 or num_sequences == 0:
         return out
 
@@ -299,13 +307,13 @@ def launch_prefill(
     if not skips_singles:
         attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
     if hopper is not None and hopper.applies(q_NHD, memory, options):
-        hopper.launch_prefill_hopper(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out)
+        hopper.launch_prefill_hopper(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, lse_NH)
         return out
     # Over blocks the pipeline has two loads, one after the other, where it has one in slots.
     num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
     with checks.on_device(device):
         _prefill[(num_tiles * num_heads,)](
-            q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, out,
+            q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, out, lse_NH,
             query_starts, lengths_B, slots_B, limit_S, memory.tables_SC,
             options.scale_log2, options.softcap_log2, options.rows_seen,
             num_sequences, num_queries, num_tiles, memory.num_slots, memory.num_rows,

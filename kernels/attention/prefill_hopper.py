@@ -272,8 +272,8 @@ def _step(
 
 @gluon.jit
 def multiply_part(
-    p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns, scale_log2, stride_on, stride_oh,
-    GROUP: gl.constexpr,
+    p_out, p_lse, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns, scale_log2, stride_on, stride_oh,
+    H: gl.constexpr, HAS_LSE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: queries [64 * GROUP, 64 * GROUP + 64) of each piece of this program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -333,6 +333,8 @@ def multiply_part(
         i_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
         p_tile = p_out + i_row.to(gl.int64) * stride_on + i_head.to(gl.int64) * stride_oh
         gl.store(p_tile + (i_token * stride_on)[:, None] + i_d[None, :], out, mask=(i_token < left)[:, None])
+        if HAS_LSE:
+            gl.store(p_lse + i_row.to(gl.int64) * H + i_head + i_token * H, peak + gl.log2(total), mask=i_token < left)
 
         i_q += 1
         mbarrier.wait(q_ready.index(i_q % Q_STAGES), i_q // Q_STAGES & 1)
@@ -357,10 +359,10 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows"])
 def prefill_kernel(
-    desc_q, desc_k, desc_v, desc_k_end, desc_v_end, p_out, p_starts, p_lengths, p_slots, p_limits, p_taken, p_tables,
+    desc_q, desc_k, desc_v, desc_k_end, desc_v_end, p_out, p_lse, p_starts, p_lengths, p_slots, p_limits, p_taken, p_tables,
     scale_log2, num_sequences, num_queries, num_slots, num_rows,
     stride_qh, stride_kk, stride_vk, stride_on, stride_oh, stride_table,
-    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr, BLOCK: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Each program takes pieces until none is left: a tile of 128 queries of a sequence under one query head each."""
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES * 2, GROUP_TOKENS, HEAD_DIM], desc_q.layout)
@@ -377,12 +379,12 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (multiply_part, (
-                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_0, turn_1), scale_log2,
-                stride_on, stride_oh, 0,
+                p_out, p_lse, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_0, turn_1), scale_log2,
+                stride_on, stride_oh, H, HAS_LSE, 0,
             )),
             (multiply_part, (
-                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_1, turn_0), scale_log2,
-                stride_on, stride_oh, 1,
+                p_out, p_lse, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_1, turn_0), scale_log2,
+                stride_on, stride_oh, H, HAS_LSE, 1,
             )),
             (load_part, (
                 descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, p_tables,
@@ -455,8 +457,9 @@ def launch_prefill_hopper(
     limit_S: torch.Tensor | None,
     options: checks.AttentionOptions,
     out_NHD: torch.Tensor,
+    lse_NH: torch.Tensor | None,
 ) -> None:
-    """`launch_prefill` where `applies`, of checked arguments, into `out_NHD`; not the sequences of one query.
+    """`launch_prefill` where `applies`, of checked arguments, into `out_NHD` and `lse_NH`; not the sequences of one query.
 
     Cost: two launches, one of which zeroes the count of pieces. Safe while a graph is captured: the count is then the graph's
     own, and zeroed on every replay.
@@ -469,10 +472,10 @@ def launch_prefill_hopper(
     desc_v, desc_v_end = _plane_descriptors(memory.v)
     with checks.on_device(device):
         prefill_kernel[(min(num_work, _num_multiprocessors(device)),)](
-            _rows_descriptor(q_NHD), desc_k, desc_v, desc_k_end, desc_v_end, out_NHD,
+            _rows_descriptor(q_NHD), desc_k, desc_v, desc_k_end, desc_v_end, out_NHD, lse_NH,
             query_starts, lengths_B, slots_B, limit_S, torch.zeros(1, dtype=torch.int32, device=device), memory.tables_SC,
             options.scale_log2, num_sequences, num_queries, memory.num_slots, memory.num_rows,
             _head_stride(q_NHD), _head_stride(memory.k), _head_stride(memory.v), out_NHD.stride(0), out_NHD.stride(1),
             memory.stride_table, H=num_heads, G=num_heads // memory.num_kv_heads, HAS_LIMIT=limit_S is not None,
-            BLOCK=memory.block, num_warps=4,
+            HAS_LSE=lse_NH is not None, BLOCK=memory.block, num_warps=4,
         )  # fmt: skip

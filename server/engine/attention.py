@@ -125,15 +125,18 @@ class KVRows:
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None,
+        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend from the last queries of each sequence. Returns [N, H, D]: `out_NHD`, where `cascade` gave it."""
+        """Attend from the last queries of each sequence. Returns [N, H, D]: `out_NHD`, where `cascade` gave it.
+
+        `lse_NH`: receives log-sum-exps of the queries, as in the kernel.
+        """
         from vmmkv.kernels.attention.prefill import prefill
 
         assert step.query_starts is not None, "a decode step"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
         return prefill(
-            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD,
+            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD, lse_NH=lse_NH,
             skips_singles=out_NHD is not None, **self.scales.get(layer, {}),
         )  # fmt: skip
 
@@ -266,7 +269,7 @@ class CachedAttention:
 
         q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. Queues launches, and waits for nothing.
         """
-        step, rows, window = self._step, self._rows, self._windows.get(layer)
+        step, rows, window, lse_NH = self._step, self._rows, self._windows.get(layer), None
         assert step is not None, "no step has begun"
         rotary = None
         if self._rope is not None:
@@ -275,28 +278,30 @@ class CachedAttention:
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
             q_NHD = q_NHD if rotary is None else rotary.q_out_NHD
-            if step.ranking is not None:
-                step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, rows.scales.get(layer, {}).get("k_scale"))
             out_NHD = None
             if step.shared is not None and window is None:
                 out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
             if step.query_starts is not None:
-                return rows.prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD)
-            return rows.decode(layer, q_NHD, step, scale=scale, window=window) if out_NHD is None else out_NHD
-        if rotary is not None:
-            q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.rows_N if step.positions_N is None else step.positions_N)
-            if step.queries_LBHD is not None:
-                step.queries_LBHD[layer] = q_NHD
-        rows.write(layer, k_NKD, v_NKD, step)
+                lse_NH = None if step.ranking is None else q_NHD.new_empty(q_NHD.shape[:2], dtype=torch.float32)
+                out_NHD = rows.prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD, lse_NH=lse_NH)
+            elif out_NHD is None:
+                out_NHD = rows.decode(layer, q_NHD, step, scale=scale, window=window)
+        else:
+            if rotary is not None:
+                q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.rows_N if step.positions_N is None else step.positions_N)
+                if step.queries_LBHD is not None:
+                    step.queries_LBHD[layer] = q_NHD
+            rows.write(layer, k_NKD, v_NKD, step)
+            out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
+            starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
+            sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)
+            for slot, length, (begin, end) in sequences:
+                first = 0 if window is None else max(0, length - (end - begin) + 1 - window)
+                k_TKD, v_TKD = rows.read(layer, slot, first, length)
+                out_NHD[begin:end] = attend(q_NHD[begin:end].to(k_TKD.dtype), k_TKD, v_TKD, scale, window)
         if step.ranking is not None:
-            step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, rows.scales.get(layer, {}).get("k_scale"))
-        out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
-        starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
-        sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)
-        for slot, length, (begin, end) in sequences:
-            first = 0 if window is None else max(0, length - (end - begin) + 1 - window)
-            k_TKD, v_TKD = rows.read(layer, slot, first, length)
-            out_NHD[begin:end] = attend(q_NHD[begin:end].to(k_TKD.dtype), k_TKD, v_TKD, scale, window)
+            k_scale = rows.scales.get(layer, {}).get("k_scale")
+            step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, k_scale, lse_NH)
         return out_NHD
 
 

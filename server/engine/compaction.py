@@ -15,7 +15,7 @@ positions, keys stay as they are, and the model's positions are rows plus `num_d
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
 generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
 layers are ranked by at once. A step with chunks of prompts has too many of them: it runs without a graph, and each layer adds
-what its own attend to.
+what its own attend to. Prefill's log-sum-exps halve the work of it, unless one query alone of some sequence is ranked by.
 
 Legend: L layers, T rows of a sequence, M ranked queries, B sequences that have some, C rows of the longest, N tokens of the
 step, H query heads, K kv heads, D head dim, S slots.
@@ -140,15 +140,18 @@ class Ranking:
         columns = np.concatenate([np.arange(ends[each.slot] - each.num_queries, ends[each.slot]) for each in ranked])
         lengths, slots = [each.end for each in ranked], [each.slot for each in ranked]
         self._columns_M, *self._where = uploads.pack([columns, starts, lengths, slots])
+        self._has_singles: Final = 1 in counts
+        """Is one query of a sequence ranked by? `prefill` gives no log-sum-exp of a sequence that has no other."""
         self._sums_LBC: torch.Tensor | None = None
 
     def add(
-        self, q_LNHD: torch.Tensor, k_LSTKD: torch.Tensor, scale: float | None, k_scale_STK: torch.Tensor | None = None
-    ) -> None:
+        self, q_LNHD: torch.Tensor, k_LSTKD: torch.Tensor, scale: float | None, k_scale_STK: torch.Tensor | None = None,
+        lse_NH: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Of some layers, with the rows of the step in place: one layer at each call, or all at once.
 
-        `k_scale_STK`: of quantised keys of one layer. Cost: three launches on a GPU, for quantised keys some ten for each
-        sequence; waits for nothing.
+        `k_scale_STK`: of quantised keys of one layer. `lse_NH`: what `prefill` gave for the queries of one layer. Cost: three
+        launches on a GPU, for quantised keys some ten for each sequence; waits for nothing.
         """
         if k_scale_STK is not None:
             ends = self._ends
@@ -158,7 +161,7 @@ class Ranking:
             for one, each in zip(self._ones, self._ranked, strict=True):
                 rows = each.slot, slice(each.end)
                 k_TKD = dequantise(k_LSTKD[0][rows], k_scale_STK[rows]).to(q_LNHD.dtype)
-                one.add(q_LNHD, k_TKD[None, None], scale)
+                one.add(q_LNHD, k_TKD[None, None], scale, lse_NH=lse_NH)
             return
         q_LMHD = q_LNHD.index_select(1, self._columns_M)
         if self._sums_LBC is None:
@@ -168,7 +171,8 @@ class Ranking:
             from vmmkv.kernels.attention.column_sums import column_sums
         else:
             from vmmkv.kernels.reference import column_sums
-        column_sums(q_LMHD, k_LSTKD, *self._where, scale=scale, out=self._sums_LBC)
+        lse_LMH = None if lse_NH is None or self._has_singles else lse_NH.index_select(0, self._columns_M)[None]
+        column_sums(q_LMHD, k_LSTKD, *self._where, scale=scale, lse_LNH=lse_LMH, out=self._sums_LBC)
 
     def finish(self) -> None:
         """All layers have added theirs: their sequences are ranked by it."""

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vmmkv
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model
 from vmmkv import KVCache
+from vmmkv.kernels import reference
 from vmmkv.memory.mapper import Mapper
 from vmmkv.server.engine import engine
+from vmmkv.server.engine.compaction import KeptRows, Ranked, Ranking
 from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.uploads import Uploads
 
@@ -203,3 +205,18 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     assert short_driver["map"] == SEQUENCES, "pages end while it is counted"
     assert short_calls["engine.py:Engine.step"] == TOKENS_A_PAGE
     assert short_calls == long_calls
+
+
+def test_rows_are_ranked_by_prefill_s_log_sum_exps_where_each_sequence_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prefill` gives none of a sequence of one query."""
+    given: list[torch.Tensor | None] = []
+    monkeypatch.setattr(reference, "column_sums", lambda *_, lse_LNH, **options: given.append(lse_LNH))
+    kept: Any = KeptRows
+    lse_NH = torch.randn(12, 2)
+    for counts in ((3, 2), (3, 1)):
+        ranked = [Ranked(kept, slot, 8, count, 1) for slot, count in enumerate(counts)]
+        ranking = Ranking(ranked, {0: 5, 1: 12}, Uploads(torch.device("cpu")))
+        ranking.add(torch.zeros(1, 12, 2, 4), torch.zeros(1, 2, 8, 1, 4), None, lse_NH=lse_NH)
+    several, beside_one = given
+    assert several is not None and torch.equal(several[0], lse_NH[[2, 3, 4, 10, 11]])
+    assert beside_one is None

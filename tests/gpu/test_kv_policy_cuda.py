@@ -1,5 +1,6 @@
 """Requests with a `kv_policy` on a GPU, between graphs and with steps in flight."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import triton
 
 from tests.engine.conftest import Harness, harness, prompt_of, tiny_model, wide_rows
 from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, Reference, compacted
+from tests.kernels.cases import FP16, LLAMA, NAN, make_case
+from vmmkv.kernels.attention import column_sums as kernels
 from vmmkv.kernels.attention.column_sums import column_sums
 from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
@@ -45,6 +48,52 @@ def test_the_tokens_are_those_of_the_reference_beside_others(harness: Callable[.
             reference = Reference(one.model, policy)
             assert one.tokens(f"{name} {rounds}") == reference.said(prompt, 100), name
             assert compacted(one, f"{name} {rounds}")[-1][1] == reference.num_dropped
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [(LLAMA, 0), (LLAMA, 128), (LLAMA, 16), (LLAMA | {"dtype": FP16}, 0), (LLAMA | {"head_dim": 64}, 0)],
+    ids=["Hopper", "Hopper over blocks", "blocks", "fp16", "heads of 64"],
+)
+def test_prefill_gives_the_log_sum_exps_that_column_sums_takes(
+    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], block: int
+) -> None:
+    """By the kernel for Hopper where it applies, and by the other. The output has the bits that it has without."""
+    case = make_case([300, 900, 64, 2500, 129], [300, 1, 2, 1000, 129], **shape)
+    attend = functools.partial(case.attend_in_blocks, block) if block else case.attend
+    lse_NH = torch.full(case.q_NHD.shape[:2], NAN, device=DEVICE)
+    assert torch.equal(attend(lse_NH=lse_NH), attend())
+    expected_NH = case.log_sum_exps()
+    expected_NH[300] = NAN  # of a sequence of one query
+    torch.testing.assert_close(lse_NH, expected_NH, atol=2e-3, rtol=1e-4, equal_nan=True)
+
+    assert case.starts is not None
+    wanted = torch.tensor([0, 2, 3, 4], device=DEVICE)
+    columns = torch.cat([torch.arange(300, device=DEVICE), torch.arange(301, 1432, device=DEVICE)])
+    starts = torch.tensor([0, 300, 302, 1302, 1431], dtype=torch.int32, device=DEVICE)
+    where = case.q_NHD[None, columns], case.memory.k[None], starts, case.lengths_B[wanted], case.slots_B[wanted]
+    anew = column_sums(*where)
+    monkeypatch.setattr(kernels, "_log_sum_exp", None)
+    torch.testing.assert_close(column_sums(*where, lse_LNH=lse_NH[None, columns]), anew, atol=1e-3, rtol=1e-3)
+    attend(lse_NH=lse_NH, limit_S=case.limits(0))
+    assert lse_NH[columns].eq(float("-inf")).all(), "of queries that see nothing"
+
+
+@EXACT
+def test_prompts_are_ranked_by_the_log_sum_exps_of_prefill(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+
+    def noting(*args: Any, lse_LNH: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        given.append(lse_LNH is not None)
+        return column_sums(*args, lse_LNH=lse_LNH, **options)
+
+    one = harness(device=DEVICE, ours=True, capture=True, step_tokens=256)
+    monkeypatch.setattr(kernels, "column_sums", noting)
+    one.ask("heavy", prompt_of(700), 1, kv_policy=HEAVY)
+    one.run()
+    assert one.failures() == {} and given and all(given)
 
 
 @EXACT

@@ -1,6 +1,7 @@
 """Random problems in vmmkv's geometry, with poison in everything that a kernel must not read or must write."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -211,6 +212,24 @@ class Case:
         num_queries, num_heads, head_dim = self.q_NHD.shape
         wide = torch.full((num_queries, 2 * num_heads, head_dim), NAN, dtype=self.q_NHD.dtype, device=self.q_NHD.device)
         return wide[:, ::2]
+
+    def log_sum_exps(
+        self, *, scale: float | None = None, softcap: float | None = None, window: int | None = None
+    ) -> torch.Tensor:
+        """[N, H] log2(sum(exp(score))) of each query, by torch in float32; NaN for queries of no sequence."""
+        assert self.starts is not None
+        num_queries, num_heads, head_dim = self.q_NHD.shape
+        lse_NH = torch.full((num_queries, num_heads), NAN, device=self.q_NHD.device)
+        starts, lengths, slots = (each.tolist() for each in (self.starts, self.lengths_B, self.slots_B))
+        for start, end, length, slot in zip(starts, starts[1:], lengths, slots, strict=False):
+            k_THD = self.memory.values()[0][slot, :length].repeat_interleave(num_heads // self.memory.k.shape[2], 1)
+            scores_HNT = torch.einsum("nhd,thd->hnt", self.q_NHD[start:end].float(), k_THD) * (scale or head_dim**-0.5)
+            if softcap is not None:
+                scores_HNT = softcap * torch.tanh(scores_HNT / softcap)
+            seen_NT = torch.ones(end - start, length, dtype=torch.bool, device=lse_NH.device).tril(length - end + start)
+            seen_NT = seen_NT if window is None else seen_NT.triu(length - end + start - window + 1)
+            lse_NH[start:end] = scores_HNT.masked_fill(~seen_NT, -math.inf).logsumexp(2).T / math.log(2.0)
+        return lse_NH
 
     def assert_right(self, out_NHD: torch.Tensor, **options: Any) -> None:
         """`assert_close` to the reference."""

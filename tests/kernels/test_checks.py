@@ -180,6 +180,7 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("query_starts", shorter, "(3,)"),
         ("query_starts", long, "int32"),
         ("out", zeros(2, 4, 64), "float16"),
+        ("lse_NH", zeros(4, 2).T, "not contiguous; wanted contiguous torch.float32 of shape (2, 4)"),
     ]),
     "column sums": (column_sums, summing(), [
         ("q_LNHD", lambda q: q[:, :, :3], "multiple of the 2 kv heads"),
@@ -197,6 +198,7 @@ REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
         ("out", zeros(1, 2, 15), "contiguous torch.float32 of shape (1, 2, 14)"),
         ("out", zeros(1, 3, 4), "contiguous torch.float32 of shape (1, 2, 4)"),
         ("out", doubles, "contiguous torch.float32 of shape (1, 2, 6)"),
+        ("lse_LNH", zeros(2, 4), "contiguous torch.float32 of shape (1, 2, 4)"),
     ]),
     "cascade": (cascade, attention(cascade), [
         ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),

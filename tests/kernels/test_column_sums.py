@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import DEVICE, FP16, FP32, SMALL, Case, make_case, some
+from tests.kernels.cases import DEVICE, FP16, FP32, NAN, SMALL, Case, make_case, some
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention import column_sums as kernels
 from vmmkv.kernels.attention.column_sums import column_sums
@@ -40,6 +40,17 @@ def test_they_are_those_of_the_reference(
     torch.testing.assert_close(sums_BT, expected(case, **options), atol=1e-4, rtol=1e-3)
     counts = torch.tensor([1, 32, 40, 5], device=DEVICE)
     torch.testing.assert_close(sums_BT.sum(1), heads * counts.float(), atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3, "softcap": 2.0}])
+def test_by_the_log_sum_exps_of_prefill_they_are_the_same(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    """And nothing is computed anew."""
+    case = make_case([70, 40, 33], [32, 40, 2], **SMALL)
+    expected_BT = summed(case, **options)
+    lse_NH = torch.full(case.q_NHD.shape[:2], NAN, device=DEVICE)
+    case.attend(lse_NH=lse_NH, **options)
+    monkeypatch.setattr(kernels, "_log_sum_exp", None)
+    torch.testing.assert_close(summed(case, lse_LNH=lse_NH[None], **options), expected_BT, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("queries", "softcap"), [(1, None), (5, 0.5), (40, None)])

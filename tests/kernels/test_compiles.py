@@ -148,10 +148,10 @@ class Model:
         options |= self.tables
         decode.decode(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
 
-    def prefill(self, index: torch.dtype = torch.int32, *, limit: bool = True, **options: Any) -> None:
+    def prefill(self, index: torch.dtype = torch.int32, *, limit: bool = True, lse: bool = False, **options: Any) -> None:
         """Its launch, and those of decode for sequences of one query."""
         where = (empty(SLOTS + 1), empty(SLOTS, dtype=index), empty(SLOTS, dtype=index))
-        options |= self.tables
+        options |= self.tables | {"lse_NH": empty(*self.q_NHD.shape[:2], dtype=FP32) if lse else None}
         prefill.prefill(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
 
     def append(self, index: torch.dtype = torch.int32, *, rope: bool = False, norms: bool = False) -> None:
@@ -191,7 +191,7 @@ def attention() -> None:
     Model(128, 2, 64, BF16).decode()  # the largest query of its tile
     Model(4, 1, 80, FP32).decode(torch.int64, limit=False)
     Model(32, 8, 128, FP16).prefill()
-    Model(64, 1, 256, BF16, "int4", block=16).prefill(window=100, softcap=30.0)
+    Model(64, 1, 256, BF16, "int4", block=16).prefill(window=100, softcap=30.0, lse=True)
     for form in (
         *((*llama, None, "", block) for block in (0, 16, 128)),
         (9, 3, 64, FP16, None, "", 0),
@@ -218,7 +218,7 @@ def hopper() -> None:
     for heads, kv_heads in ((32, 8), (7, 1)):
         for limit in (False, True):
             Model(heads, kv_heads, 128, BF16).prefill(torch.int64 if limit else torch.int32, limit=limit)
-    Model(32, 8, 128, BF16, block=128).prefill()
+    Model(32, 8, 128, BF16, block=128).prefill(lse=True)
     assert len(launched) == 5
     for other in (Model(8, 8, 128, FP16), Model(8, 8, 64, BF16), Model(8, 8, 128, BF16, "fp8")):
         other.prefill()

@@ -86,6 +86,20 @@ def test_a_single_query_has_the_bits_of_decode(kind: Kind | None, options: dict[
     assert torch.equal(case.only(2).attend(**options), expected[1:2])
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("fp8", {}), (None, {"window": 40, "softcap": 20.0, "scale": 0.2})], ids=["fp8", "window and cap"]
+)
+def test_log_sum_exps_are_those_of_torch_and_change_no_bit(kind: Kind | None, options: dict[str, Any]) -> None:
+    case = make_case([9, 33, 150, 12, 70], [1, 33, 100, 0, 2], kind=kind, **SMALL)
+    lse_NH = torch.full(case.q_NHD.shape[:2], NAN, device=DEVICE)
+    assert torch.equal(case.attend(lse_NH=lse_NH, **options), case.attend(**options))
+    expected = case.log_sum_exps(**options)
+    expected[0] = NAN  # a sequence of one query
+    torch.testing.assert_close(lse_NH, expected, atol=2e-3, rtol=1e-3, equal_nan=True)
+    case.attend(lse_NH=lse_NH, limit_S=case.limits(0))
+    assert torch.equal(lse_NH[1 : case.num_queries], torch.full_like(lse_NH[1 : case.num_queries], float("-inf")))
+
+
 def test_the_workspace_is_that_of_decode() -> None:
     case = make_case([9, 33, 50], [1, 33, 1], **SMALL)
     elements = workspace_elements(case.q_NHD[:3], case.memory.k)
