@@ -160,6 +160,16 @@ def test_a_record_comes_back_as_it_was(tier):
     assert stats.errors == 0 or isinstance(tier, Slow)
 
 
+def test_a_tier_that_was_closed_can_be_opened_again(tier):
+    """By the next cache that uses it."""
+    keeps = not isinstance(getattr(tier, "tier", tier), HostTier)
+    assert store(tier, 1)
+    tier.close()
+    tier.open(CPU)
+    assert found(tier, 1) == [keeps] and load(tier, 1) == keeps
+    assert store(tier, 2) and load(tier, 2)
+
+
 @pytest.mark.parametrize("tier", TIERS, indirect=True)
 def test_a_tier_stays_within_its_budget_and_keeps_the_newest(tier):
     for number in range(3 * NUM_RECORDS):

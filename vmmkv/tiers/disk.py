@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
@@ -73,20 +75,16 @@ class DiskTier(ThreadedTier):
         self._generation = 0
         self._fd = self._index_fd = -1
         _tiers.add(self)
-        try:
-            self._fd = self._open_file("records")
-            self._lock_path()
-            self._index_fd = self._open_file("index")
-            self._allocate()
-            self._use_direct_io()
-            self._read_index()
-        except BaseException:
-            self._close_files()
-            raise
-        taken = {slot.number for slot in self._records.values() if slot is not None}
-        self._free = [number for number in reversed(range(num_slots)) if number not in taken]
+        self._open_files()
 
     # what ThreadedTier asks
+
+    def open(self, device: torch.device) -> None:
+        """See Tier.open. If it was closed, the records are found again. Raises: as the constructor."""
+        with self.lock:
+            if self._fd < 0:
+                self._open_files()
+        super().open(device)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier.lookup."""
@@ -185,6 +183,21 @@ class DiskTier(ThreadedTier):
             if more == 0 or (count < len(data) and more % _ALIGNMENT_BYTES):
                 raise OSError(errno.EIO, f"{self.path}: {count} of {len(data)} bytes could be read")
 
+    def _open_files(self) -> None:
+        """Take the path, and find the records that are there."""
+        try:
+            self._fd = self._open_file("records")
+            self._lock_path()
+            self._index_fd = self._open_file("index")
+            self._allocate()
+            self._use_direct_io()
+            self._read_index()
+        except BaseException:
+            self._close_files()
+            raise
+        taken = {slot.number for slot in self._records.values() if slot is not None}
+        self._free = [number for number in reversed(range(self._num_slots)) if number not in taken]
+
     def _lock_path(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,6 +260,7 @@ class DiskTier(ThreadedTier):
 
     def _read_index(self) -> None:
         """Find the records that are there. An index of another version is begun anew."""
+        self._records.clear()
         content = (self.path / "index").read_bytes()
         if not content.startswith(_HEADER):
             self.write_at(self._index_fd, memoryview(_HEADER + bytes(len(content) - len(_HEADER))), 0)

@@ -119,7 +119,7 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Give memory and files back. Idempotent.
+        """Give memory and files back. Idempotent; it can be opened again.
 
         Raises: ValueError while transfers are under way: a device may copy from and to the memory.
         """
