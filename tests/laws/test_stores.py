@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from tests.laws.faulty_tier import FaultyStore
 from tests.laws.test_tiers import CPU, NUM_RECORDS, found, key_of, load, store
 from tests.stores import free_port, mooncake_store, redis_server, until
 from vmmkv import TierUnavailable
@@ -153,6 +154,23 @@ def test_a_record_under_the_name_of_another_is_a_miss(make, server):
     assert store(tier, 1)
     client.set(value_of(tier, 2), client.get(value_of(tier, 1)))
     assert found(tier, 2) == [True] and not load(tier, 2) and load(tier, 1)
+
+
+def test_what_was_not_asked_before_a_close_is_asked_when_the_tier_is_open_again():
+    tier, asked, ends = FaultyStore(NUM_RECORDS), [], threading.Event()
+    ask = tier.ask
+    tier.ask = lambda names: (asked.append(names), ends.wait(60), ask(names))[2]
+    tier.open(CPU)
+    until(lambda: asked)
+    assert tier.lookup([key_of(1)]) is None  # behind the first question
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    until(lambda: tier._asker is None)
+    ends.set()
+    closing.join()
+    tier.open(CPU)
+    assert found(tier, 1) == [False]
+    tier.close()
 
 
 def test_a_store_that_hangs_blocks_no_call_and_comes_back(make, server, clock, monkeypatch):

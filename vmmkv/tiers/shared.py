@@ -204,6 +204,7 @@ class SharedTier(ThreadedTier):
         try:
             if asker is not None:
                 asker.shutdown(wait=True, cancel_futures=True)
+                self._asked.clear()
             super().close()
         finally:
             late.cancel()
