@@ -375,7 +375,8 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
 def captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
     """What replays the launches, and what they returned."""
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+    # Twice: where a capture cannot begin or end, torch's own context leaves its stream the current one, and fences are of that.
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         result = launch()
     return graph.replay, result
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, t
 from vmmkv import KVCache
 from vmmkv.kernels import reference
 from vmmkv.memory.mapper import Mapper
-from vmmkv.server.engine import engine
+from vmmkv.server.engine import engine, runner
 from vmmkv.server.engine.compaction import KeptRows, Ranked, Ranking
 from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.uploads import Uploads
@@ -220,3 +221,20 @@ def test_rows_are_ranked_by_prefill_s_log_sum_exps_where_each_sequence_has_sever
     several, beside_one = given
     assert several is not None and torch.equal(several[0], lse_NH[[2, 3, 4, 10, 11]])
     assert beside_one is None
+
+
+@pytest.mark.parametrize("call", ["capture_begin", "capture_end"])
+def test_an_interrupted_capture_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Fences are made on the current stream: on another one they would miss what was launched before."""
+    default, capturing = (Mock(device=torch.device("cuda:0")) for _ in range(2))
+    current, graph = [default], Mock(**{f"{call}.side_effect": KeyboardInterrupt})
+    monkeypatch.setattr(runner, "_capture_stream", lambda index: capturing)
+    for name in ("current_device", "synchronize", "empty_cache", "_get_device_index"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    with pytest.raises(KeyboardInterrupt):
+        runner.captured(lambda: None, None)
+    assert capturing in current and current[-1] is default
