@@ -213,9 +213,12 @@ class LLM(Closing):
 
         try:
             self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)
+            self._settle()
+        except BaseException:
+            self.close()
+            raise
         finally:
             progress.close(done=self._loaded is not None)
-        self._settle()
         ready = self.ready
         self._limits = dataclasses.replace(ready.limits, model=self._model)
         log.info(

@@ -118,6 +118,7 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
                 assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
                 ranks.have_host_memory(tier.address, tier.budget_bytes)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
+        undo.callback(loaded.close)
         until_s = time.monotonic() + _PREPARE_S
         loaded.engine.prepare(wait=lambda: time.monotonic() > until_s)
         undo.pop_all()

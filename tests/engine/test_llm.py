@@ -16,12 +16,13 @@ from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 
 from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv import MIB
+from vmmkv import MIB, Pool
 from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, Closed, DriverUnavailable, HolderUnavailable, VmmkvError
 from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.engine import loading
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258
@@ -424,6 +425,20 @@ def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
         one.generate("abc")
     with pytest.raises(Closed):
         _ = one.ready
+
+
+@pytest.mark.parametrize("name", ["measure_prefill", "prepare", "settle"])
+def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pools: list[Pool] = []
+
+    def interrupted(engine: Engine, *_: Any, **__: Any) -> None:
+        pools.append(engine.cache.pool)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(directory, **OPTIONS)
+    assert pools[0].closed
 
 
 def test_a_directory_without_a_tokenizer_takes_token_ids_alone(directory: Path, tmp_path: Path) -> None:
