@@ -29,7 +29,7 @@ from vmmkv.server.engine.compaction import ROUNDED_ANEW, Compactor, KeptRows
 from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status, Step
-from vmmkv.server.engine.runner import Logprobs, Results, Runner
+from vmmkv.server.engine.runner import NAP_S, Logprobs, Results, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks
@@ -63,9 +63,6 @@ _SLOT_STEPS: Final = 8
 
 _POLL_US: Final = 200.0
 """Time for tiers while there is nothing to do but to wait."""
-
-_NAP_S: Final = 1e-4
-"""Pause between two polls of the tiers, whose threads need Python's lock."""
 
 _NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
 _NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
@@ -287,7 +284,7 @@ class Engine:
             self.read()
         elif self._scheduler.fetches.waiting:
             self.poll_tiers()
-            time.sleep(_NAP_S)
+            time.sleep(NAP_S)
         self.report(only_if_due=True)
 
     def launch(self, step: Step) -> None:
@@ -330,9 +327,7 @@ class Engine:
         step = self.in_flight.popleft()
         assert step.readback is not None, "all of it is launched"
         try:
-            while step.readback.done is not None and not step.readback.is_done and self.poll_tiers():
-                time.sleep(_NAP_S)
-            results = self._runner.wait(step.readback)
+            results = self._runner.wait(step.readback, self.poll_tiers)
         except Exception as error:
             self._fail_step(step, error)
             return

@@ -56,6 +56,9 @@ ON_DEVICE: Final = -1
 IDLE: Final = -2
 """Result of a row that had no room for its token, or is in the null slot: as in `vmmkv.kernels.step`."""
 
+NAP_S: Final = 1e-4
+"""Pause between two polls of the tiers, whose threads need Python's lock."""
+
 _MIN_GROUPED_ROWS: Final = 8
 """Rows of the smallest batch that is captured for prefix groups too."""
 
@@ -120,10 +123,21 @@ class Runner:
         if self.ranks is not None:
             self.ranks.settle()
 
-    def wait(self, readback: "Readback") -> "Results":
-        """The results of a step. Blocks until the device is done with it. Raises: RankFailed."""
-        if self.ranks is not None and readback.done is not None:
+    def wait(self, readback: "Readback", poll: Callable[[], bool] = lambda: False) -> "Results":
+        """The results of a step. Blocks until the device is done with it; meanwhile `poll` works, until it has nothing left.
+
+        Raises: RankFailed.
+        """
+
+        def is_over() -> bool:
+            return readback.is_done or not poll()
+
+        if readback.done is not None and self.ranks is not None:
+            self.ranks.wait_for(is_over)
             self.ranks.wait_for(readback.done.query)
+        elif readback.done is not None:
+            while not is_over():
+                time.sleep(NAP_S)
         return readback.wait()
 
     @torch.inference_mode()

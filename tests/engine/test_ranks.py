@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -25,6 +26,8 @@ from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import fetches, ranks, worker
 from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
+from vmmkv.server.engine.request import Step
+from vmmkv.server.engine.runner import Readback
 from vmmkv.server.engine.worker import Worker
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import ceil_div
@@ -355,6 +358,20 @@ def test_a_device_that_waits_for_a_rank_for_too_long_ends_the_engine(llm: LLM) -
         with pytest.raises(RankFailed, match=r"the ranks have waited for one another for 0\.1 s"):
             several.wait_for(lambda: is_done)  # noqa: B023 - called at once
     fence.wait()  # memory is given back all the same
+    ends(llm, "waited for one another")
+
+
+def test_stores_behind_a_step_that_waits_for_a_rank_do_not_keep_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, several = llm._open().engine, llm._open().ranks
+    assert several is not None
+    several._timeout_s = 0.1
+    readback = Readback(torch.zeros(0, dtype=torch.int32), done=Mock(**{"query.return_value": False}))
+    none, polls = np.zeros(0, np.int64), iter(range(30_000))
+    core.in_flight.append(Step(none, none, none, [], readback=readback))
+    with monkeypatch.context() as patch, pytest.raises(RankFailed, match="the ranks have waited for one another"):
+        patch.setattr(core, "poll_tiers", lambda: next(polls, None) is not None)
+        core.read()
+    assert next(polls, None) is not None
     ends(llm, "waited for one another")
 
 
