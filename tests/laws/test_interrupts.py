@@ -17,7 +17,8 @@ import vmmkv
 from tests.laws.test_failures import OPERATIONS
 from vmmkv import KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
-from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.testing.fake_driver import FakeDriver, Launch
+from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import PAGE_BYTES
 
 LIBRARY = str(Path(vmmkv.__file__).parent)
@@ -162,6 +163,30 @@ def test_an_interrupted_failure_raises_the_interrupt(cache: KVCache) -> None:
         during_a_driver_call(cache, lambda: (signal.raise_signal(signal.SIGINT), 1 / 0))
     assert isinstance(caught.value.__context__, ZeroDivisionError)
     cache.check()
+
+
+@pytest.mark.parametrize("name", ["save", "restore", "offload"])
+def test_host_memory_goes_behind_the_copy_that_an_interrupt_stops(
+    cache: KVCache, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sequence, path, copies = cache.open(), tmp_path / "one", list[Launch]()
+    sequence.grow(4)
+    sequence.advance(4)
+    sequence.save(path)
+
+    def copy(*_: int) -> None:
+        copies.append(pool.driver.launch([]))
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pool.driver, "copy", copy)
+    acts: dict[str, Callable[[], object]] = {
+        "save": lambda: sequence.save(path),
+        "restore": lambda: cache.restore(path),
+        "offload": lambda: Offloaded([[sequence]]),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        acts[name]()
+    assert [copy.finished for copy in copies] == [True]
 
 
 def run_with_call(act: Callable[[], object], number: int | None, call: Callable[[], object]) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import torch
 
-from vmmkv.driver.base import Fence
+from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.address_space import Span
 from vmmkv.memory.pool import Extent
@@ -83,12 +83,22 @@ class _Rows:
         for part in self.parts:
             for at, size_bytes in _chunks(part.first_byte, self.num_tokens * part.span.group.row_bytes):
                 chunk = memory_for(size_bytes)
-                with cache.pool.lock, cache.memory.copying():
+                with _copying(cache):
                     self.check()
                     cache.pool.driver.copy(chunk.data_ptr(), part.span.address + at, size_bytes)
-                    fence = cache.pool.driver.fence()
-                fence.wait()
                 yield chunk
+
+
+@contextlib.contextmanager
+def _copying(cache: "caches.KVCache") -> Iterator[None]:
+    """Copies to or from host memory that are launched within have ended behind it, interrupted or not: the memory may go."""
+    fence: Fence = DONE
+    try:
+        with cache.pool.lock, cache.memory.copying():
+            yield
+            fence = cache.pool.driver.fence()
+    finally:
+        fence.wait()
 
 
 def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
@@ -165,12 +175,10 @@ def restore(
                     data = buffer[:chunk_bytes].numpy().data
                     if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
                         raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
-                    with cache.pool.lock, cache.memory.copying():
+                    with _copying(cache):
                         cache.check_running(sequence)
                         cache.check_capture()
                         cache.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
-                        fence = cache.pool.driver.fence()
-                    fence.wait()
         except BaseException:
             if sequence is not None:
                 sequence.close()
