@@ -173,6 +173,22 @@ def test_what_was_not_asked_before_a_close_is_asked_when_the_tier_is_open_again(
     tier.close()
 
 
+def test_a_store_that_answers_a_tier_opened_again_is_left_alone_when_it_fails():
+    tier = FaultyStore(NUM_RECORDS)
+    tier.fault = "gone"
+    tier.open(CPU)
+    until(lambda: is_left_alone(tier))
+    tier.close()
+    tier.fault = None
+    tier.open(CPU)
+    until(lambda: not is_left_alone(tier))
+    assert found(tier, 0) == [False]
+    tier.fault = "gone"
+    tier.lookup([key_of(1)])
+    until(lambda: is_left_alone(tier))
+    tier.close()
+
+
 def test_a_store_that_hangs_blocks_no_call_and_comes_back(make, server, clock, monkeypatch):
     tier, callers = make(server.url, timeout_s=2.0), set()
     for name in ("ask", "get", "put"):

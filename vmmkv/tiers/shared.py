@@ -279,7 +279,7 @@ class SharedTier(ThreadedTier):
             with self.lock:
                 began_s = self._calls.pop(call, None)
         if self._pause_s and began_s is not None:  # a call that began before the store was left alone says nothing of now
-            self._pause_s = 0.0
+            self._pause_s = self._again_s = 0.0
             log.warning("%s answers again", self.where)
 
     def _leave_alone(self, error: Exception) -> None:
