@@ -8,7 +8,7 @@ Each field is a flag, a variable of the environment and a key of the configurati
     kv_budget_bytes  --kv-budget 4GiB       VMMKV_KV_BUDGET=4GiB      kv_budget = "4GiB"
     prefix_cache     --no-prefix-cache      VMMKV_PREFIX_CACHE=false  prefix_cache = false
 
-A flag goes before a variable, that before the file, that before the default. typer reads flags and variables
+A flag overrides a variable, a variable the file, and the file the default. typer reads flags and variables
 (`vmmkv.cli.serve`); `make_configs` reads the file and merges.
 """
 
@@ -115,7 +115,7 @@ class ServeConfig:
     model: Annotated[str, _MODEL("smollm2-135m, a transformers directory, or a hub name", "NAME|DIR")] = DEFAULT_MODEL
     device: Annotated[str, _MODEL("auto (a GPU if there is one), cpu, cuda or cuda:INDEX")] = "auto"
     dtype: Annotated[
-        str, _MODEL("of weights, and of KV unless said: auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16")
+        str, _MODEL("dtype of weights and KV: auto (float32 on a CPU, else bfloat16), float32, bfloat16 or float16")
     ] = "auto"
     model_impl: Annotated[
         str,
@@ -127,30 +127,30 @@ class ServeConfig:
     seed: Annotated[int, _MODEL("seed of dummy weights", "N")] = 0
     """In the in-process engine also of requests without a seed."""
     tensor_parallel_size: Annotated[
-        int, _MODEL("split the model over so many GPUs, from --device on, or processes of the CPU", "N")
+        int, _MODEL("number of GPUs to split the model over, from --device on; on a CPU, of processes", "N")
     ] = 1
     kv_budget_bytes: Annotated[
-        int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
+        int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "what is free", "kv_budget")
     ] = None
     kv_cache_dtype: Annotated[
-        str, _MEMORY("of the KV cache: auto (that of --dtype); fp8, int8 or int4 keep more tokens, less exactly", "TYPE")
+        str, _MEMORY("dtype of the KV cache: auto (that of --dtype), or fp8, int8 or int4, in which more tokens fit", "TYPE")
     ] = "auto"
     kv_holder: Annotated[
         str | None, _MEMORY("take KV memory from the `vmmkv hold` at this socket: prefixes outlive the server", "PATH")
     ] = None
     kv_lender: Annotated[
-        str | None, _MEMORY("borrow the prefixes of the server whose --kv-holder this is, on the same host", "PATH")
+        str | None, _MEMORY("borrow the prefixes of the server that has this --kv-holder, on the same host", "PATH")
     ] = None
-    max_tokens: Annotated[int | None, _MEMORY("longest prompt and answer together", "N", "the model's")] = None
-    max_num_seqs: Annotated[int, _MEMORY("sequences that run at once; further requests wait", "N")] = 256
+    max_tokens: Annotated[int | None, _MEMORY("most tokens of a prompt and its answer together", "N", "the model's")] = None
+    max_num_seqs: Annotated[int, _MEMORY("most sequences that run at once; further requests wait", "N")] = 256
     max_num_batched_tokens: Annotated[
-        int | None, _MEMORY("tokens computed in one step; fewer keep answers flowing during long prompts", "N", "by the device")
+        int | None, _MEMORY("most tokens of a step; fewer keep answers flowing during long prompts", "N", "8192, on a CPU 512")
     ] = None
     kv_policy: Annotated[
         str | None,
         _MEMORY(
-            "rows of the KV cache that requests keep unless they say, such as streaming_llm:sinks=4,window=2048; with "
-            "positions=original keys are not turned",
+            "default kv_policy of requests: which tokens' KV they keep, such as snapkv:budget=2048 or "
+            "streaming_llm:sinks=4,window=2048",
             "POLICY",
         ),
     ] = None
@@ -158,30 +158,30 @@ class ServeConfig:
     kv_host_budget_bytes: Annotated[
         int | None,
         _PREFIXES(
-            "host memory for prefixes that leave the device, such as 64GiB, taken at the start", "SIZE", name="kv_host_budget"
+            "host memory for prefixes evicted from the device, such as 64GiB; taken at the start", "SIZE", name="kv_host_budget"
         ),
     ] = None
     kv_disk: Annotated[
-        str | None, _PREFIXES("a directory for prefixes that leave the device, found again after a restart", "PATH")
+        str | None, _PREFIXES("a directory for prefixes evicted from the device, found again after a restart", "PATH")
     ] = None
     kv_disk_budget_bytes: Annotated[
-        int | None, _PREFIXES("disk space for them, taken at the start", "SIZE", name="kv_disk_budget")
+        int | None, _PREFIXES("disk space for --kv-disk, such as 500GiB; taken at the start", "SIZE", name="kv_disk_budget")
     ] = None
     kv_store: Annotated[
         str | None,
         _PREFIXES("a store of prefixes that engines share, such as redis://host:6379/0 or mooncake://host:50051", "URL"),
     ] = field(default=None, repr=False)
     kv_events: Annotated[
-        str | None, _PREFIXES("publish what the prefix cache gains and loses, for routers, as tcp://*:5557", "ENDPOINT")
+        str | None, _PREFIXES("publish the changes of the prefix cache to routers, at tcp://*:5557 for instance", "ENDPOINT")
     ] = None
     kv_events_replay: Annotated[
-        str | None, _PREFIXES("send the last of these again on request, as tcp://*:5558", "ENDPOINT")
+        str | None, _PREFIXES("send the last KV events again on request, at tcp://*:5558 for instance", "ENDPOINT")
     ] = None
-    kv_events_topic: Annotated[str | None, _PREFIXES("their topic", "TEXT")] = None
+    kv_events_topic: Annotated[str | None, _PREFIXES("topic of the KV events", "TEXT")] = None
     host: Annotated[str, _ADDRESS("address to listen on; the default is this machine alone")] = "127.0.0.1"
     port: Annotated[int, _ADDRESS("port to listen on, 0 for any that is free")] = 8000
     log_level: Annotated[str, _LOGS("debug, info, warning or error")] = "info"
-    log_format: Annotated[str, _LOGS("console, or json for an object a line")] = "console"
+    log_format: Annotated[str, _LOGS("console, or json for one object a line")] = "console"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -260,7 +260,7 @@ class FrontConfig:
     allowed_hosts: Annotated[
         tuple[str, ...],
         _ADDRESS(
-            "accept requests for this host name, besides addresses and localhost; repeatable. With it, other names are refused",
+            "accept this name in the Host header, besides addresses and localhost; repeatable. Others are then refused",
             "NAME",
             "any name, if reachable from other machines",
             "allowed_host",
@@ -281,12 +281,12 @@ class FrontConfig:
         field(default=None, repr=False)
     )
     admin_key_file: Annotated[str | None, _ADDRESS("a file with the admin key", "FILE")] = None
-    max_queued_requests: Annotated[int, _LIMITS("sequences in flight beyond --max-num-seqs, before requests get 429", "N")] = (
-        1024
-    )
-    max_queued_tokens: Annotated[int, _LIMITS("prompt tokens that wait for a first token, before requests get 429", "N")] = (
-        1 << 22
-    )
+    max_queued_requests: Annotated[
+        int, _LIMITS("sequences that may wait beyond --max-num-seqs; further requests get 429", "N")
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int, _LIMITS("prompt tokens that may wait for a first token; further requests get 429", "N")
+    ] = 1 << 22
     max_body_bytes: Annotated[int, _LIMITS("largest request body", "SIZE", "16MiB", "max_body_size")] = 16 * MIB
     request_timeout_s: Annotated[
         float | None,
@@ -296,7 +296,7 @@ class FrontConfig:
         float, _LIMITS("time that requests in flight get after a signal to stop", "SECONDS", name="drain_timeout")
     ] = 25.0
     stuck_after_s: Annotated[
-        float, _LIMITS("report an engine that has work and makes no step for so long", "SECONDS", name="stuck_after")
+        float, _LIMITS("report an engine that has work but makes no step for this long", "SECONDS", name="stuck_after")
     ] = 120.0
 
     def __post_init__(self) -> None:

@@ -125,13 +125,14 @@ class RequestOutput:
 class LLM(Closing):
     """A model and its KV cache, for one caller at a time. Close it, or use it in a `with` block, to free its memory.
 
-    The options are those of `vmmkv serve`, with the same defaults. `model` is a known name, a directory in transformers'
-    format, or a hub name. `dtype` may be torch's. Without a tokenizer in the directory, prompts are token ids and answers have
-    no text; without weights, `load_format="dummy"` is needed. `seed` is for dummy weights, and for requests without a seed.
+    The options are those of `vmmkv serve`, with the same defaults. Sizes are in bytes; `max_tokens` is the most tokens of a
+    prompt and its answer together. `model` is `smollm2-135m`, a directory in transformers' format, or a hub name. `dtype` may
+    be a torch.dtype. Without a tokenizer in the directory, prompts are token ids and answers have no text; without weights,
+    `load_format="dummy"` is needed. `seed` is for dummy weights, and for requests without a seed.
 
-    On a CPU, set OMP_WAIT_POLICY=PASSIVE before Python starts: OpenMP's threads spin as they wait.
-    Python's full garbage collections walk the prefix tree: 0.3 s for 50,000 nodes. `gc.freeze()` between calls spares that, but
-    keeps cycles of objects that your process has then.
+    On a CPU, set OMP_WAIT_POLICY=PASSIVE before Python starts, else idle OpenMP threads spin and slow down the others.
+    Python's full garbage collections walk the prefix tree: 0.3 s for 50,000 nodes. `gc.freeze()` between calls avoids that, but
+    also keeps garbage cycles that your process has at that time.
 
     Raises: TypeError for an unknown option, ValueError for a wrong one; ModelUnavailable; UnsupportedModel (a ValueError);
     DriverUnavailable, OutOfPages.
@@ -256,11 +257,11 @@ class LLM(Closing):
     ) -> list[RequestOutput]:
         """Continue each prompt. Returns one output for each, in order.
 
-        `prompts` are one or several texts or token ids (a list, or an array or tensor of one dimension). `sampling_params` are
-        for all, or one for each; `SamplingParams()` by default. Prompts of lower `priorities` run first. `progress` shows a
-        bar on stderr; by default on a terminal.
+        `prompts` is one prompt or several; a prompt is a text or token ids (a list, or an array or tensor of one dimension).
+        `sampling_params` is one for all, or one for each; `SamplingParams()` by default. `priorities` has an integer for each
+        prompt; lower ones run first. `progress` shows a bar on stderr; by default on a terminal.
 
-        A request that fails says so in its output's `error`; the others go on. Ctrl-C ends all after the running step, and
+        If a request fails, its output's `error` says why; the others go on. Ctrl-C ends all after the running step, and
         the LLM can be used again.
 
         Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
@@ -279,8 +280,8 @@ class LLM(Closing):
     ) -> list[RequestOutput]:
         """The assistant's next turn in one or several conversations, by the model's chat template; else as `generate`.
 
-        Each message has a `role` and a `content`, both texts.
-        Raises: as `generate`; ValueError for a message that is none, and for a conversation that the template refuses.
+        A conversation is a list of messages, each with a `role` and a `content`, both texts.
+        Raises: as `generate`; ValueError for a malformed message, and for a conversation that the template refuses.
         """
 
         def encoded(conversation: Any) -> list[int]:
@@ -293,7 +294,7 @@ class LLM(Closing):
         return self._generate(conversations, encoded, sampling_params, priorities, progress, continues=False)
 
     def close(self) -> None:
-        """Free all memory, when tiers have stored what they lack. Idempotent.
+        """Free all memory, after tiers have stored what they lack (for 30 s at most). Idempotent.
 
         Raises: RuntimeError if another thread generates.
         """

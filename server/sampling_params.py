@@ -136,10 +136,11 @@ _LIKELIEST: Final = "None for none, or how many of the likeliest, 0 or more"
 @_explains_unknown_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. Validated once; one object may serve any number of prompts.
+    """How tokens are chosen, and when to stop. Validated once; can be used for any number of prompts.
 
-    Logits are changed in this order: penalties, `logit_bias`, temperature, `top_k`, `top_p`, `min_p`. Tokens of equal
-    probability are kept or dropped together. Log-probabilities are those of the model's logits before all of this.
+    Names and meanings are vLLM's. Logits are changed in this order: penalties, `logit_bias`, temperature, `top_k`, `top_p`,
+    `min_p`. Tokens of equal probability are kept or dropped together. Log-probabilities are those of the model's logits before
+    all of this.
 
     numpy's numbers and any list are accepted; they are kept as Python's numbers and tuples.
     Requests over HTTP get each field that is declared here, see `http.schemas`.
@@ -148,21 +149,21 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """New tokens at most. 0 only with `prompt_logprobs`."""
+    """Most new tokens. 0 only with `prompt_logprobs`."""
     min_tokens: int = _integer(0, 0, MAX_INDEX, "0 to max_tokens")
-    """New tokens at least: until then no end token, no `stop_token_ids` and no `stop` ends the answer."""
+    """Fewest new tokens: until then no end token, no `stop_token_ids` and no `stop` ends the answer."""
     temperature: float = _number(1.0, 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
     """0 takes the likeliest token; so does anything below 1e-5."""
     top_p: float = _number(1.0, 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", is_open=True)
-    """Keep the likeliest tokens that have this much probability together; at least one is kept."""
+    """Keep the fewest likeliest tokens whose probabilities sum up to this; at least one is kept."""
     top_k: int = _integer(0, -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
     """Keep this many of the likeliest tokens; 0 or -1 keeps all."""
     min_p: float = _number(0.0, 0.0, 1.0, "from 0, which keeps all tokens, to 1")
     """Keep tokens with at least this share of the likeliest token's probability."""
     presence_penalty: float = _about_zero(0.0, MAX_PENALTY)
-    """Taken from the logit of each token generated before."""
+    """Subtracted from the logit of each token generated before."""
     frequency_penalty: float = _about_zero(0.0, MAX_PENALTY)
-    """Taken from the logit of a token for each time that it was generated before."""
+    """Subtracted from the logit of a token for each time that it was generated before."""
     repetition_penalty: float = _number(
         1.0,
         1 / MAX_REPETITION_PENALTY,
@@ -173,19 +174,19 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int | None = _integer(None, -(2**63), 2**63, "an integer of 64 bits, or None")
-    """Seed of the random stream, which depends on nothing else but the position; None for a new one each time."""
+    """Seed of the random numbers, which depend only on it and the position; None for a new one each time."""
     n: int = _integer(1, 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
     """Answers for each prompt."""
     stop: Sequence[str] = ()
-    """Texts that end the answer and are no part of it; or one such text."""
+    """Texts that end the answer and are not part of it; or one such text."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the answer, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
-    """None for none; else the log-probability of each chosen token, and of this many of the likeliest beside it."""
+    """None for none; else the log-probability of each chosen token, and those of this many likeliest tokens."""
     prompt_logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
-    """The same of the prompt's tokens. All rows of the prompt are computed then, cached or not."""
+    """The same for the prompt's tokens. The whole prompt is computed then, cached or not."""
     beam_width: int = _integer(0, 0, MAX_INDEX, "0 to sample, or the width of a beam search")
     """Above 0, a beam search of this width; the answers are its `n` best. Needs `temperature=0`."""
     length_penalty: float = _about_zero(1.0, MAX_LENGTH_PENALTY)

@@ -1,8 +1,13 @@
-"""vmmkv: every sequence's KV cache at one contiguous range of addresses, with physical memory mapped on demand.
+"""KV-cache memory for LLM inference: one contiguous range of addresses a sequence, physical memory mapped on demand.
 
-    from vmmkv import KVCache, KVLayout, Pool
+    KVLayout     the shape of K and V of one token
+    Pool         physical memory on a device, up to a budget
+    KVCache      addresses for sequences, over a pool: opens, forks and adopts them
+    Sequence     grow, write rows, advance; truncate, park or close
+    PrefixCache  shares equal prompt prefixes between sequences
+    HostTier, DiskTier   where a PrefixCache keeps rows that leave the device
 
-Importing this starts no CUDA context, no thread and no logging; torch comes with the first name that needs it.
+Importing this starts no CUDA context, no thread and no logging; torch is imported with the first name that needs it.
 """
 
 from importlib import import_module

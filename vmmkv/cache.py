@@ -75,7 +75,7 @@ def _cut(known: _Positions, num_tokens: int) -> _Positions:
 
 @dataclass(eq=False, slots=True)
 class ParkedSlot(Unique):
-    """A slot whose sequence has ended and whose mappings stay, until it is adopted or evicted."""
+    """A slot whose sequence has ended and whose memory stays mapped, until it is adopted or evicted."""
 
     slot: int
     length: int
@@ -121,13 +121,17 @@ class Planes(ABC):
 
 
 class Sequence(Planes, Closing, Unique):
-    """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open`, `adopt` or `fork`.
+    """One sequence's K and V: a range of addresses, and the memory mapped there. Made by `KVCache.open`, `adopt` or `fork`.
+
+        sequence.grow(100)              map memory for 100 tokens
+        sequence.k(layer)[:100] = ...   write rows: views of shape [limit, heads, dim]
+        sequence.advance(100)           count them as written
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
     while the sequence lives (law 6). Every method raises Closed after `close` or `park`.
 
-    A row holds a token. `compact` drops rows of tokens that the sequence has seen: from then on `length`, `limit` and
-    `max_tokens` count rows, and `position` the tokens seen.
+    A row holds a token. After `compact`, which drops rows, `length`, `limit` and `max_tokens` count rows, and `position`
+    counts the tokens seen.
     """
 
     __slots__ = ("_rows", "cache", "closed", "known_positions", "max_tokens", "slot", "tenant")
@@ -144,7 +148,7 @@ class Sequence(Planes, Closing, Unique):
 
     @property
     def length(self) -> int:
-        """Tokens written and kept: rows."""
+        """Tokens written: rows in use."""
         self._check_live()
         return int(self.cache.table.lengths[self.slot])
 
@@ -171,10 +175,10 @@ class Sequence(Planes, Closing, Unique):
     def grow(self, num_tokens: int) -> None:
         """Map memory so that this sequence can hold `num_tokens` tokens in all.
 
-        On failure the sequence, its mappings and the budget are exactly as before, but that parked slots may have been
-        evicted to make room.
+        On failure the sequence, its mappings and the budget are as before, but parked slots may have been evicted to make
+        room.
 
-        Cost: one map and one access call for each missing page, and a create or a zero where no page of this tenant is
+        Cost: one map and one access call for each missing extent, and a create or a zero where no page of this tenant is
         free. No driver call and no lock if enough is mapped. Blocks only if the pool must wait for a reclaim, or the lock is
         taken.
         Raises: SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable; DriverError; GraphCapture.
@@ -204,7 +208,7 @@ class Sequence(Planes, Closing, Unique):
                 cache.blocked_us += (time.perf_counter_ns() - began_ns) / 1e3
 
     def advance(self, num_tokens: int = 1) -> None:
-        """`num_tokens` more rows have been written. No driver call.
+        """Count `num_tokens` more rows as written: the caller or its kernels write them. No driver call.
 
         Raises: RowsUnmapped if that passes `limit`: grow first.
         """
@@ -448,13 +452,14 @@ class CacheStats:
 
 
 class KVCache(Planes, Closing, Unique):
-    """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each.
+    """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each, in memory of `pool`.
 
-    `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
-    176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
+    Addresses are reserved at once, and cost no memory; memory is mapped as sequences grow. `slots` counts running and parked
+    sequences. `guard_tokens` rows past the length are kept mapped for kernels that load whole tiles: 176 for
+    FlashAttention-3, 0 for kernels with masked loads.
 
-    If a signal handler raises just as `open`, `adopt` or `fork` returns, as Ctrl-C does, the new sequence runs until the cache
-    is closed.
+    Close it, or use it in a `with` block; closing the pool closes it too. If a signal handler raises just as `open`, `adopt` or
+    `fork` returns, as Ctrl-C does, the new sequence runs until the cache is closed.
 
     Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError, of the kind OutOfAddresses for
     more slots of that length than there are addresses for; GraphCapture.
@@ -528,7 +533,7 @@ class KVCache(Planes, Closing, Unique):
         return [arena.slot_bytes // PAGE_BYTES for arena in self.memory.arenas]
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> Sequence:
-        """A new sequence in a free slot, with `max_tokens` (the cache's by default) as its end.
+        """A new, empty sequence of at most `max_tokens` tokens (the cache's by default), in a free slot.
 
         A blank parked slot of the same tenant is taken first, with what is mapped there.
         Memory that another tenant wrote is zeroed before this one sees it (law 7).

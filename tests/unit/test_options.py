@@ -332,7 +332,7 @@ def test_help_has_every_option_with_its_variable(
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "A flag goes before a variable, that before the file" in shown
+    assert "A flag overrides a variable, and a variable overrides the file" in shown
     for option in OPTIONS:
         assert option.flag in shown and option.variable in shown
 

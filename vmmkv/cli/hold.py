@@ -17,17 +17,17 @@ examples:
 
 An engine that is given the socket (vmmkv serve --kv-holder PATH; in the
 library Pool(..., holder=PATH)) takes its memory from here, one engine at a
-time and of the same user only. When it ends, in whatever way, the prefixes
+time and of the same user only. When the engine ends or is killed, the prefixes
 that it had finished stay, and the next engine with the same layout and
-fingerprint goes on from them. What no prefix
-names is freed. SIGTERM ends the holder and frees everything.
+fingerprint attaches them. All other memory is freed. SIGTERM ends the holder
+and frees everything.
 """
 
 
 def run(
     socket: Annotated[Path, typer.Option("--socket", metavar="PATH", help="where engines connect", show_default=False)],
     budget: Annotated[
-        str, typer.Option("--budget", metavar="SIZE", help="the most memory to own, such as 64GiB", show_default=False)
+        str, typer.Option("--budget", metavar="SIZE", help="most memory to own, such as 64GiB", show_default=False)
     ],
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="auto (a GPU if there is one), cpu, cuda or cuda:INDEX")

@@ -12,7 +12,7 @@ import typer
 from vmmkv.config import read_environment
 from vmmkv.server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
 
-SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
+SUMMARY = "serve a model over HTTP with OpenAI's API"
 
 EXAMPLES = """\
 examples:
@@ -33,8 +33,9 @@ examples:
 
 configuration:
   Every option can be a flag, a variable of the environment or a key of a
-  TOML file. A flag goes before a variable, that before the file, that before
-  the default. Unknown VMMKV_ variables and unknown keys are refused.
+  TOML file. A flag overrides a variable, and a variable overrides the file.
+  Unknown VMMKV_ variables and unknown keys are refused. The server guide
+  (docs/guides/server.md) says how to choose.
 
   flag                variable                   in the file of --config
   --max-num-seqs 64   VMMKV_MAX_NUM_SEQS=64      max_num_seqs = 64

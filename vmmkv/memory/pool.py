@@ -171,18 +171,20 @@ class PoolStats:
 
 
 class Pool(Closing, Unique):
-    """Physical memory for KV caches, up to a budget, on one device.
+    """Physical memory for KV caches on one device, up to `budget_bytes`. Several caches can share it.
 
-    `device` is anything torch takes: "cpu" is host virtual memory, "cuda:0" a GPU's. Nothing is created until it is
-    needed; what is freed stays created, for later use, until `resize` or `close` gives it back to the device. The pool has
-    one page more than the budget: the null page.
+    `device` is anything torch takes: "cuda:0" for a GPU's memory, "cpu" for host memory. Memory is allocated when it is
+    needed. Freed memory stays with the pool for later use, until `resize` or `close` gives it back to the device. The pool
+    takes one page (2 MiB) beyond the budget: the null page.
 
     With `holder`, the socket of a `vmmkv hold`, that process owns the memory, and prefixes outlive this one: see
-    `PrefixCache`, which is made before sequences grow. Taking memory then costs a round trip more. If the holder ends, what is
-    created stays usable, and no more comes.
+    `PrefixCache`, which must be made before sequences grow. Allocating then takes a round trip more. If the holder ends, the
+    memory allocated so far stays usable, and there is no more.
 
-    With `lender`, the socket of another engine's holder, the `PrefixCache` borrows what that engine has sealed: its handles are
-    mapped here too, read-only, and count in both budgets.
+    With `lender`, the socket of another engine's holder, the `PrefixCache` borrows prefixes that this engine has sealed: their
+    memory is mapped here too, read-only, and counts in both budgets.
+
+    Close it, or use it in a `with` block, after the work that uses it has been launched.
 
     Raises: BudgetError for a budget below one page, beyond all addresses of a process, or above the holder's;
     HolderUnavailable; DriverUnavailable, of the kind that says what is missing.

@@ -65,14 +65,18 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """The prefixes of one cache. It takes the pool's lock for every operation, as the cache does.
+    """Prompt prefixes of one cache, shared between its sequences. A cache has one PrefixCache at most.
 
-    Sequences come from `attach` and end by `park`, `release` or their own `close`; what was inserted stays. The cache may
-    have other sequences besides, of which the tree knows nothing. A cache has one PrefixCache at most.
+        sequence = prefix.attach(prompt).sequence    rows [0, sequence.length) are there already
+        ...                                          compute the rest, and the answer
+        prefix.park(sequence, tokens)                later prompts can attach all of it
 
-    `tiers`: where rows go that leave the device, the fastest first; they are the caller's to close, behind the cache.
+    Sequences come from `attach` and end by `park`, `release` or their own `close`; what was inserted stays until it is
+    evicted. The cache may have other sequences too, which are not shared. Every operation takes the pool's lock.
+
+    `tiers`: where copies of rows are kept, the fastest first; the caller closes them, after the cache.
     If the pool has a holder process, full extents outlive this process, and those that an earlier one left can be attached.
-    If it has a lender, `borrow` takes what the engine of that one has.
+    If it has a lender, `borrow` takes prefixes of the lender's engine.
 
     With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
     static scales, the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
@@ -120,7 +124,7 @@ class PrefixCache:
     # in
 
     def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
-        """How many of the first tokens could be attached now, all but one at most. Changes nothing."""
+        """How many of the first tokens could be attached now, at most all but the last. Changes nothing."""
         return self.lookup(tokens, namespace=namespace)()
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
@@ -144,15 +148,15 @@ class PrefixCache:
         max_tokens: int | None = None,
         method: AttachMethod | str | None = None,
     ) -> Attached:
-        """A new sequence with as many of a prompt's tokens as are known. The last token is always left to be computed.
+        """A new sequence with the longest cached prefix of a prompt. The last token is always left to be computed.
 
-        Attached rows may be shared and are to be read only; `truncate` before writing them. Rows from `num_tokens` on are the
+        Attached rows may be shared: do not write them without `truncate`. Rows from `num_tokens` on are the
         sequence's own. `tokens`: ids as a list, a tuple, or an array or tensor of one dimension; an int32 array is the
         fastest.
 
-        `namespace` separates equal tokens that mean different rows: by tenant or salt, model, adapter, KV type. It is the
-        sequence's tenant. `method` forces one, or computing if that one is not possible; see `vmmkv.prefix.attach` for the
-        rule without it. If pages for the copied rows are missing, all rows are left to be computed.
+        `namespace` separates equal tokens whose rows differ or must not be shared: by tenant or salt, model, adapter, KV type.
+        It is the sequence's tenant. `method` forces a method, or computing if it is not possible; see `vmmkv.prefix.attach`
+        for the rule without it. If pages for the copied rows are missing, all rows are left to be computed.
 
         Cost: adopt, a write of the limit; alias, a map and an access call for each extent and a copy; compute, as
         `KVCache.open`. Blocks only as `KVCache.open` and `grow` do.
@@ -190,7 +194,7 @@ class PrefixCache:
     # on and out
 
     def insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> None:
-        """Share the first rows of a sequence, which are confirmed and hold these tokens; they are not written any more.
+        """Share the first rows of a sequence, which hold these tokens. They must be confirmed, and not be written any more.
 
         Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
         `is_written`: the device has ended the work that wrote them. A holder's log then names them at once, and not behind all
@@ -204,7 +208,7 @@ class PrefixCache:
             self._insert(sequence, tokens, is_written=is_written)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
-        """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
+        """End a sequence: insert its tokens, and keep its slot, which a prompt that continues them can adopt."""
         with self.cache.pool.lock:
             self.cache.check_capture()
             node, slot = self._insert(sequence, tokens), sequence.slot
@@ -386,7 +390,7 @@ class PrefixCache:
     # pins, and the rest
 
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
-        """Keep what is known of some tokens for `ttl_s` seconds (for ever if None); how many tokens that are.
+        """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None); returns its tokens.
 
         Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken.
         """
@@ -403,7 +407,7 @@ class PrefixCache:
             return match.num_tokens
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
-        """Let these tokens, and whatever is pinned on the way to them, be evicted like everything else."""
+        """Let these tokens and their pinned prefixes be evicted again."""
         tokens = _checked(tokens)
         with self.cache.pool.lock:
             for node in self._index.tree.match(namespace, tokens).path:

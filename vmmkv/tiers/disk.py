@@ -53,10 +53,11 @@ class _Slot:
 
 
 class DiskTier(ThreadedTier):
-    """Up to `budget_bytes` of records in the directory `path`, which is made. They are found again after a restart.
+    """A tier of `budget_bytes` of disk space in the directory `path`, for `PrefixCache(cache, tiers=[...])`.
 
-    Each record is verified when it is read. If the process is killed, what was being written is lost and nothing else. The
-    least recently used record goes first. One process at a time uses a path. Only their owner may read its files.
+    The directory is made if need be, and its space allocated at once. Records, of 2 MiB, are found again after a restart, and
+    verified when they are read. If the process is killed, only what was being written is lost. The least recently used record
+    is evicted first. One process at a time can use a path. Only the owner may read its files. Close it after its caches.
     Raises: TierUnavailable if another process uses the path, or no file can be written there; BudgetError if it does not fit on
     the disk, naming what fits; OSError.
     """
