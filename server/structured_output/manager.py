@@ -112,9 +112,9 @@ class StructuredOutputManager:
         future, _ = self._compiled.pop(key, (None, 0))
         if future is None or future.cancelled() or (future.done() and future.exception() is not None):
             future = self._reader.submit(self._read, data)
+            while self._compiled and sum(size for _, size in self._compiled.values()) + len(data) > self._cache_bytes:
+                self._compiled.popitem(last=False)
         self._compiled[key] = future, len(data)
-        while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
-            self._compiled.popitem(last=False)
         self._opening[request.ask.request_id] = request, future
 
     def cancel(self, request_id: str) -> None:
