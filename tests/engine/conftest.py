@@ -1,7 +1,7 @@
 """An engine in this process: a real model of transformers over a real cache, with its answers in a list."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,12 @@ class Harness:
         self.run()
         return self.tokens("alone")[before:]
 
+    def serve(self, prompts: Mapping[str, list[int]], max_new_tokens: int = 8, **options: Any) -> None:
+        """Queue a request for each prompt, by its name, and step until all is done."""
+        for name, prompt in prompts.items():
+            self.ask(name, prompt, max_new_tokens, **options)
+        self.run()
+
     def run(self, *, at_most: int = 5000) -> None:
         """Step until all is done, recounting the laws after each step."""
         for _ in range(at_most):
@@ -291,6 +297,11 @@ class Harness:
         with self.by_transformers():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
         return out[0, len(prompt) :].tolist()
+
+    def assert_expected(self, prompts: Mapping[str, list[int]], max_new_tokens: int = 8) -> None:
+        """The answer to each prompt, by its name, is transformers' own."""
+        for name, prompt in prompts.items():
+            assert self.tokens(name) == self.expected(prompt, max_new_tokens), name
 
     def close(self) -> None:
         """The threads end and everything goes back, or this raises."""

@@ -61,8 +61,7 @@ def test_tokens_are_those_of_transformers(over: Callable[..., Harness], system: 
         one.ask(name, prompt, 20)
     one.ask("sampled", prompt_of(40), 20, temperature=0.9, seed=7)
     finish(one)
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 20), name
+    one.assert_expected(prompts, 20)
     assert len(one.tokens("sampled")) == 20
 
 
@@ -93,13 +92,12 @@ def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..
 @pytest.mark.parametrize("share", [False, True])
 def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Callable[..., Harness], share: bool) -> None:
     one = over(open_memory=open_paged, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
-    prompts = [prompt_of(600, index) for index in range(3)]
-    for index, prompt in enumerate(prompts):
-        one.ask(str(index), prompt, 120)
+    prompts = {str(index): prompt_of(600, index) for index in range(3)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 120)
     finish(one)
     assert one.engine._scheduler.num_preempted > 0
-    for index, prompt in enumerate(prompts):
-        assert one.tokens(str(index)) == one.expected(prompt, 120)
+    one.assert_expected(prompts, 120)
 
 
 def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness]) -> None:

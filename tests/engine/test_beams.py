@@ -260,15 +260,12 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
     for name, prompt in older.items():
         one.ask(name, prompt, 300)
     searches = {"search": prompt_of(230, 3), "another": prompt_of(20, 4)}
-    for name, prompt in searches.items():
-        one.ask(name, prompt, 60, beam_width=4)
-    one.run()
+    one.serve(searches, 60, beam_width=4)
     assert not one.failures()
     assert 1 <= one.engine._scheduler.num_preempted < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
         check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
-    for name, prompt in older.items():
-        assert one.tokens(name) == one.expected(prompt, 300), name
+    one.assert_expected(older, 300)
 
 
 @pytest.mark.parametrize(("num_steps", "share"), [(0, False), (1, True), (3, False), (9, True)])
@@ -325,9 +322,7 @@ def test_windows_move_with_the_beams(harness: MakeHarness, share: bool) -> None:
     model = windowed(100, head_dim=32, max_position_embeddings=8192)
     one = harness(opinionated(model), share=share, step_tokens=512)
     prompts = {"within": prompt_of(60), "past": prompt_of(700)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 80, beam_width=3)
-    one.run()
+    one.serve(prompts, 80, beam_width=3)
     for name, prompt in prompts.items():
         check(answer(one, name), by_transformers(one, prompt, width=3, max_new_tokens=80))
     assert held_by_sequences(one) == 0

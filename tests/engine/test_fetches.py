@@ -526,9 +526,7 @@ def crowded(harness: MakeHarness, tiers: Sequence[Any] = (), *, budget_pages: in
     """An engine that has answered them all."""
     model = wide_rows(num_hidden_layers=8)
     one = harness(model, ours=True, share=True, tiers=tiers, budget_pages=budget_pages, max_tokens=128)
-    for name, prompt in CROWD.items():
-        one.ask(name, prompt, 84)
-    one.run()
+    one.serve(CROWD, 84)
     assert not one.failures()
     return one
 

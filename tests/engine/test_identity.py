@@ -25,23 +25,23 @@ QUESTIONS = (
 )
 
 
+def asked_of(smollm2: Path) -> tuple[Any, dict[str, list[int]]]:
+    """The model, whose answers run to their end, and the questions as its chat template has them."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    chat = AutoTokenizer.from_pretrained(smollm2).apply_chat_template
+    asked = ([{"role": "user", "content": question}] for question in QUESTIONS)
+    return model, {each[0]["content"]: chat(each, add_generation_prompt=True)["input_ids"] for each in asked}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("harness", ["exact"], indirect=True)  # a real model has ties that one rounding of a row decides
 def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: MakeHarness) -> None:
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # so that all run to the end
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    one = harness(model)
-    prompts = {}
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        prompts[question] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    model, prompts = asked_of(smollm2)
     assert len({len(prompt) for prompt in prompts.values()}) >= 6, "lengths should differ"
-    for question, prompt in prompts.items():
-        one.ask(question, prompt, 24)
-    one.run()
-    for question, prompt in prompts.items():
-        assert one.tokens(question) == one.expected(prompt, 24)
+    one = harness(model)
+    one.serve(prompts, 24)
+    one.assert_expected(prompts, 24)
 
 
 def test_queries_under_a_mask_are_attended_to_in_blocks(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,10 +141,9 @@ def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
     for name, prompt in zip("ab", prompts, strict=True):
         assert one.tokens(name) == (reference := Reference(model, policy, kind)).said(prompt, 70)
         assert (compacted(one, name) or [(0, 0)])[-1][1] == reference.num_dropped
-    for prompt in prompts:
-        one.ask(str(len(prompt)), prompt, 30)
-    one.run()
-    assert all(one.tokens(str(len(prompt))) == one.expected(prompt, 30) for prompt in prompts)
+    later = {str(len(prompt)): prompt for prompt in prompts}
+    one.serve(later, 30)
+    one.assert_expected(later, 30)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, STAYING[1]], ids=lambda policy: "-".join(map(str, policy.values())))
@@ -314,12 +313,10 @@ def test_a_default_is_for_requests_that_name_none(harness: MakeHarness) -> None:
 @pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "int4"))])
 def test_quantised_rows_are_dropped_once(harness: MakeHarness, kind: Kind) -> None:
     """By the rows as they are kept, by which the moved keys are turned too. Two requests are ranked in one step."""
-    model, prompts = tiny_model(), [prompt_of(100), prompt_of(70, 1)]
+    model, prompts = tiny_model(), {"a": prompt_of(100), "b": prompt_of(70, 1)}
     one = harness(model, ours=True, kv_kind=kind, step_tokens=200)
-    for name, prompt in zip("ab", prompts, strict=True):
-        one.ask(name, prompt, 40, kv_policy=SNAP)
-    one.run()
-    for name, prompt in zip("ab", prompts, strict=True):
+    one.serve(prompts, 40, kv_policy=SNAP)
+    for name, prompt in prompts.items():
         assert compacted(one, name) == [(24, len(prompt) - 24)]
         assert one.tokens(name) == Reference(model, SNAP, kind).said(prompt, 40)
 

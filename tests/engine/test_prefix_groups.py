@@ -178,10 +178,8 @@ def test_groups_are_of_the_rows_that_decode_beside_chunks_too(
     one = harness(ours=True, share=True, step_tokens=20, slots=7)
     monkeypatch.setattr(one.runner, "has_prefix_groups", True)
     asks = {str(index): [*prompt_of(30), *prompt_of(25, index + 1)] for index in range(6)}
-    for name, prompt in asks.items():
-        one.ask(name, prompt, 12)
-    one.run()
-    assert {name: one.tokens(name) for name in asks} == {name: one.expected(prompt, 12) for name, prompt in asks.items()}
+    one.serve(asks, 12)
+    one.assert_expected(asks, 12)
     assert max(map(len, seen)) >= 3 and all(firsts == [30] * len(firsts) for firsts in seen)
 
 

@@ -178,9 +178,7 @@ def test_families_give_the_tokens_of_transformers(harness: MakeHarness, family: 
     for ours, step_tokens in itertools.product((True, False), (11, 4096)):
         one = harness(model, ours=ours, step_tokens=step_tokens)
         assert isinstance(one.runner.model, DecoderModel if ours else TransformersModel)
-        for name, prompt in prompts.items():
-            one.ask(name, prompt, 20)
-        one.run()
+        one.serve(prompts, 20)
         expected = expected or {name: one.expected(prompt, 20) for name, prompt in prompts.items()}
         assert {name: one.tokens(name) for name in prompts} == expected, (ours, step_tokens)
     assert len({tuple(tokens) for tokens in expected.values()}) > len(prompts) // 2, "it says the same to few"
@@ -193,11 +191,9 @@ def test_and_with_what_is_shared(harness: MakeHarness, monkeypatch: pytest.Monke
     monkeypatch.setattr(scheduler, "_MIN_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
-    for index in range(4):
-        one.ask(str(index), [*shared, *prompt_of(3 + index, index)], 20)
-    one.run()
-    for index in range(4):
-        assert one.tokens(str(index)) == one.expected([*shared, *prompt_of(3 + index, index)], 20)
+    prompts = {str(index): [*shared, *prompt_of(3 + index, index)] for index in range(4)}
+    one.serve(prompts, 20)
+    one.assert_expected(prompts, 20)
     assert sum(output.cached_tokens for output in one.outputs()) >= 3 * len(shared) - 3
 
 

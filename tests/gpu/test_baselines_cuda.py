@@ -53,8 +53,7 @@ def test_tokens_are_those_of_transformers(over: Callable[..., Harness], memory: 
     for name, prompt in prompts.items():
         one.ask(name, prompt, 40)
     finish(one)
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 40), name
+    one.assert_expected(prompts, 40)
     one.memory.close()
 
 

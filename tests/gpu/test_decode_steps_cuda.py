@@ -62,11 +62,8 @@ def model_of(family: str) -> Any:
 def test_tokens_are_those_of_transformers(harness: Callable[..., Harness], family: str, capture: bool) -> None:
     one = harness(model_of(family), device=DEVICE, ours=True, capture=capture, share=True, step_tokens=512, slots=16)
     prompts = {str(length): prompt_of(length, length) for length in (1, 2, 17, 63, 130, 700, 1500)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 40)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 40), name
+    one.serve(prompts, 40)
+    one.assert_expected(prompts, 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model, wide_rows
 from tests.engine.test_beams import answer, by_transformers, check, model_of
-from tests.engine.test_identity import QUESTIONS
+from tests.engine.test_identity import asked_of
 from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
 from vmmkv.server import LLM, SamplingParams
@@ -23,19 +23,10 @@ DEVICE = "cuda:0"
 
 @pytest.mark.parametrize("harness", ["exact"], indirect=True)  # a real model has ties that one rounding of a row decides
 def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model, prompts = asked_of(smollm2)
     one = harness(model, device=DEVICE)
-    prompts = {}
-    for question in QUESTIONS:
-        messages = [{"role": "user", "content": question}]
-        prompts[question] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        one.ask(question, prompts[question], 64)
-    one.run()
-    assert {question: one.tokens(question) for question in prompts} == {
-        question: one.expected(prompt, 64) for question, prompt in prompts.items()
-    }
+    one.serve(prompts, 64)
+    one.assert_expected(prompts, 64)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -47,11 +38,8 @@ def test_unmodified_models(tmp_path: Path, name: str) -> None:
 def test_small_model(harness: Callable[..., Harness], step_tokens: int) -> None:
     one = harness(device=DEVICE, step_tokens=step_tokens)
     prompts = {str(length): prompt_of(length, length) for length in (1, 2, 63, 130, 2040)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 20)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 20), name
+    one.serve(prompts, 20)
+    one.assert_expected(prompts, 20)
 
 
 def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -> None:
@@ -59,9 +47,7 @@ def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -
     shared = prompt_of(3000)
     prompts = {str(own): [*shared[: 3000 - 177 * own], *prompt_of(5, own)] for own in range(8)}
     for _ in range(2):
-        for name, prompt in prompts.items():
-            one.ask(name, prompt, 20)
-        one.run()
+        one.serve(prompts, 20)
         for name, prompt in prompts.items():
             assert one.tokens(name)[-20:] == one.expected(prompt, 20), name
     assert one.prefix is not None
@@ -119,22 +105,16 @@ def test_llama_8b_attention_shapes(harness: Callable[..., Harness]) -> None:
     )  # fmt: skip
     one = harness(LlamaForCausalLM(config).eval(), device=DEVICE, step_tokens=1024, budget_pages=256)
     prompts = {str(length): prompt_of(length, length) for length in (17, 1000, 3000)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 20)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 20), name
+    one.serve(prompts, 20)
+    one.assert_expected(prompts, 20)
 
 
 def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model(), device=DEVICE, budget_pages=2, step_tokens=8192)
     prompts = {"a": prompt_of(2030, 1), "b": prompt_of(2030, 2)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 40)
-    one.run()
+    one.serve(prompts, 40)
     assert one.engine._scheduler.num_preempted >= 1
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 40), name
+    one.assert_expected(prompts, 40)
 
 
 def test_what_steps_take_is_kept_from_the_budget(tmp_path: Path) -> None:

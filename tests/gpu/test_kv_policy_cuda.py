@@ -117,9 +117,7 @@ def test_in_bfloat16_a_stream_goes_on_and_its_memory_stays(harness: Callable[...
 def test_quantised_rows_are_dropped_once(harness: Callable[..., Harness], kind: Kind) -> None:
     one = harness(device=DEVICE, ours=True, capture=True, kv_kind=kind)
     prompts = {str(length): prompt_of(length, length) for length in (400, 70)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 40, kv_policy=SNAP)
-    one.run()
+    one.serve(prompts, 40, kv_policy=SNAP)
     assert one.failures() == {}
     for name, prompt in prompts.items():
         assert compacted(one, name) == [(24, len(prompt) - 24)]
@@ -139,15 +137,13 @@ def test_tokens_with_original_positions_are_those_with_dropped_keys_masked(
         one.ask(name, prompts[name], 60, kv_policy=policy)
     while not all(compacted(one, name) for name in prompts):
         one.step()
-    for name, prompt in plain.items():
-        one.ask(name, prompt, 40)
-    one.run()
+    one.serve(plain, 40)
     assert one.failures() == {}
     for name, policy in zip(prompts, STAYING, strict=True):
         reference = Reference(one.model, policy, kind)
         assert one.tokens(name) == reference.said(prompts[name], 60), name
         assert compacted(one, name)[-1][1] == reference.num_dropped
-    assert all(one.tokens(name) == one.expected(prompt, 40) for name, prompt in plain.items())
+    one.assert_expected(plain, 40)
 
 
 @EXACT
