@@ -4,6 +4,7 @@ Whatever comes back from a tier, a sequence reads the bytes that were written fo
 of the pool or of a tier's memory; and no step waits for a tier.
 """
 
+import contextlib
 import functools
 import random
 import tempfile
@@ -298,6 +299,31 @@ def test_what_is_fetched_can_be_attached_where_prompts_part_in_a_row_over_two_pa
         machine.teardown()
 
 
+@contextlib.contextmanager
+def over_host_memory(*, seed=1, pages=60, max_tokens=20):
+    """A simulated device on which nothing runs before it must, a prefix cache there, and its host tier, which lends nothing
+    in the end."""
+    driver, host = SimulatedDriver(seed=seed, haste=0), HostTier(pages * PAGE_BYTES)
+    with (
+        Pool("cpu", pages * PAGE_BYTES, driver=driver) as pool,
+        KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=max_tokens) as cache,
+    ):
+        yield driver, PrefixCache(cache, [host], fingerprint="model"), host
+        driver.finish_all()
+        assert driver.broken is None
+    host.close()
+
+
+def laid_in_pages(prefix, tokens):
+    """A sequence with these tokens, all inserted."""
+    sequence = prefix.attach(tokens).sequence
+    for num_tokens in range(2, len(tokens) + 1, 2):
+        sequence.grow(num_tokens)
+    sequence.advance(len(tokens))
+    prefix.insert(sequence, tokens)
+    return sequence
+
+
 def attached(prefix, texts, tokens):
     """What a prompt of a tenant is attached to, and the sequence as the model has it."""
     found = prefix.attach(tokens, namespace="red")
@@ -319,13 +345,8 @@ def computed(driver, prefix, texts, prompt, num_rows):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
     """Rows that attaching copies are shared at once, while the copy is still on its way."""
-    with large_extents(4):
-        driver = SimulatedDriver(seed=seed, haste=0)
-        pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
-        cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
-        host = HostTier(40 * PAGE_BYTES)
-        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 14))
-
+    with large_extents(4), over_host_memory(seed=seed) as (driver, prefix, _):
+        texts, prompt = Texts(), list(range(1, 14))
         sequence = computed(driver, prefix, texts, prompt, len(prompt))
         parting = [*prompt[:10], 50, 51]  # within a large extent: what it shares is copied into pages of its own
         copied, _ = attached(prefix, texts, parting)
@@ -342,21 +363,12 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         prefix.flush()
         assert fetch.done and fetch.num_tokens == 8
         attend(driver, attached(prefix, texts, parting)[1])
-        driver.finish_all()
-        assert driver.broken is None
-        cache.close()
-        pool.close()
 
 
 def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatch):
     """The path's last rows are in no piece, for its extent is not full. Of another sequence they are copied into pages."""
-    with large_extents(4):
-        driver = SimulatedDriver(seed=1, haste=0)
-        pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
-        cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=40)
-        host = HostTier(40 * PAGE_BYTES)
-        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 24))
-
+    with large_extents(4), over_host_memory(max_tokens=40) as (driver, prefix, host):
+        texts, prompt = Texts(), list(range(1, 24))
         sequence = computed(driver, prefix, texts, prompt, 24)
         with monkeypatch.context() as patch:
             patch.setattr(host, "lookup", lambda keys: None)  # as a store that has not answered yet
@@ -378,10 +390,6 @@ def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatc
         assert prefix.fetch(prompt, namespace="red") is not None
         prefix.flush()
         attend(driver, attached(prefix, texts, prompt)[1])
-        driver.finish_all()
-        assert driver.broken is None
-        cache.close()
-        pool.close()
 
 
 def test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another():
@@ -424,75 +432,49 @@ def test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another():
 
 def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written():
     """Not on a stream, and not for a window."""
-    driver = SimulatedDriver(seed=1, haste=0)
-    pool = Pool("cpu", 200 * PAGE_BYTES, driver=driver)
-    cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=200)
-    host = HostTier(200 * PAGE_BYTES)
-    prefix = PrefixCache(cache, [host], fingerprint="model")
-
-    def compute(tokens):
-        sequence = prefix.attach(tokens).sequence
-        for num_tokens in range(2, len(tokens) + 1, 2):  # page by page: more extents than windows
-            sequence.grow(num_tokens)
-        sequence.advance(len(tokens))
-        prefix.insert(sequence, tokens)
-        return sequence
-
-    prompt = list(range(20))
-    prefix.release(compute(prompt))
-    driver.finish_all()
-    prefix.flush()
-    prefix.evict()
-    kernel = driver.launch_kernel(lambda: None, [])
-    compute(list(range(100, 298)))
-    for _ in range(3):
+    with over_host_memory(pages=200, max_tokens=200) as (driver, prefix, _):
+        prompt = list(range(20))
+        prefix.release(laid_in_pages(prefix, prompt))
+        driver.finish_all()
+        prefix.flush()
+        prefix.evict()
+        kernel = driver.launch_kernel(lambda: None, [])
+        laid_in_pages(prefix, list(range(100, 298)))  # in more extents than there are windows
+        for _ in range(3):
+            prefix.poll()
+        transfers = prefix._index.transfers
+        assert not transfers._copies and not kernel.done
+        driver.finish_all()
+        for _ in range(3):
+            prefix.poll()
+        stores = driver._ready()
+        assert transfers._copies and stores
+        fetch = prefix.fetch(prompt)
+        assert prefix.poll()
+        while ready := [work for work in driver._ready() if work not in stores]:
+            driver._run(ready[0])
         prefix.poll()
-    transfers = prefix._index.transfers
-    assert not transfers._copies and not kernel.done
-    driver.finish_all()
-    for _ in range(3):
-        prefix.poll()
-    stores = driver._ready()
-    assert transfers._copies and stores
-    fetch = prefix.fetch(prompt)
-    assert prefix.poll()
-    while ready := [work for work in driver._ready() if work not in stores]:
-        driver._run(ready[0])
-    prefix.poll()
-    assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and transfers._copies
-    driver.finish_all()
-    cache.close()
-    pool.close()
-    host.close()
+        assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and transfers._copies
 
 
 def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_need(monkeypatch):
-    driver = SimulatedDriver(seed=1, haste=0)
-    pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
-    cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
-    host = HostTier(60 * PAGE_BYTES)
-    prefix, prompt = PrefixCache(cache, [host], fingerprint="model"), list(range(20))
-    sequence = prefix.attach(prompt).sequence
-    sequence.grow(20)
-    sequence.advance(20)
-    prefix.release(sequence, prompt)
-    prefix.poll()
-    made = type(driver.fence())
-    wait = made.wait
+    with over_host_memory() as (driver, prefix, _):
+        prefix.release(laid_in_pages(prefix, list(range(20))))
+        prefix.poll()
+        made = type(driver.fence())
+        wait = made.wait
 
-    def checked(fence):
-        other = threading.Thread(target=pool.stats, daemon=True)
-        other.start()
-        other.join(60)
-        assert not other.is_alive(), "the lock is held"
-        wait(fence)
+        def checked(fence):
+            other = threading.Thread(target=prefix.cache.pool.stats, daemon=True)
+            other.start()
+            other.join(60)
+            assert not other.is_alive(), "the lock is held"
+            wait(fence)
 
-    monkeypatch.setattr(made, "wait", checked)
-    before = driver.num_waits
-    cache.close()
-    assert driver.num_waits > before
-    pool.close()
-    host.close()  # nothing is lent
+        monkeypatch.setattr(made, "wait", checked)
+        before = driver.num_waits
+        prefix.cache.close()
+        assert driver.num_waits > before
 
 
 TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(TierMachine, 40, 2000)
