@@ -74,8 +74,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            pass\n        yield\n",
         ),
         "recorded streams not ordered behind copies": (
-            "        if self.streams:\n            try:\n",
-            "        if False:\n            try:\n",
+            "        if self.streams:\n            retried(",
+            "        if False:\n            retried(",
         ),
     },
     (SLOT_MEMORY, CACHE): {

@@ -38,7 +38,7 @@ import numpy.typing as npt
 import torch
 
 from vmmkv.arguments import instance, whole, wholes
-from vmmkv.driver.base import Fence
+from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
 from vmmkv.lifetime import Closing, Unique
@@ -1034,10 +1034,7 @@ class KVCache(Planes, Closing, Unique):
             self.memory.unuse(parked.slot)
             parked.num_pages = self.memory.num_pages(parked.slot)
             self._list(parked)
-            try:
-                parked.fence = self.memory.fence()
-            except DriverError:  # copies may have been launched; a second failure means that the device is lost
-                parked.fence = self.memory.fence()
+            parked.fence = retried(self.memory.fence)  # copies may have been launched
 
     def end_sequence(self, sequence: Sequence) -> None:
         """End a sequence and reclaim its memory. Cost: the limit's write, which gives the fence, or a fence."""
@@ -1252,10 +1249,7 @@ class KVCache(Planes, Closing, Unique):
                 forks[-1].known_positions = parent.known_positions
         except BaseException:
             for fork in forks:
-                try:
-                    self.end_sequence(fork)
-                except DriverError:  # a second failure means that the device is lost
-                    self.end_sequence(fork)
+                retried(functools.partial(self.end_sequence, fork))
             raise
         return forks
 

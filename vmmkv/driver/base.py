@@ -23,7 +23,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from vmmkv.units import PAGE_BYTES, format_bytes
 
 ADDRESS_SPACE_BYTES: Final = 1 << 47
 """The addresses of a process on x86-64. No reservation is larger."""
+
+T = TypeVar("T")
 
 Handle: TypeAlias = int
 """A driver's name for one physical allocation. Opaque; a handle is never used after `release`."""
@@ -123,6 +125,14 @@ class Reservations:
             f"this process has reserved {format_bytes(self._used_bytes)} for open caches, and keeps {format_bytes(free_bytes)} "
             f"of closed ones, which caches of the same sizes reuse; it has {format_bytes(ADDRESS_SPACE_BYTES)} in all"
         )
+
+
+def retried(call: Callable[[], T]) -> T:
+    """A driver call for which no failure can be undone: made again if it fails. If it fails twice, the device is lost."""
+    try:
+        return call()
+    except DriverError:
+        return call()
 
 
 def span_text(address: int, size_bytes: int) -> str:

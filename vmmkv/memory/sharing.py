@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.driver.base import Fence
+from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
 from vmmkv.memory.mapper import Target
@@ -202,10 +202,7 @@ def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: i
                 memory.pool.driver.gather(chunk_TE.view(torch.int64), rows_SE.view(torch.int64), chunk_T)
                 memory.pool.driver.copy(span.address + (first + at) * row_bytes, chunk_TE.data_ptr(), chunk_TE.numel())
     with contextlib.suppress(DriverError):  # then the pages stay as if they were mapped ahead; but the device is lost
-        try:
-            memory.reclaim_from(slot, len(rows))
-        except DriverError:  # the moves cannot be taken back
-            memory.reclaim_from(slot, len(rows))
+        retried(lambda: memory.reclaim_from(slot, len(rows)))  # the moves cannot be taken back
 
 
 def _exchange(memory: SlotMemory, old: Mapping, end: int) -> None:
@@ -292,10 +289,7 @@ class Windows:
         try:
             launch(mapping.address)
         finally:
-            try:
-                fence = pool.driver.fence()
-            except DriverError:
-                fence = pool.driver.fence()  # a second failure is a device that is lost
+            fence = retried(pool.driver.fence)
             memory.mapper.reclaim([mapping], fence)
         return fence
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping as ReadOnlyDict
 
 import torch
 
-from vmmkv.driver.base import Fence
+from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import DriverError, LayoutError, OutOfPages
 from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span, arena_bytes, check_addresses
@@ -97,10 +97,7 @@ class SlotMemory:
             self.fence().order()
         yield
         if self.streams:
-            try:
-                self.fence().order(self.streams)
-            except DriverError:  # the copies cannot be taken back; a second failure means that the device is lost
-                self.fence().order(self.streams)
+            retried(lambda: self.fence().order(self.streams))  # the copies cannot be taken back
 
     def arena_of(self, layer: int) -> Arena:
         """The arena of a layer's group. Raises LayoutError naming the layers there are."""

@@ -150,7 +150,7 @@ class Attacher:
         self._index = index
         self.windows = Windows(self._memory)
         """Where extents are read that no slot has."""
-        self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
+        self._row_bytes = cache.layout.row_bytes
         self._preparing: Iterator[bool] | None = None
         """The path that `prepare` has begun, see `_prepare`; its slot until that has all rows."""
         self._begun: ParkedSlot | None = None

@@ -41,9 +41,8 @@ def run(recorder: Recorder) -> None:
     if settings.wants("requests"):
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
-        names = [
-            name for name in backend.systems_on(settings.device, settings.fa3) if name != "static"
-        ]  # shares nothing either
+        # The static baseline shares nothing either.
+        names = [name for name in backend.systems_on(settings.device, settings.fa3) if name != "static"]
         sizes = (64 * MIB, 2048, 8, 256) if small else (16 * GIB, 8192, 128, 8192)
         limits = dict(zip(("kv_budget_bytes", "max_tokens", "max_num_seqs", "max_num_batched_tokens"), sizes, strict=True))
         with recorder.guarded(f"{prefix}requests"), opened(context, limits, [*names, NO_SHARING]) as systems:
@@ -142,12 +141,8 @@ def _measure_attach(recorder: Recorder, name: str, num_tokens: int, seconds: flo
 
     Raises: WrongNumbers if another number of tokens is attached, or other rows than those of the prefix.
     """
-    settings, device, layout, most = (
-        recorder.settings,
-        recorder.settings.device,
-        recorder.settings.shape.layout,
-        num_tokens + 16,
-    )
+    settings, most = recorder.settings, num_tokens + 16
+    device, layout = settings.device, settings.shape.layout
     tokens = np.random.default_rng((settings.seed, num_tokens)).integers(0, 100_000, num_tokens + 1, dtype=np.int32)
     driver = _TimedDriver(open_driver(device))
     # The source, one that attaches, and some that wait to be unmapped.
