@@ -108,6 +108,11 @@ class Engine:
             self.prefix.park(sequence, tokens)
         return num_tokens, wrong
 
+    def prepare_all(self, **options: Any) -> None:
+        """Prepare until nothing is left, in the smallest pieces."""
+        while self.prefix.prepare(0, **options):
+            self.cache.check()
+
     def has_sealed(self) -> bool:
         """Has it sealed anything, or borrowed what is sealed?"""
         if self.pool.holder is not None:

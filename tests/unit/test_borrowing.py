@@ -5,7 +5,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,11 +32,8 @@ def owner(path: Path, holder: Process) -> Process:
 
 
 @pytest.fixture
-def borrower(path: Path, owner: Process) -> Iterator[Engine]:
-    engine = Engine(path, borrows=True)
-    yield engine
-    engine.cache.check()
-    engine.close()
+def borrower(owner: Process, opened: Callable[..., Engine]) -> Engine:
+    return opened(borrows=True)
 
 
 def handles(pid: int) -> list[tuple[int, int, int]]:
@@ -102,14 +99,11 @@ def test_what_is_borrowed_again_before_it_has_left_stays_lent(holder, owner, bor
 
 @pytest.mark.parametrize("layout", [STRADDLING, WINDOWED])
 @pytest.mark.parametrize("num_tokens", [100, 130, 331])
-def test_rows_of_all_layouts_and_lengths_are_right(path, holder, layout, num_tokens):
+def test_rows_of_all_layouts_and_lengths_are_right(path, opened, layout, num_tokens):
     owner = start(path, layout=layout)
     owner.ask("serve", LONG[:num_tokens])
-    borrower = Engine(path, layout=layout, borrows=True)
-    attached, wrong = borrower.serve([*LONG[:num_tokens], 1])
+    attached, wrong = opened(layout=layout, borrows=True).serve([*LONG[:num_tokens], 1])
     assert attached >= num_tokens - 48 and not wrong
-    borrower.cache.check()
-    borrower.close()
 
 
 def test_more_is_borrowed_behind_what_is_known(owner, borrower):
@@ -126,23 +120,21 @@ def test_namespaces_are_kept_apart(owner, borrower):
     assert borrower.serve([*PROMPT, 1], ("red", 1)) == (96, 0)
 
 
-def test_another_model_or_layout_borrows_nothing_and_says_so_once(path, owner, caplog):
+def test_another_model_or_layout_borrows_nothing_and_says_so_once(opened, owner, caplog):
     for options in ({"fingerprint": "another"}, {"layout": WINDOWED}):
         caplog.clear()
-        engine = Engine(path, borrows=True, **options)
+        engine = opened(borrows=True, **options)
         assert engine.prefix.borrow(PROMPT) is engine.prefix.borrow([*PROMPT, 1]) is None
         assert engine.serve([*PROMPT, 1]) == (0, 0)
         assert caplog.text.count("starting cold") == 1 and "another layout, dtype, model or fingerprint" in caplog.text
-        engine.close()
 
 
-def test_a_borrower_is_at_hand_before_the_owner(path, holder):
-    borrower = Engine(path, borrows=True)
+def test_a_borrower_is_at_hand_before_the_owner(path, opened):
+    borrower = opened(borrows=True)
     assert borrower.prefix.borrow(PROMPT) is None
     owner = start(path)
     owner.ask("serve", PROMPT)
     assert borrower.serve([*PROMPT, 1]) == (96, 0)
-    borrower.close()
 
 
 def test_what_an_owner_evicts_is_not_written_while_it_is_borrowed(holder, owner, borrower):
@@ -160,21 +152,19 @@ def test_what_an_owner_evicts_is_not_written_while_it_is_borrowed(holder, owner,
     engines.until(lambda: total_pages(holder) == held_pages(owner))
 
 
-def test_rows_that_windows_have_passed_are_not_borrowed(path, holder):
+def test_rows_that_windows_have_passed_are_not_borrowed(path, opened):
     start(path, layout=WINDOWED).ask("serve", LONG)
-    borrower = Engine(path, layout=WINDOWED, borrows=True)
+    borrower = opened(layout=WINDOWED, borrows=True)
     borrowed = borrower.prefix.borrow([*LONG, 1])
     assert (borrowed.num_tokens, borrowed.loaded_bytes) == (320, {"lender": (10 + 2) * PAGE_BYTES})
     borrowed = borrower.prefix.borrow([*LONG[:200], 1])
     assert (borrowed.num_tokens, borrowed.loaded_bytes) == (192, {"lender": 4 * PAGE_BYTES}), "windows alone"
     assert borrower.serve([*LONG[:200], 1]) == (192, 0) and borrower.serve([*LONG, 1]) == (320, 0)
-    borrower.cache.check()
-    borrower.close()
 
 
-def test_a_page_that_a_window_passed_in_part_is_borrowed_whole(path, holder):
+def test_a_page_that_a_window_passed_in_part_is_borrowed_whole(path, opened):
     start(path, layout=WINDOWED).ask("serve", PROMPT[:70])
-    borrower = Engine(path, layout=WINDOWED, borrows=True)
+    borrower = opened(layout=WINDOWED, borrows=True)
     sequence = borrower.prefix.attach(PROMPT).sequence
     engines.write(sequence, None, PROMPT, 0)
     sequence.advance_start(1)  # to row 61 of those from 32 to 64
@@ -182,8 +172,6 @@ def test_a_page_that_a_window_passed_in_part_is_borrowed_whole(path, holder):
     assert borrower.prefix.match([*PROMPT[:75], 1]) == 0
     hold_rows(borrower, [*PROMPT[:75], 1], 75).close()
     sequence.close()
-    borrower.cache.check()
-    borrower.close()
 
 
 def test_a_full_last_page_is_borrowed_once(holder, owner, borrower):
@@ -258,8 +246,8 @@ def test_a_borrower_whose_holder_is_killed_keeps_what_it_has(holder, owner, borr
     borrower.prefix.evict()
 
 
-def test_borrowed_memory_counts_in_the_budget_and_is_evicted_like_own(path, holder, owner):
-    borrower = Engine(path, pages=8, borrows=True)
+def test_borrowed_memory_counts_in_the_budget_and_is_evicted_like_own(opened, owner):
+    borrower = opened(pages=8, borrows=True)
     borrower.serve([5] * 64, "own")
     assert borrower.serve([*PROMPT, 1]) == (96, 0)
     assert borrower.pool.created_bytes == 7 * PAGE_BYTES
@@ -270,8 +258,6 @@ def test_borrowed_memory_counts_in_the_budget_and_is_evicted_like_own(path, hold
     running.grow(100)
     refused = borrower.prefix.borrow([*PROMPT, 1])
     assert refused.num_tokens == 96 and not refused.loaded_bytes, "there is no room for it beside what runs"
-    borrower.cache.check()
-    borrower.close()
 
 
 def test_what_was_dropped_between_borrowing_and_attaching_is_computed(owner, borrower):

@@ -38,23 +38,17 @@ def num_held(path: Path) -> int:
 
 
 @pytest.fixture
-def left(path, holder):
-    """The next engine after one that is killed, which has computed some prompts in this order. It leaves nothing behind."""
-    engines = []
+def left(path, opened):
+    """The next engine after one that is killed, which has computed some prompts in this order."""
 
     def left(*prompts, **options):
         engine = start(path, **options)
         for tokens, namespace in prompts:
             engine.ask("serve", tokens, namespace)
         engine.kill()
-        engines.append(Engine(path, driver=FakeDriver(over=HostDriver()), **options))
-        return engines[-1]
+        return opened(**options)
 
-    yield left
-    for engine in engines:
-        engine.cache.check()
-        engine.close()
-        assert (engine.pool.driver.live_handles, engine.pool.driver.live_mappings) == (0, 0)
+    return left
 
 
 def test_a_prefix_outlives_an_engine_that_is_killed(path, holder):
@@ -117,12 +111,11 @@ def test_no_byte_of_a_tenant_reaches_another_one(left):
         engine.cache.check()
 
 
-def test_a_namespace_that_is_not_the_same_in_another_process_is_refused(path, holder):
-    engine = Engine(path)
+def test_a_namespace_that_is_not_the_same_in_another_process_is_refused(opened):
+    engine = opened()
     for namespace in (frozenset({"red"}), User("red"), (User("red"), 1)):
         with pytest.raises(ValueError, match="must be the same in another process"):
             engine.prefix.attach(PROMPT, namespace=namespace)
-    engine.close()
 
 
 class User(NamedTuple):
@@ -193,20 +186,18 @@ def test_budgets_are_kept(path, holder):
     assert num_held(path) == 0
 
 
-def test_a_budget_of_nothing_gives_the_holders_memory_back_too(path, holder):
-    engine = Engine(path)
+def test_a_budget_of_nothing_gives_the_holders_memory_back_too(opened):
+    engine = opened()
     engine.serve(PROMPT)
     engine.pool.resize(0)
     assert (engine.pool.holder.held_bytes(), engine.pool.holder.log.read().live) == (0, {})
     engine.pool.resize(BUDGET_BYTES)
     assert engine.serve(PROMPT) == (0, 0)
     assert engine.serve(PROMPT) == (99, 0)
-    engine.cache.check()
-    engine.close()
 
 
-def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(path, holder):
-    engine = Engine(path, pages=16)
+def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(opened, holder):
+    engine = opened(pages=16)
     with engine.cache.open() as sequence:
         for num_tokens in range(16, 256, 16):
             sequence.grow(num_tokens)
@@ -218,7 +209,6 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(pat
         with pytest.raises(OutOfPages, match="1 extent of 1 page needed, 0 can be evicted"):
             sequence.grow(16)
         assert engine.pool.created_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -314,14 +304,12 @@ def test_without_a_holder_a_pool_says_how_to_start_one(path):
         Pool("cpu", 8 * PAGE_BYTES, holder=path)
 
 
-def test_a_prefix_cache_over_a_holder_needs_a_fingerprint_and_is_the_only_one(path, holder):
-    engine = Engine(path)
-    with KVCache(WINDOWED, engine.pool, slots=2, max_tokens=64) as other:
+def test_a_prefix_cache_over_a_holder_needs_a_fingerprint_and_is_the_only_one(opened):
+    with KVCache(WINDOWED, opened().pool, slots=2, max_tokens=64) as other:
         with pytest.raises(ValueError, match="fingerprint: none"):
             PrefixCache(other)
         with pytest.raises(ValueError, match="the prefixes of one cache"):
             PrefixCache(other, fingerprint="model")
-    engine.close()
 
 
 def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(left, path, holder, caplog):
@@ -343,16 +331,14 @@ def test_an_engine_whose_holder_is_killed_keeps_what_it_has_and_gets_no_more(lef
 
 
 @pytest.mark.parametrize("call", range(8))
-def test_a_growth_that_fails_loses_no_handle(path, holder, call):
-    driver = FakeDriver(over=HostDriver())
-    engine = Engine(path, driver=driver)
+def test_a_growth_that_fails_loses_no_handle(opened, call):
+    engine = opened()
+    driver = engine.pool.driver
     driver.fail_at = {driver.num_calls + call}
     with pytest.raises(DriverError, match="told to fail"):
         engine.serve([5] * 40)
     engine.cache.check()
     assert engine.serve([5] * 40)[1] == 0
-    engine.close()
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
 
 
 @pytest.mark.parametrize("call", range(4))
@@ -374,8 +360,7 @@ def test_what_was_prepared_is_adopted_with_right_rows_and_without_a_map(left, la
     engine = left((PROMPT, None), layout=layout)
     known = engine.prefix.match([*PROMPT, 1])
     assert known > 80
-    while engine.prefix.prepare(0):
-        engine.cache.check()
+    engine.prepare_all()
     calls = Calls(engine.pool.driver)
     attached = engine.prefix.attach([*PROMPT, 1])
     assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, known)
@@ -391,16 +376,14 @@ def test_a_prompt_before_that_is_aliased(left):
     attached = engine.prefix.attach([*PROMPT, 1])
     assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 96)
     assert not engine.cache.parked(), "what a sequence has is not prepared"
-    while engine.prefix.prepare(0):
-        pass
+    engine.prepare_all()
     assert not engine.cache.parked()
 
 
 def test_the_last_used_prefixes_are_prepared_while_slots_are_free(left):
     prompts = [([number] * 40, "red") for number in range(5)]
     engine = left(*prompts)
-    while engine.prefix.prepare(0, free_slots=3):
-        engine.cache.check()
+    engine.prepare_all(free_slots=3)
     assert engine.cache.stats().num_parked == 3
     methods = [engine.prefix.attach([*tokens, 9], namespace=name).method for tokens, name in reversed(prompts)]
     assert methods == [AttachMethod.ADOPT] * 3 + [AttachMethod.ALIAS] * 2
@@ -408,8 +391,7 @@ def test_the_last_used_prefixes_are_prepared_while_slots_are_free(left):
 
 def test_the_last_used_prefix_is_evicted_last_though_it_was_prepared_first(left):
     engine = left(*(([number] * 40, None) for number in range(3)))
-    while engine.prefix.prepare(0):
-        pass
+    engine.prepare_all()
     engine.prefix.free_slots(5)
     assert engine.prefix.attach([2] * 41).method is AttachMethod.ADOPT
     engine.prefix.evict(4)
@@ -423,8 +405,7 @@ def test_preparing_goes_on_behind_requests_of_all_kinds(left, num_pieces):
         engine.prefix.prepare(0)
     assert engine.serve([7] * 40) == (0, 0), "it takes the slot that was begun"
     assert engine.serve([*LONG[:50], 3]) == (50, 0)
-    while engine.prefix.prepare(0):
-        engine.cache.check()
+    engine.prepare_all()
     for tokens in (PROMPT, LONG):
         assert engine.prefix.attach([*tokens[:-1], 300]).method is AttachMethod.ADOPT
 
@@ -435,8 +416,7 @@ def test_what_is_prepared_gives_way_to_what_runs(left):
     with engine.cache.open(tenant="green") as sequence:
         sequence.grow(31 * 16)
         engine.cache.check()
-    while engine.prefix.prepare(0):
-        engine.cache.check()
+    engine.prepare_all()
     assert not engine.cache.parked()
 
 
@@ -444,8 +424,7 @@ def test_preparing_without_the_holder_ends(left, holder):
     engine = left((PROMPT, None), (LONG, None))
     engine.prefix.prepare(0)
     holder.kill()
-    while engine.prefix.prepare(0):
-        engine.cache.check()
+    engine.prepare_all()
     assert engine.prefix.match([*PROMPT, 1]) == 0
 
 
@@ -481,13 +460,12 @@ def test_preparing_can_fail_at_every_driver_call(path, holder, layout, every):
 
 
 @pytest.mark.parametrize("how", ["it is said", "the launch ends", "it is waited for"])
-def test_rows_are_sealed_once_they_are_known_to_be_written(path, holder, how):
-    driver = FakeDriver(over=HostDriver())
-    engine = Engine(path, driver=driver)
+def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
+    engine = opened()
     attached = engine.prefix.attach(PROMPT)
     engines.write(attached.sequence, None, PROMPT, 0)
     base = engine.cache.k(0)[attached.sequence.slot].data_ptr()
-    launch = driver.launch([(base, base + 1)])
+    launch = engine.pool.driver.launch([(base, base + 1)])
     engine.prefix.insert(attached.sequence, PROMPT, is_written=how == "it is said")
     if how != "it is said":
         assert not engine.pool.holder.log.read().live, "the launch may still write"
@@ -499,8 +477,6 @@ def test_rows_are_sealed_once_they_are_known_to_be_written(path, holder, how):
         else:
             engine.cache.drain()
     assert len(engine.pool.holder.log.read().live) == 3
-    engine.cache.check()
-    engine.close()
 
 
 @pytest.fixture
@@ -510,7 +486,7 @@ def host() -> Iterator[HostTier]:
     tier.close()
 
 
-def test_what_a_tier_gives_back_outlives_the_engine_too(path, holder, host):
+def test_what_a_tier_gives_back_outlives_the_engine_too(path, opened, host):
     engine = Engine(path, tiers=[host])
     engine.serve(PROMPT, "red")
     assert engine.prefix.flush()
@@ -522,18 +498,17 @@ def test_what_a_tier_gives_back_outlives_the_engine_too(path, holder, host):
     engine.cache.check()
     assert len(engine.pool.holder.log.read().live) == 3
     engine.close()
-    engine = Engine(path)
+    engine = opened()
     assert engine.prefix.match([*PROMPT, 1]) == 0
     assert engine.serve([*PROMPT, 1], "red") == (96, 0)
-    engine.close()
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, holder, host, is_gone):
+def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, holder, host, opened, is_gone):
     engine = start(path)
     engine.ask("serve", PROMPT)
     engine.kill()
-    engine = Engine(path, tiers=[host])
+    engine = opened(tiers=[host])
     computed = engine.prefix.attach(PROMPT, method="compute").sequence
     engines.write(computed, None, PROMPT, 0)
     if is_gone:
@@ -551,11 +526,9 @@ def test_what_an_earlier_engine_left_is_stored_in_a_tier_once_it_is_used(path, h
         assert engine.prefix.match([*PROMPT, 1]) == 0
     else:
         assert engine.serve([*PROMPT, 1]) == (96, 0)
-    engine.cache.check()
-    engine.close()
 
 
-def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path, holder, caplog, monkeypatch):
+def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path, opened, caplog, monkeypatch):
     engine = Engine(path)
     for name in "ab":
         engine.serve(PROMPT, name * 4_000_000)
@@ -569,9 +542,8 @@ def test_a_full_log_seals_no_more_and_is_rewritten_where_a_drop_has_no_room(path
     engine.cache.drain()
     engine.cache.check()
     engine.close()
-    engine = Engine(path)
+    engine = opened()
     assert [engine.prefix.match([*PROMPT, 1], namespace=name) for name in ("a" * 4_000_000, "small")] == [0, 96]
-    engine.close()
 
 
 def test_a_budget_above_the_machines_memory_is_refused(path):
@@ -603,7 +575,7 @@ def test_the_command_holds_until_sigterm_and_names_the_holder_of_a_socket(path):
     ("num_kills", "windowed"),
     [(3, False), pytest.param(20, False, marks=pytest.mark.nightly), pytest.param(20, True, marks=pytest.mark.nightly)],
 )
-def test_engines_killed_under_load_leave_right_rows_and_books(path, holder, num_kills, windowed):
+def test_engines_killed_under_load_leave_right_rows_and_books(path, opened, num_kills, windowed):
     draw, warm = random.Random(num_kills), []
     for seed in range(num_kills):
         engine = Process(engines.busy_engine, path, seed, 600, windowed)
@@ -613,9 +585,7 @@ def test_engines_killed_under_load_leave_right_rows_and_books(path, holder, num_
         engine.kill()
     assert warm[0] == 0
     assert all(warm[1:]), "each one found what the one before had sealed"
-    engine = Engine(path, layout=WINDOWED if windowed else engines.LAYOUT)
-    engine.cache.check()
-    engine.close()
+    opened(layout=WINDOWED if windowed else engines.LAYOUT).cache.check()
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.nightly)])
