@@ -65,8 +65,7 @@ def test_rows_stay_right_while_their_owner_evicts_writes_others_and_is_killed_in
     attached = borrower.prefix.attach([*LONG, 1])
     sequence, num_tokens = attached.sequence, attached.num_tokens
     assert num_tokens >= 320
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     for seed in range(4):
         owner.ask("serve", [seed] * 100, "red")
     assert not wrong_rows(sequence, None, LONG, num_tokens)
@@ -88,8 +87,7 @@ def test_an_owner_gets_its_memory_back_when_a_borrower_is_killed_in_a_kernel(pat
     borrower = start(path, device=str(device), borrows=True)
     assert borrower.ask("serve", [*LONG, 1])[0] >= 320
     borrower.ask("spin")
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     full = [5] * 480
     assert "OutOfPages" in owner.ask("serve", full), "30 pages of 48, of which the borrower has 20"
     borrower.kill()

@@ -119,8 +119,9 @@ class Engine:
             return bool(self.pool.holder.log.read().live)
         return any(extent.lent and extent.imported for extent in self.cache.holders())
 
-    def close_slots(self) -> None:
-        """Give up all parked slots, and what was mapped there."""
+    def give_up(self) -> None:
+        """All prefixes and parked slots, and what was mapped there."""
+        self.prefix.evict()
         self.prefix.free_slots(6)
         self.settle()
 
@@ -156,7 +157,7 @@ def engine(path: Path, pipe: Connection, options: dict[str, Any]) -> None:
         "close": one.close,
         "match": one.prefix.match,
         "evict": one.prefix.evict,
-        "close_slots": one.close_slots,
+        "give_up": one.give_up,
         "prepare": one.prefix.prepare,
         "imports": lambda: one.pool.driver.calls["import_fd"],
         "held": lambda: (one.pool.created_bytes // PAGE_BYTES, one.pool.holder and one.pool.holder.held_bytes() // PAGE_BYTES),

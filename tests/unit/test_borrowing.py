@@ -86,8 +86,7 @@ def test_what_is_borrowed_again_before_it_has_left_stays_lent(holder, owner, bor
     borrower.prefix.evict()
     sequence = hold_rows(borrower, [*PROMPT, 1], 96)
     borrower.settle()
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     assert borrower.pool.borrowed_bytes == 6 * PAGE_BYTES
     assert total_pages(holder) == held_pages(owner) + 6
     sequence.close()
@@ -139,8 +138,7 @@ def test_a_borrower_is_at_hand_before_the_owner(path, opened):
 
 def test_what_an_owner_evicts_is_not_written_while_it_is_borrowed(holder, owner, borrower):
     sequence = hold_rows(borrower, [*PROMPT, 1], 96)
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     for seed in range(4):
         owner.ask("serve", [seed] * 200, "red")
     assert owner.ask("check") is None
@@ -178,8 +176,7 @@ def test_a_full_last_page_is_borrowed_once(holder, owner, borrower):
     sequence = hold_rows(borrower, PROMPT[:96], 95)
     assert borrower.prefix.borrow(PROMPT[:96]) is None
     borrower.cache.check()
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     assert total_pages(holder) == held_pages(owner) + 6
     sequence.close()
 
@@ -196,8 +193,7 @@ def test_a_slot_that_goes_on_otherwise_gets_pages_of_its_own_for_borrowed_rows(o
 
 def test_without_borrowers_an_owner_uses_its_memory_again(holder, owner):
     before = set(handles(holder.pid))
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     owner.ask("serve", [5] * 100)
     assert set(handles(holder.pid)) == before
 
@@ -218,8 +214,7 @@ def test_a_borrower_goes_on_when_the_owner_is_killed_and_with_the_next_one(path,
 def test_an_owner_gets_its_memory_back_when_a_borrower_is_killed(path, holder, owner):
     borrower = start(path, borrows=True)
     assert borrower.ask("serve", [*PROMPT, 1]) == (96, 0)
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     assert total_pages(holder) == held_pages(owner) + 6
     borrower.kill()
     engines.until(lambda: total_pages(holder) == held_pages(owner))
@@ -262,8 +257,7 @@ def test_borrowed_memory_counts_in_the_budget_and_is_evicted_like_own(opened, ow
 
 def test_what_was_dropped_between_borrowing_and_attaching_is_computed(owner, borrower):
     assert borrower.prefix.borrow([*PROMPT, 1]) is not None
-    owner.ask("evict")
-    owner.ask("close_slots")
+    owner.ask("give_up")
     owner.ask("settle")
     assert borrower.serve([*PROMPT, 1]) == (0, 0)
 
