@@ -1,5 +1,6 @@
 """What the tests of pool, cache and prefix cache share: layouts, sequences with tokens, launches, counts of driver calls."""
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def grown(cache: KVCache, num_tokens: int, **options: Any) -> Sequence:
     sequence.grow(num_tokens)
     sequence.advance(num_tokens)
     return sequence
+
+
+def assert_reads(sequence: Sequence, tokens: Seq[int]) -> None:
+    """It has these tokens, and the rows of token t are full of t + 1, negative in V."""
+    assert sequence.length == len(tokens)
+    for layer, group in sequence.cache.layout.group_of.items():
+        start = sequence.start(group)
+        k, v = (view[: len(tokens) - start] for view in (sequence.k(layer), sequence.v(layer)))
+        rows = torch.tensor(tokens[start:], dtype=k.dtype).view(-1, 1, 1) + 1
+        assert torch.equal(k, rows.expand_as(k))
+        assert torch.equal(v, -rows.expand_as(v))
 
 
 def launch_over(driver: FakeDriver, cache: KVCache, sequence: Sequence) -> Launch:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
-from tests.unit.support import LAYOUT, Calls
+from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import SIZE_CLASSES
@@ -51,7 +51,7 @@ def windowed_prefix(pool):
 
 
 def write(sequence, num_tokens):
-    """Token t's rows are full of t + 1, from the sequence's length on; one by one, so that they lie in pages."""
+    """Row t is full of t + 1, whatever its token, from the sequence's length on; one by one, so that they lie in pages."""
     for token in range(sequence.length, num_tokens):
         sequence.grow(token + 1)
         at = token - sequence.start()
@@ -59,17 +59,6 @@ def write(sequence, num_tokens):
             sequence.k(layer)[at] = token + 1
             sequence.v(layer)[at] = -token - 1
         sequence.advance()
-
-
-def assert_reads(sequence, num_tokens):
-    """Its rows are what `write` wrote, in this sequence or another."""
-    assert sequence.length == num_tokens
-    rows = slice(0, num_tokens - sequence.start())
-    wanted = torch.arange(sequence.start() + 1, num_tokens + 1, dtype=torch.float32).view(-1, 1, 1)
-    for layer in sequence.cache.layout.group_of:
-        k, v = sequence.k(layer)[rows], sequence.v(layer)[rows]
-        assert torch.equal(k, wanted.expand_as(k))
-        assert torch.equal(v, -wanted.expand_as(v))
 
 
 def begin(prefix, tokens, **options):
@@ -116,7 +105,7 @@ def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
     other.k(0)[:100] = 0
     while prefix.prepare(0):
         pass
-    assert_reads(prefix.attach([*PROMPT, 0]).sequence, 100)
+    assert_reads(prefix.attach([*PROMPT, 0]).sequence, range(100))
 
 
 @pytest.mark.parametrize("num_tokens", [29, 33])
@@ -145,7 +134,7 @@ def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix
     attached = prefix.attach(PROMPT[:50])
     assert calls.made() == {"write": 1}
     assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 40)
-    assert_reads(attached.sequence, 40)
+    assert_reads(attached.sequence, range(40))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +175,7 @@ def test_of_less_than_a_page_an_alias_is_a_copy(prefix):
     begin(prefix, PROMPT[:10])
     attached = prefix.attach(PROMPT[:11])
     assert (attached.method, attached.num_tokens, attached.num_aliased) == (AttachMethod.ALIAS, 10, 0)
-    assert_reads(attached.sequence, 10)
+    assert_reads(attached.sequence, range(10))
 
 
 def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
@@ -218,7 +207,7 @@ def test_the_last_rows_are_found_in_any_branch_below(windowed_prefix, branches):
         sequence.advance_start(0)
         windowed_prefix.release(sequence, prompt)
     attached = windowed_prefix.attach([*PROMPT[:40], 0])
-    assert_reads(attached.sequence, 40)
+    assert_reads(attached.sequence, range(40))
 
 
 def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver):
@@ -235,7 +224,7 @@ def test_a_large_extent_is_one_handle(long_prefix, driver):
     calls = Calls(driver)
     attached = long_prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
     assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
-    assert_reads(attached.sequence, 256)
+    assert_reads(attached.sequence, range(256))
 
 
 def test_pages_in_use_count_for_prompts_that_need_them(long_prefix, windowed_prefix):
@@ -263,7 +252,7 @@ def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(
     for other in (400, 500, 600):
         attached = long_prefix.attach([*shared, other, other + 1])
         assert attached.num_tokens == 250
-        assert_reads(attached.sequence, 250)
+        assert_reads(attached.sequence, range(250))
         used.append(pool.used_bytes)
     pages_taken = [(after - before) // PAGE_BYTES for before, after in itertools.pairwise(used)]
     assert pages_taken == [16, 1, 1], "all of it once, then the page that is not full"
@@ -278,7 +267,7 @@ def test_rows_are_copied_from_a_slot_or_from_an_extent_of_the_tree(prefix, drive
     calls = Calls(driver)
     attached = prefix.attach([*PROMPT[:40], 0], method=AttachMethod.ALIAS)
     assert attached.num_tokens == 40
-    assert_reads(attached.sequence, 40)
+    assert_reads(attached.sequence, range(40))
     windows = end == "release"
     assert calls.made()["map"] == 3 + windows
     assert calls.made().get("fence", 0) == (end != "run")  # nothing goes before it is read
@@ -298,7 +287,7 @@ def test_two_that_computed_the_same_at_once_keep_a_copy_each(prefix, pool):
     second.close()
     prefix.cache.drain()
     assert pool.stats().held_bytes == 2 * PAGE_BYTES
-    assert_reads(first, 32)
+    assert_reads(first, range(32))
 
 
 def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
@@ -331,9 +320,9 @@ def test_what_was_inserted_stays_when_its_sequence_is_compacted(prefix, cache, d
         prefix.insert(sequence, PROMPT[:20])
     again = prefix.attach(PROMPT[:60])
     assert again.num_tokens == 48
-    assert_reads(again.sequence, 48)
+    assert_reads(again.sequence, range(48))
     prefix.release(sequence)
-    assert_reads(again.sequence, 48)
+    assert_reads(again.sequence, range(48))
 
 
 # forks
@@ -359,10 +348,10 @@ def test_fork_shares_extents_until_either_writes(prefix, cache, driver):
     assert pages(child)[2] is not pages(parent)[2]
     write(child, 50)
     parent.truncate(30)
-    assert_reads(parent, 30)
+    assert_reads(parent, range(30))
     write(parent, 45)
-    assert_reads(child, 50)
-    assert_reads(parent, 45)
+    assert_reads(child, range(50))
+    assert_reads(parent, range(45))
     assert pages(child)[0] is pages(parent)[0]
     assert pages(child)[1] is not pages(parent)[1]
 
@@ -593,7 +582,7 @@ def test_what_lies_below_makes_room_but_for_what_is_copied_from_it(prefix, pool)
     pool.resize(3 * PAGE_BYTES)
     attached = prefix.attach([*PROMPT[:20], 0], method=AttachMethod.ALIAS)
     assert attached.num_tokens == 20
-    assert_reads(attached.sequence, 20)
+    assert_reads(attached.sequence, range(20))
     assert prefix.match(PROMPT) == 20
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from tests.unit.support import LAYOUT, WINDOWED, Calls, launch_over
+from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
 from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
@@ -63,16 +63,6 @@ def write(sequence, tokens):
         sequence.k(layer)[first : first + len(rows)] = rows
         sequence.v(layer)[first : first + len(rows)] = -rows
     sequence.advance(len(tokens) - start)
-
-
-def assert_reads(sequence, tokens):
-    assert sequence.length == len(tokens)
-    for layer, group in sequence.cache.layout.group_of.items():
-        start = sequence.start(group)
-        k, v = (view[: len(tokens) - start] for view in (sequence.k(layer), sequence.v(layer)))
-        rows = torch.tensor(tokens[start:], dtype=k.dtype).view(-1, 1, 1) + 1
-        assert torch.equal(k, rows.expand_as(k))
-        assert torch.equal(v, -rows.expand_as(v))
 
 
 def compute(prefix, tokens, **options):
