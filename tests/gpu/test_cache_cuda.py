@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.unit.support import grown
 from vmmkv import MIB, GraphCapture, KVCache, KVLayout, Pool
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.testing.fake_driver import FakeDriver
@@ -169,9 +170,7 @@ def test_zeroes_and_limits_come_before_work_on_every_recorded_stream(make: Calla
 
 def test_a_lowered_limit_is_seen_by_whatever_is_launched_next(make: Callable[..., KVCache]) -> None:
     cache = make()
-    sequence = cache.open()
-    sequence.grow(160)
-    sequence.advance(160)
+    sequence = grown(cache, 160)
     with torch.cuda.stream(control_stream(cache)):
         torch.cuda._sleep(LONG)
     sequence.truncate(64)  # one handle
@@ -182,9 +181,7 @@ def test_a_lowered_limit_is_seen_by_whatever_is_launched_next(make: Callable[...
 @pytest.mark.parametrize("end", ["close", "truncate", "close the cache"])
 def test_a_lowered_limit_is_not_seen_by_what_was_launched_before(make: Callable[..., KVCache], end: str) -> None:
     cache = make()
-    sequence = cache.open()
-    sequence.grow(100)
-    sequence.advance(100)
+    sequence = grown(cache, 100)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     seen = cache.limit[sequence.slot].clone()
@@ -231,9 +228,7 @@ def test_resize_gives_memory_back_to_the_device_and_takes_it_again(make: Callabl
 @pytest.mark.parametrize("flow", ["truncate", "adopt"])
 def test_a_raise_of_a_limit_never_overtakes_the_one_before(make: Callable[..., KVCache], flow: str) -> None:
     cache = make()
-    sequence = cache.open()
-    sequence.grow(384)
-    sequence.advance(384)
+    sequence = grown(cache, 384)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG // 4)  # step 1, under way
     parked = None
@@ -258,9 +253,7 @@ def test_a_raise_of_a_limit_never_overtakes_the_one_before(make: Callable[..., K
 @pytest.mark.parametrize("call", ["grow", "map_ahead", "truncate", "park", "close"])
 def test_a_capture_refuses_what_maps_or_reclaims_and_goes_on(make: Callable[..., KVCache], call: str) -> None:
     cache = make()
-    sequence, other = cache.open(), cache.open()
-    sequence.grow(384)
-    sequence.advance(384)
+    sequence, other = grown(cache, 384), cache.open()
     torch.cuda.synchronize()
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device=cache.device)
     with torch.cuda.graph(graph):

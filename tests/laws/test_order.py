@@ -6,7 +6,7 @@ import pytest
 
 from tests.laws.model import ONE_GROUP, TENANTS, Live, append, attend, check_limits, opened
 from tests.laws.simulated_driver import SimulatedDriver
-from vmmkv import KVCache, Pool
+from vmmkv import KVCache, Pool, Sequence
 from vmmkv.errors import DriverError
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import LawBroken
@@ -24,6 +24,12 @@ class Device:
 
     def opened(self, tenant: str) -> Live:
         return opened(self.cache, self.cache.open(tenant=tenant), owner=TENANTS.index(tenant))
+
+    def begun(self, num_tokens: int) -> Sequence:
+        """The sequence, to which its first tokens are appended."""
+        self.live.sequence.grow(num_tokens)
+        self.step(num_tokens)
+        return self.live.sequence
 
     def step(self, num_tokens: int) -> None:
         """Launch a kernel that appends so many tokens."""
@@ -46,9 +52,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def test_no_row_is_lost_when_limits_rise_twice_behind_a_lowering(device):
-    sequence = device.live.sequence
-    sequence.grow(9)
-    device.step(9)
+    sequence = device.begun(9)
     sequence.truncate(1)
     lowered = device.driver.last_on(device.driver.main)
     device.step(1)
@@ -68,9 +72,7 @@ def test_a_limit_is_lowered_behind_its_raise_whatever_stream_is_current(device):
 
 
 def test_a_limit_is_raised_behind_its_lowering_whatever_stream_is_current(device):
-    sequence = device.live.sequence
-    sequence.grow(9)
-    device.step(9)
+    sequence = device.begun(9)
     device.driver.finish_all()
     with device.driver.on(device.driver.new_stream()):
         sequence.truncate(1)
@@ -78,9 +80,7 @@ def test_a_limit_is_raised_behind_its_lowering_whatever_stream_is_current(device
 
 
 def test_a_limit_is_lowered_behind_a_raise_that_another_stream_still_has_to_write(device):
-    sequence = device.live.sequence
-    sequence.grow(9)
-    device.step(9)
+    sequence = device.begun(9)
     sequence.truncate(1)
     with device.driver.on(device.driver.new_stream()):
         sequence.grow(5)  # written there, behind the lowering
@@ -99,8 +99,7 @@ def test_a_limit_is_lowered_behind_what_recorded_streams_write(device):
 
 
 def test_an_adopted_slot_is_not_written_before_work_that_reads_it_has_run(device):
-    device.live.sequence.grow(9)
-    device.step(9)
+    device.begun(9)
     attend(device.driver, device.live)
     parked = device.live.sequence.park()
     with device.driver.on(device.driver.new_stream()):
@@ -161,9 +160,7 @@ def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):
 
 
 def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
-    sequence = device.live.sequence
-    sequence.grow(9)
-    device.step(9)
+    sequence = device.begun(9)
     span = device.live.bases[0]
     with pytest.raises(LawBroken, match="is unmapped while work may touch it"):
         device.driver.unmap(span, PAGE_BYTES)
@@ -181,9 +178,7 @@ def test_pages_of_a_growth_that_fails_are_not_unmapped_before_their_zeroes(devic
 
 
 def test_a_reclaimed_page_that_a_fork_holds_is_not_written_again(device):
-    sequence = device.live.sequence
-    sequence.grow(9)
-    device.step(9)
+    sequence = device.begun(9)
     (fork,) = device.cache.fork(sequence)
     forked = opened(device.cache, fork, owner=device.live.owner, stamps=device.live.stamps)
     sequence.truncate(1)
@@ -196,9 +191,7 @@ def test_a_reclaimed_page_that_a_fork_holds_is_not_written_again(device):
 def test_memory_that_passes_to_another_tenant_is_zeroed_first(device, creates_zeroed):
     device.driver.creates_zeroed = creates_zeroed
     device.pool.resize(3 * PAGE_BYTES)
-    sequence = device.live.sequence
-    sequence.grow(8)
-    device.step(8)
+    sequence = device.begun(8)
     sequence.close()
     device.live = device.opened("blue")
     device.live.sequence.grow(8)  # waits for the others' work
