@@ -24,6 +24,7 @@ from tests.adapters.models import (
     llama,
     mistral,
     prompts,
+    states_of,
     wide_llama,
 )
 from vmmkv import GIB, MIB, DriverError, KVCache, OutOfPages, Pool, RowsUnmapped
@@ -313,7 +314,7 @@ def test_a_pass_that_forks_is_all_or_none_at_whichever_driver_call_it_fails(pool
             for each, tokens in itertools.product((own, cache), ids[:2]):
                 forward(model, each, tokens)
             with copy.deepcopy(cache) as other:  # so that the rows may not be written, and are forked
-                before, kept = num_sequences(cache), [each.clone() for layer in range(4) for each in other.states(layer)]
+                before, kept = num_sequences(cache), [each.clone() for each in states_of(other)]
                 for each in (own, cache):
                     each.reorder_cache(torch.tensor([1, 0]))
                 driver.fail_at = {driver.num_calls + number}
@@ -326,7 +327,7 @@ def test_a_pass_that_forks_is_all_or_none_at_whichever_driver_call_it_fails(pool
                 driver.fail_at = set()
                 assert torch.allclose(logits, forward(model, own, ids[2]), atol=1e-4), f"call {number} failed"
                 assert num_sequences(cache) == before
-                assert all(map(torch.equal, kept, (each for layer in range(4) for each in other.states(layer))))
+                assert all(map(torch.equal, kept, states_of(other)))
                 cache.check()
             assert num_sequences(cache) == before / 2
         if failures == number:
@@ -453,12 +454,12 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(
         assert ours.get_seq_length() == own.get_seq_length()
         assert ours.get_mask_sizes(3, 0) == own.get_mask_sizes(3, 0)
         if call == 5 and len(left) < 3:
-            left.append((ours, [each.clone() for layer in range(4) for each in ours.states(layer)]))
+            left.append((ours, [each.clone() for each in states_of(ours)]))
             ours = copy.deepcopy(ours)
         ours.check()
         ids = torch.tensor(choose(198, ours.batch_size, choose(3) + 1)) + 1
     for cache, states in left:
-        assert all(map(torch.equal, states, (each for layer in range(4) for each in cache.states(layer))))
+        assert all(map(torch.equal, states, states_of(cache)))
         cache.check()
         cache.close()
     ours.close()
