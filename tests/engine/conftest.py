@@ -17,6 +17,7 @@ from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
 from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.layout import SCALES, SECTOR_BYTES
 from vmmkv.prefix import PrefixCache
+from vmmkv.server.engine import fetches
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
@@ -38,6 +39,13 @@ PAGE_TOKENS = 2048
 def smollm2() -> Path:
     """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
     return resolve("smollm2-135m")
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing is taken to be slow, so that every fetch is waited for."""
+    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:

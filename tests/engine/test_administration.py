@@ -13,7 +13,6 @@ from tests.server.fake_engine import READY
 from tests.unit.holder_engines import Process, start_holder
 from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.memory_map import SlotMap
-from vmmkv.server.engine import fetches
 from vmmkv.server.engine.__main__ import freeze_survivors
 from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.kv_backend import SlotBackend
@@ -188,11 +187,7 @@ def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness
 
 
 @pytest.mark.parametrize("has_tier", [False, True])
-def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, has_tier: bool
-) -> None:
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)  # every fetch is waited for
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(harness: MakeHarness, patient: None, has_tier: bool) -> None:
     tiers = [HostTier(64 * PAGE_BYTES)] * has_tier
     one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open, tiers=tiers)
     loaded = Loaded(one.engine, READY, one.memory)

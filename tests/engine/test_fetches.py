@@ -33,6 +33,8 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Abort, Compacted, Generate, Snapshot
 from vmmkv.tiers import TierStats, Transfer
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}
 PROMPTS = [prompt_of(500 + 40 * seed, seed) for seed in range(6)]
@@ -59,13 +61,6 @@ def expected(directory: Path) -> list[list[int]]:
     """The answers without tiers."""
     with LLM(directory, **OPTIONS) as llm:
         return answers(llm.generate(PROMPTS, GREEDY))
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing is taken to be slow, so that every fetch is waited for."""
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
 
 
 @pytest.fixture

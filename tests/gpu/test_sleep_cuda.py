@@ -3,25 +3,23 @@
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, prompt_of, wide_rows
+from tests.engine.conftest import Harness, patient, prompt_of, wide_rows
 from tests.gpu.test_decode_steps_cuda import DEVICE
 from tests.server.fake_engine import READY
 from vmmkv import MIB, PAGE_BYTES, HostTier
-from vmmkv.server.engine import fetches
 from vmmkv.server.engine.administration import manage
 from vmmkv.server.engine.kv_backend import SlotBackend
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import Sleep, WakeUp
 
+__all__ = ["patient"]
+
 PROMPTS = [prompt_of(500 + 40 * seed, seed) for seed in range(6)]
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("has_tier", [False, True])
-def test_the_memory_of_a_sleeper_is_the_devices_and_its_captured_steps_stay_right(
-    has_tier: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)  # every fetch is waited for
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+def test_the_memory_of_a_sleeper_is_the_devices_and_its_captured_steps_stay_right(has_tier: bool) -> None:
     tiers = [HostTier(256 * MIB)] * has_tier
     one = Harness(
         wide_rows(), device=DEVICE, ours=True, capture=True, share=True, tiers=tiers, budget_pages=128, max_tokens=1024,
