@@ -329,11 +329,11 @@ def test_a_log_is_followed_through_drops_and_rewrites():
     lender = cast(Any, SimpleNamespace(log=reader, path="a path"))
     borrowed = BorrowedPrefixes(*[cast(Any, None)] * 3, lender, b"model")
     writer.rewrite(b"model", ())
-    draw, live = random.Random(0), {}
+    draw, live, dropped = random.Random(0), {}, []
     for serial in range(1, 1500):
         if live and draw.random() < 0.5:
             gone = draw.choice(list(live))
-            del live[gone]
+            dropped.append(live.pop(gone))
             if not writer.drop(gone):
                 writer.rewrite(b"model", live.values())
         tokens = draw.randbytes(4 * draw.randint(1, 300))
@@ -347,6 +347,7 @@ def test_a_log_is_followed_through_drops_and_rewrites():
             for seal in draw.sample(list(live.values()), min(3, len(live))):
                 found = borrowed._find(None, seal.tokens + b"more")
                 assert seal in found and all(each in live.values() for each in found)
+            assert not any(borrowed._find(None, each.tokens) for each in dropped[-20:])
     for serial in (2000, 3000):  # the same half again, and of the same length
         live = {serial: seal._replace(serial=serial)}
         writer.rewrite(b"model", live.values())
