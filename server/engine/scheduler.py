@@ -258,16 +258,16 @@ class Scheduler:
 
         `keep`: the prefix cache keeps what it has computed until the room is needed; not after a failure.
         """
-        self._by_id.pop(request.ask.request_id, None)
-        if not request.is_running:
+        if request.is_running:
+            self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
+        else:
             if request in self.fetches.waiting:
                 self.fetches.leave(request)
             else:
                 self._dequeue(request)
             request.status = Status.FINISHED
             self._num_refused = 0
-            return
-        self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
+        self._by_id.pop(request.ask.request_id, None)  # last: one that an interrupt keeps from ending is found, and aborted
 
     def memory_changed(self) -> None:
         """There may be room now for requests that found none."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -351,6 +352,17 @@ def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
     assert not core.cache.sequences
     for _ in range(2):
         assert answers(engine.generate(["abc", "de"], GREEDY)) == before
+
+
+def test_an_interrupt_as_a_request_ends_leaves_it_to_be_ended(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine._open().engine
+    before, steps, step = answers(engine.generate("abc", GREEDY)), iter(range(100)), core.step
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", lambda: [step() for _ in [next(steps)]])  # no more than a hundred
+        patch.setattr(core._scheduler, "_stop", Mock(side_effect=[KeyboardInterrupt, DEFAULT], wraps=core._scheduler._stop))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate("abc", GREEDY)
+    assert answers(engine.generate("abc", GREEDY)) == before
 
 
 def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
