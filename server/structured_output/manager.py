@@ -9,6 +9,7 @@ Legend: G rows with a grammar, W words of a mask.
 """
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -46,10 +47,11 @@ LOOP_SHARE: Final = 0.25
 many slow choices, none of them over its own limit, would stop the loop for seconds.
 """
 CROWDED_S: Final = 0.01
-SPREAD_S: Final = 0.002
-"""CPU time that a step's tokens are expected to take, beyond which they are followed in several threads.
+THREAD_S: Final = 0.0015
+"""CPU time that a step's tokens are expected to take, for each thread that follows them.
 
-Most take some 10 us, half of it with Python's lock: threads that pass it to each other for these take longer than one.
+Most take some 20 us, half of it with Python's lock, which threads pass to each other: 64 such tokens take 1.4 ms by one thread
+or by two, and 2.4 by eight; 64 within strings 17 by one, and 3.3 by eight.
 """
 _NAP_S: Final = 0.0005
 """While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
@@ -137,7 +139,7 @@ class StructuredOutputManager:
                 calls.append((request, partial(self._forced, request)))
             except Exception as error:
                 found.append((request, _reason(request, "cannot be read", error)))
-        for (request, _), forced in zip(calls, self._call(calls, spread=False)[0], strict=True):
+        for (request, _), forced in zip(calls, self._call(calls)[0], strict=True):
             if isinstance(forced, Exception):
                 found.append((request, _reason(request, "cannot be followed", forced)))
                 continue
@@ -166,7 +168,7 @@ class StructuredOutputManager:
             request = table.requests[slot]
             assert request is not None and request.matcher is not None, "no request with a grammar runs there"
             calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
-        results, took_s = self._call(calls, spread=len(calls) * self._token_s > SPREAD_S)
+        results, took_s = self._call(calls, num_threads=math.ceil(len(calls) * self._token_s / THREAD_S))
         if calls:
             self._token_s = took_s / len(calls)
         for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
@@ -213,16 +215,18 @@ class StructuredOutputManager:
         request.matcher.mask()
         return forced
 
-    def _call(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool) -> tuple[list[T | Exception], float]:
+    def _call(
+        self, calls: Sequence[tuple[Request, Callable[[], T]]], *, num_threads: int = 1
+    ) -> tuple[list[T | Exception], float]:
         """The results of calls of the requests' matchers, or their errors, and their CPU time, which the requests are charged.
 
-        A matcher whose call has failed must not be called again: a thread may still work on it. `spread`: in several threads.
+        A matcher whose call has failed must not be called again: a thread may still work on it. `num_threads`: at most.
         """
         began_s = time.perf_counter()
         self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
         self._balanced_s = began_s
-        outcomes = self._threads.run([call for _, call in calls], spread=spread)
-        # Spread calls hold the loop for less than they take; a thread that is not scheduled holds it for more.
+        outcomes = self._threads.run([call for _, call in calls], num_threads=num_threads)
+        # Calls in several threads hold the loop for less than they take; a thread that is not scheduled holds it for more.
         held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
         loop_share = min(1.0, held_s / took_s) if took_s else 0.0
         results: list[T | Exception] = []

@@ -239,7 +239,7 @@ class CallThreads:
     """Makes calls in threads and waits for them, CALL_S each. A thread whose call overruns is abandoned with it."""
 
     def __init__(self, call_s: float = CALL_S, num_threads: int | None = None) -> None:
-        """`num_threads`: for calls that are spread; if None, of half the cores, up to _MAX_THREADS."""
+        """`num_threads`: at most; if None, half the cores, up to _MAX_THREADS."""
         self._call_s = call_s
         self._num_threads = num_threads or max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads: list[_CallThread] = []
@@ -251,8 +251,8 @@ class CallThreads:
         self._abandoned = [thread for thread in self._abandoned if not thread.is_idle]
         return len(self._abandoned)
 
-    def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[CallResult[T]]:
-        """The outcomes of all calls, in order; their errors are in there. `spread`: in several threads.
+    def run(self, calls: Sequence[Callable[[], T]], *, num_threads: int = 1) -> list[CallResult[T]]:
+        """The outcomes of all calls, in order; their errors are in there. `num_threads`: at most, one at least.
 
         Where a signal handler raises while this waits, the threads are abandoned and make no further call.
         """
@@ -261,10 +261,10 @@ class CallThreads:
         error = CallOverran(f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler")
         try:
             while num_left := len(calls) - len(batch.outcomes.keys() | overran.keys()):
-                num_threads = max(1, min(self._num_threads, num_left // _MIN_CALLS)) if spread else 1
-                while len(self._threads) < num_threads:
+                num_working = max(1, min(num_threads, self._num_threads, num_left // _MIN_CALLS))
+                while len(self._threads) < num_working:
                     self._threads.append(_CallThread())
-                working = self._threads[:num_threads]
+                working = self._threads[:num_working]
                 for thread in working:
                     thread.begin(batch)
                 for thread in working:

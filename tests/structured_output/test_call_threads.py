@@ -29,8 +29,8 @@ def indices(count: int) -> list[Callable[[], int]]:
     return [functools.partial(int, index) for index in range(count)]
 
 
-def assert_works(threads: CallThreads, *, spread: bool = True) -> None:
-    assert [outcome.get() for outcome in threads.run(indices(8), spread=spread)] == list(range(8))
+def assert_works(threads: CallThreads, num_threads: int = 2) -> None:
+    assert [outcome.get() for outcome in threads.run(indices(8), num_threads=num_threads)] == list(range(8))
 
 
 def test_outcomes_are_values_or_errors_in_order() -> None:
@@ -39,7 +39,7 @@ def test_outcomes_are_values_or_errors_in_order() -> None:
     assert first.get() == third.get() != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         second.get()
-    assert threads.run([]) == threads.run([], spread=True) == []
+    assert threads.run([]) == threads.run([], num_threads=0) == []
     threads.close()
 
 
@@ -73,7 +73,7 @@ def test_each_call_has_its_own_limit_of_cpu_time() -> None:
     sleeps.close()
 
 
-def test_spread_calls_run_side_by_side_and_others_in_one_thread() -> None:
+def test_calls_in_several_threads_run_side_by_side() -> None:
     threads, both = CallThreads(num_threads=2), threading.Barrier(2)
 
     def made(index: int) -> int:
@@ -81,7 +81,7 @@ def test_spread_calls_run_side_by_side_and_others_in_one_thread() -> None:
         return index
 
     for _ in range(20):
-        outcomes = threads.run([functools.partial(made, index) for index in range(8)], spread=True)
+        outcomes = threads.run([functools.partial(made, index) for index in range(8)], num_threads=2)
         assert [outcome.get() for outcome in outcomes] == list(range(8))
     assert len({outcome.get() for outcome in threads.run([threading.get_ident] * 8)}) == 1
     threads.close()
@@ -92,7 +92,7 @@ def test_other_threads_make_the_calls_behind_one_that_overruns() -> None:
     calls: list[Callable[[], int | None]] = [*indices(40)]
     calls[7:7] = [endless]
     calls[31:31] = [endless]
-    outcomes = threads.run(calls, spread=True)
+    outcomes = threads.run(calls, num_threads=3)
     overran = [index for index, outcome in enumerate(outcomes) if isinstance(outcome.error, CallOverran)]
     assert overran == [7, 31] and threads.num_abandoned == 2
     assert [outcome.get() for index, outcome in enumerate(outcomes) if index not in overran] == list(range(40))
@@ -122,15 +122,15 @@ class Interrupted(BaseException):
     """What a signal's handler raises, as KeyboardInterrupt is."""
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_signal_while_waiting_abandons_the_threads(spread: bool) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_signal_while_waiting_abandons_the_threads(num_threads: int) -> None:
     threads, go, made, before = CallThreads(num_threads=2), threading.Event(), list[int](), threading.active_count()
 
     def interrupts(*_: object) -> None:
         raise Interrupted
 
     main = threading.get_ident()
-    all_wait = threading.Barrier(1 + spread, action=lambda: signal.pthread_kill(main, signal.SIGALRM))
+    all_wait = threading.Barrier(num_threads, action=lambda: signal.pthread_kill(main, signal.SIGALRM))
 
     def waits(index: int) -> int:
         made.append(index)
@@ -141,14 +141,14 @@ def test_a_signal_while_waiting_abandons_the_threads(spread: bool) -> None:
     usual = signal.signal(signal.SIGALRM, interrupts)
     try:
         with pytest.raises(Interrupted):
-            threads.run([functools.partial(waits, index) for index in range(8)], spread=spread)
+            threads.run([functools.partial(waits, index) for index in range(8)], num_threads=num_threads)
     finally:
         signal.signal(signal.SIGALRM, usual)
-    assert threads.num_abandoned == 1 + spread
-    assert_works(threads, spread=spread)
+    assert threads.num_abandoned == num_threads
+    assert_works(threads, num_threads)
     go.set()
     assert eventually(lambda: threads.num_abandoned == 0)
-    assert sorted(made) == list(range(1 + spread)), "the abandoned threads made no other call"
+    assert sorted(made) == list(range(num_threads)), "the abandoned threads made no other call"
     threads.close()
     assert eventually(lambda: threading.active_count() <= before)
 
@@ -176,7 +176,7 @@ def test_wherever_a_signal_strikes_no_thread_stays(
     with monkeypatch.context() as patch:
         patch.setattr(*place, struck)
         with pytest.raises(Interrupted):
-            threads.run(indices(8), spread=True)
+            threads.run(indices(8), num_threads=2)
     assert_works(threads)
     threads.close()
     assert eventually(lambda: threading.active_count() <= before)

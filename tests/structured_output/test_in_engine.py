@@ -41,7 +41,7 @@ from vmmkv.server.protocol import Abort, Compacted, Generate
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, SPREAD_S, StructuredOutputManager
+from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, THREAD_S, StructuredOutputManager
 from vmmkv.server.structured_output.matcher import CALL_S, DIGEST_BYTES, CallResult, CallThreads, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
@@ -451,18 +451,18 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
     params = SamplingParams(max_tokens=9)
     requests = [Request(Generate(request_id=str(index), prompt=[1], params=params), frozenset()) for index in range(4)]
 
-    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[CallResult[int]]:
+    def made(calls: list[Callable[[], int]], **_: int) -> list[CallResult[int]]:
         nonlocal now_s
         now_s += held_s
         return [CallResult(call(), None, took_s) for call in calls]
 
     monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
     monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    assert reader._call([(request, lambda: 7) for request in requests], spread=True) == ([7] * 4, 4 * took_s)
+    assert reader._call([(request, lambda: 7) for request in requests]) == ([7] * 4, 4 * took_s)
     assert [request.grammar_s for request in requests] == [took_s] * 4
     assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
     now_s += 1
-    reader._call([(request, lambda: 7) for request in requests[:1]], spread=False)
+    reader._call([(request, lambda: 7) for request in requests[:1]])
     assert reader._balance_s == pytest.approx(ANSWER_S - min(took_s, held_s)), "it is filled again, and no further"
 
 
@@ -470,25 +470,25 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_jumps(monkeypatch)
-    one, spreads = engine(slots=8), list[bool]()
-    took_s = iter((SPREAD_S / 9, SPREAD_S / 7, SPREAD_S / 9, 0.0))
+    one, nums = engine(slots=8), list[int]()
+    took_s = iter(each * THREAD_S / 8 for each in (0.9, 2.1, 1.9, 0.0))
     for index in range(8):
         one.ask(str(index), token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while not one.tokens("7"):
         one.step()
     nothing = np.zeros(0, np.int64)
-    managing(one)._token_s = SPREAD_S
+    managing(one)._token_s = THREAD_S
     managing(one).follow(one.engine._scheduler.table, nothing, nothing, nothing > 0)
 
-    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[CallResult[int]]:
-        spreads.append(spread)
+    def made(calls: list[Callable[[], int]], *, num_threads: int) -> list[CallResult[int]]:
+        nums.append(num_threads)
         each_s = next(took_s)
         return [CallResult(call(), None, each_s) for call in calls]
 
     with monkeypatch.context() as patch:
         patch.setattr(managing(one)._threads, "run", made)
         one.step(4)
-    assert spreads == [True, False, True, False]
+    assert nums == [8, 1, 3, 2]
     one.run()
 
 
@@ -542,7 +542,7 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_no_other(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "CallThreads", functools.partial(CallThreads, num_threads=3))
-    monkeypatch.setattr(manager, "SPREAD_S", 0.0)
+    monkeypatch.setattr(manager, "THREAD_S", 1e-9)
     real, go, bad = Matcher.mask, threading.Event(), list[Matcher]()
 
     def masking(matcher: Matcher) -> Any:
