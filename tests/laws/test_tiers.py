@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -168,6 +169,25 @@ def test_a_tier_that_was_closed_can_be_opened_again(tier):
     tier.open(CPU)
     assert found(tier, 1) == [keeps] and load(tier, 1) == keeps
     assert store(tier, 2) and load(tier, 2)
+
+
+def test_a_close_after_an_interrupted_one_waits_for_what_is_written(tmp_path, monkeypatch):
+    """The threads would write to the files that have these numbers next."""
+    disk, ends = DiskTier(tmp_path, NUM_RECORDS * RECORD_BYTES), threading.Event()
+    disk.open(CPU)
+    write = disk.write_at
+    monkeypatch.setattr(disk, "write_at", lambda *args: ends.wait(60) and write(*args))
+    transfer = disk.store(key_of(1))
+    ctypes.memmove(transfer.address, payload(1), RECORD_BYTES)
+    disk.finished(transfer)
+    monkeypatch.setattr(disk._threads, "shutdown", Mock(side_effect=[KeyboardInterrupt, DEFAULT], wraps=disk._threads.shutdown))
+    with pytest.raises(KeyboardInterrupt):
+        disk.close()
+    threading.Timer(0.05, ends.set).start()
+    disk.close()
+    disk.open(CPU)
+    assert load(disk, 1)
+    disk.close()
 
 
 @pytest.mark.parametrize("tier", TIERS, indirect=True)

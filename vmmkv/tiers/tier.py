@@ -234,6 +234,8 @@ class ThreadedTier(ABC):
         self.listener: RecordListener = lambda keys, is_held: None
         """What a subclass that can `listen` tells of its records; failed stores are told by this class."""
         self._threads: ThreadPoolExecutor | None = None
+        self._ending: ThreadPoolExecutor | None = None
+        """The threads of a tier that is being closed."""
 
     # what a subclass does
 
@@ -323,14 +325,14 @@ class ThreadedTier(ABC):
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self.counts))
 
     def close(self) -> None:
-        """See Tier.close. Waits for what is being written, without the lock."""
+        """See Tier.close. Waits for what is being written, without the lock; after an interrupt the next call waits for it."""
         with self.lock:
             check_returned(self.name, self._num_lent)
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+            self._ending, self._threads = self._threads or self._ending, None
+        if self._ending is not None:
+            self._ending.shutdown(wait=True)
             with self.lock:
-                memory, self._memory, self._buffers = self._memory, None, []
+                memory, self._memory, self._buffers, self._ending = self._memory, None, [], None
             del memory  # without the lock: unpinning takes its time
 
     def _read(self, key: bytes, address: int) -> None:
