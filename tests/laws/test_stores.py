@@ -173,6 +173,28 @@ def test_what_was_not_asked_before_a_close_is_asked_when_the_tier_is_open_again(
     tier.close()
 
 
+def test_what_an_interrupted_close_has_cancelled_is_asked_when_the_tier_is_open_again(monkeypatch):
+    tier, ends = FaultyStore(NUM_RECORDS), threading.Event()
+    ask = tier.ask
+    monkeypatch.setattr(tier, "ask", lambda names: ends.wait(60) and ask(names))
+    tier.open(CPU)
+    assert tier.lookup([key_of(1)]) is None  # behind the first question
+
+    def shutdown(**options):
+        ends.set()
+        end(**options)
+        raise KeyboardInterrupt
+
+    end = tier._asker.shutdown
+    monkeypatch.setattr(tier._asker, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        tier.close()
+    tier.close()
+    tier.open(CPU)
+    assert found(tier, 1) == [False]
+    tier.close()
+
+
 def test_a_store_that_answers_a_tier_opened_again_is_left_alone_when_it_fails():
     tier = FaultyStore(NUM_RECORDS)
     tier.fault = "gone"

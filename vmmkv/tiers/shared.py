@@ -140,6 +140,7 @@ class SharedTier(ThreadedTier):
         super().open(device)
         with self.lock:
             if self._asker is None:
+                self._asked.clear()  # what a close has cancelled
                 self._asker = ThreadPoolExecutor(1, thread_name_prefix=f"vmmkv-{self.name}-ask")
                 self._probing = True
                 self._asker.submit(self._probe)  # so that the log says at the start if it does not answer
@@ -204,7 +205,6 @@ class SharedTier(ThreadedTier):
         try:
             if asker is not None:
                 asker.shutdown(wait=True, cancel_futures=True)
-                self._asked.clear()
             super().close()
         finally:
             late.cancel()
