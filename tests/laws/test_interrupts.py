@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
 
 import vmmkv
 from tests.laws.test_failures import OPERATIONS
-from vmmkv import KVCache, KVLayout, Pool, Reentered
+from vmmkv import DriverError, KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
 from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.tiers.saved import Offloaded
@@ -166,17 +167,22 @@ def test_an_interrupted_failure_raises_the_interrupt(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("name", ["save", "restore", "offload"])
-def test_host_memory_goes_behind_the_copy_that_an_interrupt_stops(
-    cache: KVCache, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("is_interrupted", [True, False], ids=["interrupted", "with a fence that fails"])
+def test_host_memory_goes_behind_the_copy_whatever_comes_after_its_launch(
+    cache: KVCache, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_interrupted: bool
 ) -> None:
-    sequence, path, copies = cache.open(), tmp_path / "one", list[Launch]()
+    sequence, path, copies, fence = cache.open(), tmp_path / "one", list[Launch](), pool.driver.fence
     sequence.grow(4)
     sequence.advance(4)
     sequence.save(path)
 
     def copy(*_: int) -> None:
         copies.append(pool.driver.launch([]))
-        signal.raise_signal(signal.SIGINT)
+        if is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            failing = Mock(side_effect=[DriverError("it failed", call="fence", code="1"), DEFAULT], wraps=fence)
+            monkeypatch.setattr(pool.driver, "fence", failing)
 
     monkeypatch.setattr(pool.driver, "copy", copy)
     acts: dict[str, Callable[[], object]] = {
@@ -184,7 +190,7 @@ def test_host_memory_goes_behind_the_copy_that_an_interrupt_stops(
         "restore": lambda: cache.restore(path),
         "offload": lambda: Offloaded([[sequence]]),
     }
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
         acts[name]()
     assert [copy.finished for copy in copies] == [True]
 

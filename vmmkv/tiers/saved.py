@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import torch
 
-from vmmkv.driver.base import DONE, Fence
+from vmmkv.driver.base import DONE, Fence, retried
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.address_space import Span
 from vmmkv.memory.pool import Extent
@@ -96,7 +96,7 @@ def _copying(cache: "caches.KVCache") -> Iterator[None]:
     try:
         with cache.pool.lock, cache.memory.copying():
             yield
-            fence = cache.pool.driver.fence()
+            fence = retried(cache.pool.driver.fence)
     finally:
         fence.wait()
 
