@@ -181,8 +181,8 @@ class Pool(Closing, Unique):
     `PrefixCache`, which must be made before sequences grow. Allocating then takes a round trip more. If the holder ends, the
     memory allocated so far stays usable, and there is no more.
 
-    With `lender`, the socket of another engine's holder, the `PrefixCache` borrows prefixes that this engine has sealed: their
-    memory is mapped here too, read-only, and counts in both budgets.
+    With `lender`, the socket of another engine's holder, the `PrefixCache` borrows prefixes that the other engine has sealed:
+    their memory is mapped here too, read-only, and counts in both budgets.
 
     Close it, or use it in a `with` block, after the work that uses it has been launched.
 

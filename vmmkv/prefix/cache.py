@@ -390,7 +390,7 @@ class PrefixCache:
     # pins, and the rest
 
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
-        """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None); returns its tokens.
+        """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None). Returns its length.
 
         Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken.
         """
