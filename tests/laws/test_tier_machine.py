@@ -394,14 +394,9 @@ def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatc
 
 def test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another():
     """Both have computed or copied the same rows at once, and the tree has the copies."""
-    with large_extents(4):
-        driver = SimulatedDriver(seed=1, haste=0)
-        pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
-        cache = KVCache(PREFIX_LAYOUTS["one_group"], pool, slots=4, max_tokens=20)
-        host = HostTier(40 * PAGE_BYTES)
-        prefix, texts, prompt = PrefixCache(cache, [host], fingerprint="model"), Texts(), list(range(1, 14))
+    with large_extents(4), over_host_memory() as (driver, prefix, _):
+        texts, prompt = Texts(), list(range(1, 14))
         parting = [*prompt[:10], 50, 51]  # within a large extent: what it shares is copied into pages of its own
-
         prefix.store_if(lambda tier: False)
         computing, live = attached(prefix, texts, parting)
         computing.sequence.grow(10)
@@ -424,10 +419,6 @@ def test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another():
         prefix.flush()
         assert fetch.done and fetch.num_tokens == 8
         attend(driver, attached(prefix, texts, parting)[1])
-        driver.finish_all()
-        assert driver.broken is None
-        cache.close()
-        pool.close()
 
 
 def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written():
