@@ -155,9 +155,9 @@ def column_sums(
     - scale: positive, 1 / sqrt(D) if None. softcap: scores become softcap * tanh(score / softcap).
     - lse_LNH: contiguous float32: what `prefill` gave as `lse_NH` for these queries, in each layer. Computed anew if None.
 
-    Cost: two launches, or one with `lse_LNH`; each multiplies all queries with all rows. Where queries are few, of which each
-    then goes over rows in parts, a few of torch too. No synchronisation; safe while a graph is captured, and the graph serves
-    all counts and lengths.
+    Cost: two launches, or one with `lse_LNH`; each multiplies all queries with all rows. Without `lse_LNH`, few queries take a
+    few launches of torch more, since rows are then walked in parts. No synchronisation; safe while a graph is captured, and the
+    graph serves all counts and lengths.
     Raises: ValueError naming the argument.
     """
     device = q_LNHD.device
