@@ -260,14 +260,14 @@ class Scheduler:
         """
         if request.is_running:
             self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
-        else:
+        self._by_id.pop(request.ask.request_id, None)  # not before: one that an interrupt keeps from stopping is aborted
+        if request.status is not Status.FINISHED:
             if request in self.fetches.waiting:
                 self.fetches.leave(request)
             else:
                 self._dequeue(request)
             request.status = Status.FINISHED
             self._num_refused = 0
-        self._by_id.pop(request.ask.request_id, None)  # last: one that an interrupt keeps from ending is found, and aborted
 
     def memory_changed(self) -> None:
         """There may be room now for requests that found none."""
@@ -528,11 +528,12 @@ class Scheduler:
                 raise CannotRun(request, error, "this request cannot go on") from error
 
     def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
-        """It runs no longer. `keep` takes its own sequence, and what it has computed."""
-        del self.running[request]
+        """It runs no longer. `keep` takes its own sequence, and what it has computed. After an interrupt, call it again."""
+        if request in self.running:
+            del self.running[request]
+            place = bisect_left(self._priorities, request.ask.priority)
+            del self._priorities[place : place + request.num_slots]
         self._prefilling.pop(request, None)
-        place = bisect_left(self._priorities, request.ask.priority)
-        del self._priorities[place : place + request.num_slots]
         self._decode(self._decoding[self._decoding != request.memory.slot])
         self._num_refused = 0
         if request.beams is not None:
@@ -542,7 +543,7 @@ class Scheduler:
             self._sampler.release(request.memory.slot)
         if self._compactor is not None and request.num_dropped:
             self._compactor.release(request.memory.slot)
-        if keep is None or request.num_dropped or not request.shares_rows:
+        if keep is None or request.num_dropped or not request.shares_rows or request.memory.closed:
             request.memory.close()
         else:
             keep(request.memory, request.confirmed_tokens)

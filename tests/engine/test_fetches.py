@@ -313,6 +313,25 @@ def test_a_client_that_goes_leaves_nothing_in_a_tier(harness: MakeHarness, slow:
     assert not slow.lent and not one.cache.stats().pool_used_bytes
 
 
+def test_an_interrupt_as_a_client_goes_leaves_nothing_to_be_ended_again(
+    harness: MakeHarness, slow: FaultyTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, give_up = serving(harness, slow), Fetch.give_up
+    stored(one, PROMPT)
+    one.ask("goes", PROMPT)
+    one.step(2)
+
+    def interrupted(fetch: Fetch) -> None:
+        give_up(fetch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Fetch, "give_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.engine.receive(Abort(request_id="goes"))
+    one.engine.receive(Abort(request_id="goes"))
+    assert not one.engine.has_work and not slow.lent
+
+
 def test_a_request_that_comes_waits_for_no_store(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = serving(harness, FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["refuses"], chance=1.0))
     one.said(PROMPT)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -354,12 +353,23 @@ def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
         assert answers(engine.generate(["abc", "de"], GREEDY)) == before
 
 
-def test_an_interrupt_as_a_request_ends_leaves_it_to_be_ended(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["before it ends", "once its slot is parked"])
+def test_an_interrupt_as_a_request_ends_leaves_it_to_be_ended(engine: LLM, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     core = engine._open().engine
     before, steps, step = answers(engine.generate("abc", GREEDY)), iter(range(100)), core.step
+    holder, name = (core._scheduler, "_stop") if "before" in place else (core._prefix, "park")
+    call, is_due = getattr(holder, name), [True]
+
+    def interrupted(*arguments: Any) -> None:
+        if name == "park" or not is_due:
+            call(*arguments)
+        if is_due:
+            is_due.clear()
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
         patch.setattr(core, "step", lambda: [step() for _ in [next(steps)]])  # no more than a hundred
-        patch.setattr(core._scheduler, "_stop", Mock(side_effect=[KeyboardInterrupt, DEFAULT], wraps=core._scheduler._stop))
+        patch.setattr(holder, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate("abc", GREEDY)
     assert answers(engine.generate("abc", GREEDY)) == before
