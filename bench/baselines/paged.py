@@ -397,7 +397,7 @@ class FA3Rows(BlockRows):
         out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
-        assert step.query_starts is not None, "a decode step"
+        assert step.query_starts is not None and lse_NH is None, "a decode step, or rows to rank, of which blocks have none"
         return self._attend(layer, q_NHD, step, step.query_starts, len(q_NHD), scale, out_NHD)
 
     def _attend(
