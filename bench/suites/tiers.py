@@ -53,7 +53,7 @@ from vmmkv.server import LLM
 from vmmkv.server.engine.kv_backend import SlotBackend
 from vmmkv.server.engine.loading import choose_dtype
 from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
-from vmmkv.tiers.tier import ThreadedTier, host_memory
+from vmmkv.tiers.tier import host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -131,13 +131,6 @@ def _redis(size_bytes: int) -> Iterator[str]:
         yield f"redis://127.0.0.1:{port}/0"
 
 
-def _written(tiers: Sequence[Tier]) -> None:
-    """Wait until disks and stores have what they were given."""
-    for tier in tiers:
-        if isinstance(tier, ThreadedTier):
-            tier.flush()
-
-
 # bandwidth
 
 
@@ -207,7 +200,6 @@ def _measure_tier(recorder: Recorder, name: str, shape: Shape, case: str, num_to
         def settle() -> None:
             if not prefix.flush():
                 raise WrongNumbers(f"the {case} tier has not done in a minute what it was asked")
-            _written(tiers)
 
         for number in range(1 + settings.repeat):
             tokens = np.random.default_rng((settings.seed, number)).integers(0, 10_000, num_tokens + 1, dtype=np.int32)
@@ -265,8 +257,8 @@ class _Engine(EngineSystem):
 
     def forget(self) -> None:
         """Empty the prefix cache, when the tiers have what is in it."""
-        self.loop.store_all()
-        _written(self.tiers)
+        prefixes = self.loaded.memory.prefixes
+        assert isinstance(prefixes, PrefixCache) and prefixes.flush(math.inf), "all is stored"
         super().forget()
 
 

@@ -306,7 +306,6 @@ class Tiered:
 
     def flush(self) -> None:
         assert self.prefix.flush()
-        self.disk.flush()
 
     def held(self) -> dict[str, set[Block]]:
         """The blocks that there are, by medium."""

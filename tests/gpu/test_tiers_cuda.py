@@ -28,8 +28,6 @@ def test_what_is_evicted_comes_back(cache: KVCache, tier: Tier) -> None:
     prefix = PrefixCache(cache, [tier], fingerprint="model")
     prefix.release(computed(cache, prefix), PROMPT)
     assert prefix.flush(30)
-    if isinstance(tier, DiskTier):
-        tier.flush()
     prefix.evict()
     cache.drain()
     junk = cache.open(tenant="other")  # what was given back is written by another

@@ -105,6 +105,9 @@ class FaultyTier:
             transfer.future = each[1]
         self.tier.drop(transfer)
 
+    def flush(self, timeout_s: float) -> bool:
+        return self.tier.flush(timeout_s)
+
     def stats(self) -> TierStats:
         if self.strikes("raises"):
             raise Gone

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 import zlib
 from concurrent.futures import Future
@@ -120,9 +121,6 @@ def stored(prefix, tokens, **options):
     """A prompt is computed, stored in the tiers, and evicted."""
     compute(prefix, tokens, **options)
     prefix.flush()
-    for tier in prefix._index.transfers.tiers:
-        if isinstance(tier, DiskTier):
-            tier.flush()
     prefix.evict()
 
 
@@ -132,6 +130,20 @@ def fetched(prefix, tokens, **options):
     assert prefix.flush() and (fetch is None or fetch.done)
     prefix.cache.check()
     return prefix.attach(tokens, **options)
+
+
+def test_after_a_flush_a_slow_tier_has_what_was_inserted(cache, tmp_path, monkeypatch):
+    disk, write = DiskTier(tmp_path, 64 * PAGE_BYTES), DiskTier.write
+    monkeypatch.setattr(DiskTier, "write", lambda *record: (time.sleep(0.02), write(*record))[1])
+    prefix = PrefixCache(cache, [disk], fingerprint="model")
+    compute(prefix, PROMPT)
+    assert not prefix.flush(0.001)
+    assert prefix.flush()
+    assert disk.stats().stored_bytes == disk.stats().held_bytes == 6 * PAGE_BYTES
+    prefix.evict()
+    assert fetched(prefix, PROMPT).num_tokens == 96
+    cache.close()
+    disk.close()
 
 
 def test_a_poll_without_time_copies_one_extent(prefix, host):
@@ -648,8 +660,6 @@ def test_a_path_that_is_stored_in_pieces_loses_its_end_first(cache, tmp_path, ki
     for tokens in (LONG[:65], LONG[:113], [9] * 48):  # four pages, three more, and three for which two go
         compute(prefix, tokens)
         prefix.flush()
-        if isinstance(tier, DiskTier):
-            tier.flush()
     prefix.evict()
     assert prefix.fetch(LONG).num_tokens == 5 * 16
     cache.close()

@@ -356,19 +356,18 @@ class PrefixCache:
             return not transfers.is_idle
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until tiers have taken all that was inserted and given all that is fetched; False if the time is over first."""
-        end = time.monotonic() + timeout_s
+        """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""
+        until_s, transfers = time.monotonic() + timeout_s, self._index.transfers
         while self.poll():
-            if time.monotonic() > end:
+            if time.monotonic() > until_s:
                 return False
             with self.cache.pool.lock:
-                transfers = self._index.transfers
                 fence = None if transfers is None else transfers.oldest_fence()
             if fence is None:
                 time.sleep(1e-4)  # a tier is at work
             else:
                 fence.wait()
-        return True
+        return transfers is None or transfers.flush(until_s)
 
     # what an earlier process left
 

@@ -325,6 +325,10 @@ class Transfers:
             stores.clear()
         return [copy.fence for copy in self._copies]
 
+    def flush(self, until_s: float) -> bool:
+        """Wait for tiers to keep what they were given, until a time of time.monotonic() at most. The lock is not held."""
+        return all(self._ask(True, tier.flush, max(0.0, until_s - time.monotonic())) for tier in self.tiers)
+
     def stats(self) -> tuple[TierStats, ...]:
         """The statistics of each tier, without those that raise."""
         found = (self._ask(None, tier.stats) for tier in self.tiers)

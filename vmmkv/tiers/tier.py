@@ -7,6 +7,7 @@ A tier lends host memory for each record on its way, so that nothing is copied t
 network: what takes time ends a future, which the caller looks at. An error is a miss.
 """
 
+import math
 import mmap
 import sys
 import threading
@@ -77,7 +78,7 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """A store of records. Its methods may be called from any thread; none blocks for longer than a lock.
+    """A store of records. Its methods may be called from any thread; none but `flush` blocks for longer than a lock.
 
     Records of many layouts, models and namespaces may be in one tier: their keys differ.
     """
@@ -112,6 +113,10 @@ class Tier(Protocol):
 
     def drop(self, transfer: Transfer) -> None:
         """Give a transfer up, whether or not it has ended. Its memory goes back, and nothing is stored."""
+        ...
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was stored so far is kept, or has failed; False if the time is over first."""
         ...
 
     def stats(self) -> TierStats:
@@ -359,10 +364,10 @@ class ThreadedTier(ABC):
                 self._num_writes -= 1
                 self._written.notify_all()
 
-    def flush(self) -> None:
-        """Block until what was stored so far is written."""
+    def flush(self, timeout_s: float = math.inf) -> bool:
+        """See Tier.flush."""
         with self.lock:
-            self._written.wait_for(lambda: not self._num_writes)
+            return self._written.wait_for(lambda: not self._num_writes, min(timeout_s, threading.TIMEOUT_MAX))
 
     def _view(self, address: int) -> memoryview:
         assert self._memory is not None, "a transfer is of an open tier"
