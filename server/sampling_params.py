@@ -332,12 +332,19 @@ class Limits:
             return room if default is None else min(default, room)
         if wanted is not None and wanted <= room:
             return wanted
-        message, num_tokens = self._too_long(num_prompt_tokens, wanted, room), num_prompt_tokens + (wanted or 0)
-        if wanted is not None and eviction is not None and num_tokens <= KV_POLICY_REACH * self.model_tokens:
-            fits = eviction.most_rows(num_prompt_tokens, num_tokens) <= self.max_tokens
-            if fits and (num_tokens <= self.model_tokens or not eviction.keeps_positions):
+        if self.pool_tokens < self.model_tokens:
+            reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
+        else:
+            reason = f"the most that {self.model} takes here"
+        message = _too_long(num_prompt_tokens, wanted, self.max_tokens, reason)
+        if wanted is not None and eviction is not None:
+            num_tokens, reach = num_prompt_tokens + wanted, KV_POLICY_REACH * self.model_tokens
+            fits = eviction.most_rows(num_prompt_tokens, min(num_tokens, reach)) <= self.max_tokens
+            if fits and num_tokens <= (self.model_tokens if eviction.keeps_positions else reach):
                 return wanted
-            if fits:
+            if fits and not eviction.keeps_positions:
+                message = _too_long(num_prompt_tokens, wanted, reach, "the most with its kv_policy")
+            elif fits and num_tokens <= reach:
                 message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
         raise RequestRefused(message, param="prompt" if room <= 0 else "max_tokens", code="context_length_exceeded")
 
@@ -383,21 +390,17 @@ class Limits:
         if self.kv_policy_again_refusal and eviction.every is not None and not eviction.keeps_positions:
             raise InvalidParam("kv_policy", f"is of type {eviction.name}, which {self.kv_policy_again_refusal}")
 
-    def _too_long(self, num_prompt_tokens: int, wanted: int | None, room: int) -> str:
-        limit = self.max_tokens
-        if self.pool_tokens < self.model_tokens:
-            reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
-        else:
-            reason = f"the most that {self.model} takes here"
-        given = f"{counted(num_prompt_tokens, 'token')} of prompt"
-        if wanted is not None:
-            given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
-        num_new = 1 if wanted is None else wanted
-        remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
-        if wanted is not None and room > 0:
-            remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
-        remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
-        return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
+
+def _too_long(num_prompt_tokens: int, wanted: int | None, limit: int, reason: str) -> str:
+    given = f"{counted(num_prompt_tokens, 'token')} of prompt"
+    if wanted is not None:
+        given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
+    num_new = 1 if wanted is None else wanted
+    remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
+    if wanted is not None and (room := limit - num_prompt_tokens) > 0:
+        remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
+    remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
+    return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
 
 
 def eviction_of(given: Any) -> Eviction | None:

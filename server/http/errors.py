@@ -86,7 +86,7 @@ def too_late(message: str, headers: Mapping[str, str]) -> ApiError:
 
 def not_the_administrator() -> ApiError:
     """403: only the server's admin key opens the administrator's routes."""
-    message = "This route is for the administrator: start the server with --admin-key KEY and send 'Authorization: Bearer KEY'."
+    message = "This route is for the administrator: send 'Authorization: Bearer KEY' with the KEY of the server's --admin-key."
     return ApiError(403, message, code="insufficient_permissions")
 
 

@@ -470,8 +470,11 @@ class GenerationRequest(_SamplingFields):
 
 
 _NEUTRAL: Final[Unserved] = {
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs"), ()),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+    "add_special_tokens": (True,),
+    "bad_words": ([],),
     "store": (False,),
     # vllm-router writes these into the bodies that it has read, with its defaults.
     "no_stop_trim": (False,),

@@ -167,7 +167,7 @@ class TestCompletions:
         "extra",
         [
             {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y", "service_tier": "flex", "user": "z"},
-            {"store": False, "skip_special_tokens": True, "include_stop_str_in_output": False},
+            {"store": False, "skip_special_tokens": True, "include_stop_str_in_output": False, "add_special_tokens": True},
             {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "logprobs": None},
             {"include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True, "continue_final_message": False},
             {"messages": [{"role": "user", "content": "hello", "name": "me"}]},

@@ -199,7 +199,9 @@ def test_a_policy_that_cannot_work_here_is_refused() -> None:
         assert error["param"] == "kv_policy" and 'send "none"' in error["message"]
         assert server.complete(prompt="a", use_beam_search=True, kv_policy="none").status_code == 200
         assert server.complete(prompt="a", max_tokens=4 * 256 - 1).status_code == 200, "past the model's positions"
-        assert server.refuses(COMPLETIONS, prompt="a", max_tokens=4 * 256)["param"] == "max_tokens"
+        error = server.refuses(COMPLETIONS, prompt="a", max_tokens=4 * 256)
+        wanted = f"one request can have {4 * 256} (the most with its kv_policy): lower max_tokens to {4 * 256 - 1}."
+        assert error["param"] == "max_tokens" and error["message"].endswith(wanted)
         assert server.refuses(COMPLETIONS, prompt="a", max_tokens=200, kv_policy="none")["param"] == "max_tokens"
         original = policy | {"positions": "original"}
         assert server.complete(prompt="a", max_tokens=256 - 1, kv_policy=original).status_code == 200

@@ -57,10 +57,9 @@ def check_budget(budget_bytes: int, driver: "Driver", remedy: str) -> None:
     """Raises: BudgetError for more than the device, or this process on a host, has in all. Cost: as `Driver.memory`."""
     total_bytes = driver.memory().total_bytes
     if budget_bytes > total_bytes:
-        raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} is more than {driver.device} has: {format_bytes(total_bytes)} in all; "
-            f"{remedy}"
-        )
+        owner = "this machine, or its container," if driver.device.type == "cpu" else driver.device
+        message = f"a budget of {format_bytes(budget_bytes)} is more than {owner} has: {format_bytes(total_bytes)} in all"
+        raise BudgetError(f"{message}; {remedy}")
 
 
 class Fence(Protocol):
