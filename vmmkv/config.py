@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from vmmkv.errors import did_you_mean
+
 PREFIX: Final = "VMMKV_"
 KNOWN_VARIABLES: Final = ("VMMKV_CACHE_DIR",)
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -27,7 +29,8 @@ def read_environment(variables: Mapping[str, str] | None = None, *, others: Iter
     known = (*KNOWN_VARIABLES, *others)
     unknown = sorted(name for name in values if name.startswith(PREFIX) and name not in known)
     if unknown:
-        raise ValueError(f"unknown environment variable {', '.join(unknown)}; vmmkv knows {', '.join(known)}")
+        remedy = did_you_mean(unknown[0], known) or f"vmmkv knows {', '.join(known)}"
+        raise ValueError(f"unknown environment variable {', '.join(unknown)}; {remedy}")
     if own := values.get("VMMKV_CACHE_DIR"):
         path = Path(own).expanduser()
         if not path.is_absolute():

@@ -494,7 +494,7 @@ def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
 def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"config\.json"):
         LLM(tmp_path)
-    with pytest.raises(BudgetError, match=r"a budget of 1048576\.0 TiB is more than this machine, or its container, has: .* in all; lower kv_budget"):
+    with pytest.raises(BudgetError, match=r"a budget of 1048576\.0 TiB is more than this machine.* in all; lower kv_budget"):
         LLM(directory, device="cpu", kv_budget_bytes=2**60)
     for wrong in ("int8", torch.int8):
         with pytest.raises(ValueError, match=r"dtype='int8' is not known; use one of auto, float32, bfloat16, float16"):

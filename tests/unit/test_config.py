@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vmmkv.config import KNOWN_VARIABLES, read_environment
+from vmmkv.config import read_environment
 
 
 def test_defaults_follow_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,15 +21,16 @@ def test_own_variables_win_and_empty_ones_count_as_absent(monkeypatch: pytest.Mo
     assert read_environment({"VMMKV_CACHE_DIR": ""}) == read_environment({})
 
 
-def test_an_unknown_variable_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="VMMKV_CACHEDIR") as caught:
+def test_an_unknown_variable_is_an_error_that_names_the_nearest_or_all() -> None:
+    with pytest.raises(ValueError, match=r"variable VMMKV_CACHEDIR; did you mean VMMKV_CACHE_DIR\?"):
         read_environment({"VMMKV_CACHEDIR": "/x", "HOME": "/root"})
-    assert all(name in str(caught.value) for name in KNOWN_VARIABLES)
+    with pytest.raises(ValueError, match="variable VMMKV_Z; vmmkv knows VMMKV_CACHE_DIR"):
+        read_environment({"VMMKV_Z": "/x"})
 
 
 def test_a_variable_that_is_read_elsewhere_is_ignored() -> None:
     assert read_environment({"VMMKV_PORT": "x"}, others=["VMMKV_PORT"]) == read_environment({})
-    with pytest.raises(ValueError, match="VMMKV_PROT; vmmkv knows VMMKV_CACHE_DIR, VMMKV_PORT"):
+    with pytest.raises(ValueError, match=r"VMMKV_PROT; did you mean VMMKV_PORT\?"):
         read_environment({"VMMKV_PROT": "1"}, others=["VMMKV_PORT"])
 
 
