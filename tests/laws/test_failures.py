@@ -428,7 +428,7 @@ OPERATIONS = {
     "fetch": of_prefixes(
         lambda world: world.prefix.fetch([*PROMPT, 7], namespace="red"), TierWorld.store, world=TierWorld, evicts=True
     ),
-    "offload": of_prefixes(OffloadWorld.offload, OffloadWorld.part, world=OffloadWorld),
+    "offload": of_prefixes(OffloadWorld.offload, OffloadWorld.part, world=OffloadWorld, absorbs=True),
     "come_back": of_prefixes(OffloadWorld.come_back, OffloadWorld.leave, world=OffloadWorld),
     "load": of_prefixes(TierWorld.come_back, TierWorld.fetch, world=TierWorld, partial=True, absorbs=True),
 }
