@@ -342,6 +342,16 @@ def computed(driver, prefix, texts, prompt, num_rows):
     return found.sequence
 
 
+def assert_brought_back(driver, prefix, texts, prompt, num_tokens):
+    """Tiers have so many of its tokens, and the right rows."""
+    prefix.evict()
+    assert prefix.match(prompt, namespace="red") == 0
+    fetch = prefix.fetch(prompt, namespace="red")
+    prefix.flush()
+    assert fetch.done and fetch.num_tokens == num_tokens
+    attend(driver, attached(prefix, texts, prompt)[1])
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
     """Rows that attaching copies are shared at once, while the copy is still on its way."""
@@ -357,12 +367,7 @@ def test_a_store_comes_behind_the_copies_that_made_the_rows(seed):
         driver.finish_all()
         prefix.flush()
         prefix.release(copied.sequence)
-        prefix.evict()
-        assert prefix.match(parting, namespace="red") == 0
-        fetch = prefix.fetch(parting, namespace="red")
-        prefix.flush()
-        assert fetch.done and fetch.num_tokens == 8
-        attend(driver, attached(prefix, texts, parting)[1])
+        assert_brought_back(driver, prefix, texts, parting, 8)
 
 
 def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatch):
@@ -413,12 +418,7 @@ def test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another():
         prefix.flush()
         for each in (sequence, computing.sequence, copied.sequence):
             prefix.release(each)
-        prefix.evict()
-        assert prefix.match(parting, namespace="red") == 0
-        fetch = prefix.fetch(parting, namespace="red")
-        prefix.flush()
-        assert fetch.done and fetch.num_tokens == 8
-        attend(driver, attached(prefix, texts, parting)[1])
+        assert_brought_back(driver, prefix, texts, parting, 8)
 
 
 def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written():
