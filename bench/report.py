@@ -303,7 +303,7 @@ class Drawing(NamedTuple):
 
 _SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
 _NAMED: Final = r"(?P<group>[^:]+):"
-_OF_USERS: Final = r"(?P<by>[^:]+?) (?P<group>mixed|single|long|shared cold|shared warm|sampled|full):"
+_OF_USERS: Final = r"(?P<by>[^:]+?) (?P<group>mixed|single|long|shared cold|shared warm|shared again|sampled|full):"
 _RATES: Final = r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson"
 _LATENCIES: Final = ("first token", "time per output token")
 _DRAWINGS: Final = (

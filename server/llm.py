@@ -26,6 +26,7 @@ from numbers import Integral, Number
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as shortened
+from traceback import clear_frames
 from typing import Any, Final, Never, TypeAlias
 
 import numpy as np
@@ -215,8 +216,9 @@ class LLM(Closing):
         try:
             self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)
             self._settle()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            clear_frames(error.__traceback__)  # consoles keep the last one, and so weights and graphs
             raise
         finally:
             progress.close(done=self._loaded is not None)

@@ -7,12 +7,14 @@ On a GPU nothing waits on the host, and all can be captured. What is launched wa
 where one is gone. `abort` ends it.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from os import environ
 from typing import Any, Final
 
@@ -31,6 +33,8 @@ SYMMETRIC_BYTES: Final = 2 * MIB
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
+_END_S: Final = 5.0
+"""For which the end of the process waits for a call of NCCL."""
 
 
 class Collectives:
@@ -124,7 +128,17 @@ class Collectives:
             return
         # NCCL has its kernels end at once, and then waits until all graphs with calls of it are gone.
         for end in [group.abort] if symmetric is None else [group.abort, symmetric.release]:
-            threading.Thread(target=_attempt, args=(end,), name="abort of collectives", daemon=True).start()
+            in_background("abort of collectives", partial(_attempt, end))
+
+
+def in_background(name: str, work: Callable[[], None]) -> None:
+    """Call `work` in a thread, for which the end of the process waits, but not for ever.
+
+    A thread that came back from C++ while Python ends would end the process by abort().
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    atexit.register(thread.join, _END_S)
 
 
 def _attempt(end: Callable[[], None]) -> None:

@@ -154,7 +154,8 @@ class Engine:
         self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
 
     def close(self) -> None:
-        """End the threads. Idempotent; the memory is the caller's."""
+        """End the threads, and let go of the graphs. Idempotent; the memory is the caller's."""
+        self._runner.close()
         if self._structured is not None:
             self._structured.close()
 

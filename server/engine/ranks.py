@@ -44,7 +44,7 @@ from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
 from vmmkv.errors import DriverError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import AttentionMetadata, SharedPrefixes
-from vmmkv.server.engine.collectives import Collectives
+from vmmkv.server.engine.collectives import Collectives, in_background
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.engine.models import EngineModel
@@ -221,7 +221,7 @@ class Ranks:
             except Exception as error:
                 met.set_exception(error)
 
-        threading.Thread(target=meet, name="meeting of ranks", daemon=True).start()  # NCCL may wait without end
+        in_background("meeting of ranks", meet)  # NCCL may wait without end
         self.wait_for(met.done)
         try:
             met.result()

@@ -131,3 +131,15 @@ def test_a_rank_that_is_in_a_call_ends_with_rank_0() -> None:
         assert process.stdout.readline() == b"busy\n"
         ours.close()
         assert process.wait(20) == 1
+
+
+LATE = """
+import time
+from vmmkv.server.engine.collectives import in_background
+in_background("late", lambda: (time.sleep(0.5), print("done", flush=True)))
+"""
+
+
+@pytest.mark.nightly
+def test_the_end_of_a_process_waits_for_what_works_in_the_background() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], capture_output=True, check=True, timeout=60).stdout == b"done\n"

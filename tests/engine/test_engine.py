@@ -1,8 +1,10 @@
 """Requests come, wait, run, fail and leave; memory follows them, and each is answered once."""
 
+import gc
 import itertools
 import re
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -268,8 +270,9 @@ def test_a_short_common_prefix_is_not_waited_for(harness: MakeHarness) -> None:
 
 
 def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while its traceback is kept."""
     tiny_model().save_pretrained(tmp_path)
-    pools = []
+    pools, runners = [], []
     make = kv_backend.Pool
 
     def made(*args: Any, **options: Any) -> Any:
@@ -277,10 +280,17 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
         return pools[-1]
 
     monkeypatch.setattr(kv_backend, "Pool", made)
-    monkeypatch.setattr(loading, "warm_up", Mock(side_effect=ValueError("it cannot be served")))
-    with pytest.raises(ValueError, match="cannot be served"):
+
+    def refuse(runner: Any, *_: Any) -> None:
+        runners.append(weakref.ref(runner))
+        raise ValueError("it cannot be served")
+
+    monkeypatch.setattr(loading, "warm_up", refuse)
+    with pytest.raises(ValueError, match="cannot be served") as failed:
         LLM(str(tmp_path), device="cpu")
     assert [pool.closed for pool in pools] == [True]
+    gc.collect()
+    assert [runner() for runner in runners] == [None] and failed.tb is not None
 
 
 def test_more_sequences_than_there_are_addresses_for_are_refused_before_weights_are_read(

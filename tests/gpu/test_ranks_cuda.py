@@ -1,5 +1,9 @@
 """Tensor parallelism over GPUs: sums within captured steps give the tokens of one GPU; a rank that is gone ends the engine."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -103,3 +107,23 @@ def test_a_rank_that_is_killed_ends_the_engine_within_its_timeout(tmp_path: Path
         assert peer.process is not None
         peer.process.kill()
         ends(llm, "rank 1 has ended with exit code -9")
+
+
+START = """
+import logging, sys
+from vmmkv.server import LLM
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+LLM(sys.argv[1], device="cuda:0", tensor_parallel_size=2, kv_budget_bytes=1 << 27)
+"""
+
+
+def test_ctrl_c_while_graphs_are_captured_ends_the_process_in_order(tmp_path: Path) -> None:
+    path = saved(wide_rows(vocab_size=258, max_position_embeddings=2048), tmp_path)
+    command = [sys.executable, "-c", START, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        assert any("capturing graphs" in line for line in process.stdout), "it ended before"
+        time.sleep(1.0)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode in (1, -signal.SIGINT) and errors.rstrip().endswith("KeyboardInterrupt"), errors

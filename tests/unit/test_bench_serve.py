@@ -111,9 +111,9 @@ def test_systems_take_turns_forward_and_backward_and_later_workloads_keep_the_ca
 def test_the_engine_as_a_user_has_it_is_checked_and_timed(tmp_path: Path) -> None:
     rows = measured(tmp_path, "mixed", "first", "shared")
     metrics = {(row.workload.partition(":")[0].removeprefix("tiny llama-3.1-8b "), row.metric) for row in rows}
-    assert {("mixed", "throughput"), ("first", "first token"), ("shared warm", "total")} <= metrics
+    assert {("mixed", "throughput"), ("first", "first token"), ("shared again", "total")} <= metrics
     attached = {row.workload.partition(":")[0]: row.summary.p50 for row in rows if row.metric == "prompt tokens attached"}
-    assert attached["tiny llama-3.1-8b shared warm"] > 90
+    assert 90 < attached["tiny llama-3.1-8b shared warm"] < attached["tiny llama-3.1-8b shared again"]
 
 
 @pytest.mark.nightly

@@ -4,7 +4,7 @@ mixed     many requests of many lengths
 single    one request
 first     the first token of a long prompt
 long      several long prompts, which go on for a while
-shared    many that share their beginning, which is not known (cold); and others, when it is (warm)
+shared    many that share their beginning, which is not known (cold); others, when it is (warm); and these again
 sampled   the requests of mixed, by temperature and top-p
 full      the requests of mixed, where other prompts' prefixes have filled the memory
 """
@@ -112,6 +112,7 @@ def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
     return [
         stage("shared cold", text, cold, own, shared=shared),
         stage("shared warm", text, warm, own, shared=shared, known=True),
+        stage("shared again", text, warm, own, shared=shared + own, known=True),
     ]
 
 
