@@ -46,7 +46,7 @@ from vmmkv.server.protocol import (
     Snapshot,
 )
 from vmmkv.server.sampling_params import Limits
-from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
+from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.tiers import TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -64,6 +64,9 @@ _SLOT_STEPS: Final = 8
 _POLL_US: Final = 200.0
 """Time for tiers while there is nothing to do but to wait."""
 
+_GRAMMAR_NAP_S: Final = 0.0005
+"""While nothing else is to be done, for the thread that reads a grammar: that takes some ten milliseconds."""
+
 _NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
 _NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
 
@@ -79,8 +82,7 @@ class Engine:
     """Continuous batching over one model and one KV memory: requests join and leave at every step.
 
     `send` takes the answers. `max_sequences` run at once, as many as there are slots if None; the other slots keep the rows of
-    sequences that have ended. At most `lookahead` steps are in flight when `step` returns. Without `structured` requests with a
-    grammar are refused.
+    sequences that have ended. At most `lookahead` steps are in flight when `step` returns.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Engine:
         step_tokens: int,
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
-        structured: StructuredOutputManager | None = None,
+        structured: StructuredOutputManager,
         kv_policy: str | None = None,
     ) -> None:
         self.cache = cache
@@ -132,7 +134,8 @@ class Engine:
         self._send = send
         self._has_windows = any(group.window is not None for group in cache.layout.groups)
         self._order = BatchOrder(self._table)
-        self._structured = structured
+        self.structured = structured
+        """Of the requests whose answers follow a grammar."""
         self._forced: list[Request] = []
         """Waiting requests whose answers begin with tokens that have not been sent."""
         self.num_steps = 0
@@ -145,10 +148,6 @@ class Engine:
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
-    def follow_grammars(self, structured: StructuredOutputManager) -> None:
-        """From now on requests may have a grammar. Call it before any request has come."""
-        self._structured = structured
-
     def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """A step that computed so many prompt tokens, at these times of time.perf_counter."""
         self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
@@ -156,14 +155,12 @@ class Engine:
     def close(self) -> None:
         """End the threads, and let go of the graphs. Idempotent; the memory is the caller's."""
         self._runner.close()
-        if self._structured is not None:
-            self._structured.close()
+        self.structured.close()
 
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step in flight, or a grammar being read?"""
-        is_reading = self._structured is not None and bool(self._structured.num_opening)
-        return self._scheduler.has_work or bool(self.in_flight) or is_reading
+        return self._scheduler.has_work or bool(self.in_flight or self.structured.num_opening)
 
     @property
     def holder_is_gone(self) -> bool | None:
@@ -189,8 +186,8 @@ class Engine:
             request = self._scheduler.find(message.request_id)
             if request is not None:
                 self._scheduler.finish(request)
-            elif self._structured is not None:
-                self._structured.cancel(message.request_id)
+            else:
+                self.structured.cancel(message.request_id)
             return
         params, own_ids = message.params, frozenset(message.params.stop_token_ids)
         ids = range(self.limits.vocabulary_size)
@@ -206,8 +203,7 @@ class Engine:
             None if eviction is None else KeptRows(eviction, len(message.prompt)),
         )
         if message.grammar:
-            assert self._structured is not None, "it was refused"
-            self._structured.open(request)
+            self.structured.open(request)
         else:
             self._scheduler.add(request)
 
@@ -222,8 +218,6 @@ class Engine:
         if num_suppressed == self.limits.vocabulary_size:
             given = f"min_tokens={ask.params.min_tokens}"
             return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
-        if ask.grammar and self._structured is None:
-            return "this engine knows no grammars"
         if self._why_never_fits(ask) is None:
             return None
         self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
@@ -263,8 +257,8 @@ class Engine:
 
         Raises: EngineDied.
         """
-        if self._structured is not None and self._structured.num_opening:
-            self._queue_read_grammars(self._structured)
+        if self.structured.num_opening:
+            self._queue_read_grammars()
         try:
             step = self._scheduler.schedule()
         except CannotRun as error:
@@ -472,9 +466,7 @@ class Engine:
         table.append(slots[is_kept], tokens[is_kept])
         self._num_generated_tokens += int(is_kept.sum())
         ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
-        refused, going_on = NOTHING_FOLLOWED
-        if self._structured is not None:
-            refused, going_on = self._structured.follow(table, slots, tokens, is_kept)
+        refused, going_on = self.structured.follow(table, slots, tokens, is_kept)
         if refused:
             tokens = tokens.copy()
             tokens[list(refused)] = _REFUSED
@@ -519,17 +511,17 @@ class Engine:
 
     # ------------------------------------------------------------------ grammars
 
-    def _queue_read_grammars(self, structured: StructuredOutputManager) -> None:
+    def _queue_read_grammars(self) -> None:
         """Queue the requests whose grammars have been read since, with the tokens that these force already."""
-        for request, refusal in structured.opened():
+        for request, refusal in self.structured.opened():
             if refusal is not None:
                 self._send(Failed(request_id=request.ask.request_id, message=refusal))
                 continue
             self._scheduler.add(request)
             if request.num_generated:
                 self._forced.append(request)
-        if structured.num_opening and not self.in_flight and not self._scheduler.has_work:
-            structured.nap()
+        if self.structured.num_opening and not self.in_flight and not self._scheduler.has_work:
+            time.sleep(_GRAMMAR_NAP_S)
 
     def _send_forced(self) -> None:
         """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
@@ -548,7 +540,7 @@ class Engine:
 
         The forward half of the step runs meanwhile. What is sampled for a request that was given forced tokens is dropped.
         """
-        if self._structured is None or not self._table.num_constrained:
+        if not self._table.num_constrained:
             return None
         last = [chunk for chunk in step.chunks if chunk.is_last]
         if not self._table.constrained[step.slots].any() and all(chunk.request.matcher is None for chunk in last):
@@ -572,7 +564,7 @@ class Engine:
                     chunk.is_answered = False
         if not asking:
             return None
-        return self._structured.masks(asking, self._runner.uploads)
+        return self.structured.masks(asking, self._runner.uploads)
 
     # ------------------------------------------------------------------ between requests
 

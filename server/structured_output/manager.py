@@ -53,8 +53,6 @@ THREAD_S: Final = 0.0015
 Most take some 20 us, half of it with Python's lock, which threads pass to each other: 64 such tokens take 1.4 ms by one thread
 or by two, and 2.4 by eight; 64 within strings 17 by one, and 3.3 by eight.
 """
-_NAP_S: Final = 0.0005
-"""While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
 
 
 class Next(NamedTuple):
@@ -66,18 +64,6 @@ class Next(NamedTuple):
 
 
 _ANY: Final = Next(False, [])
-
-
-class Followed(NamedTuple):
-    """What the matchers said of sampled tokens."""
-
-    refused: dict[int, str]
-    """Indices of tokens that are not allowed, or could not be followed, and why."""
-    going_on: list[tuple[Request, Next]]
-    """Requests that must end, or go on with forced tokens."""
-
-
-NOTHING_FOLLOWED: Final = Followed({}, [])
 
 
 class StructuredOutputManager:
@@ -148,18 +134,17 @@ class StructuredOutputManager:
             found.append((request, None))
         return found
 
-    def nap(self) -> None:
-        """Leave the interpreter to the thread that reads grammars: there is nothing else to do."""
-        time.sleep(_NAP_S)
-
-    def follow(self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
+    def follow(
+        self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]
+    ) -> tuple[dict[int, str], list[tuple[Request, Next]]]:
         """The matchers of these slots accept the tokens that are kept, say what comes next, and make the masks for that.
 
-        One trip to their thread.
+        Returns the indices of tokens that are not allowed, or could not be followed, and why; and the requests that must end,
+        or go on with forced tokens. One trip to their thread.
         """
+        refused, going_on = dict[int, str](), list[tuple[Request, Next]]()
         if not table.num_constrained:
-            return NOTHING_FOLLOWED
-        followed = Followed({}, [])
+            return refused, going_on
         indices = np.flatnonzero(table.constrained[slots] & is_kept)
         among = slots[indices]
         calls: list[tuple[Request, Callable[[], Next | None]]] = []
@@ -173,12 +158,12 @@ class StructuredOutputManager:
             self._token_s = took_s / len(calls)
         for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
             if isinstance(comes, Exception):
-                followed.refused[index] = _reason(request, "cannot be followed", comes)
+                refused[index] = _reason(request, "cannot be followed", comes)
             elif comes is None:
-                followed.refused[index] = "the model's vocabulary has no token that the grammar allows here"
+                refused[index] = "the model's vocabulary has no token that the grammar allows here"
             elif comes.must_end or comes.forced:
-                followed.going_on.append((request, comes))
-        return followed
+                going_on.append((request, comes))
+        return refused, going_on
 
     def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> TokenMasks:
         """The masks of a step's rows, whose earlier tokens are all known. Copies of those that are there: no matcher works."""

@@ -28,6 +28,7 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
 from vmmkv.server.sampling_params import InvalidParam, SamplingParams
+from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.tiers import Tier
 
 VOCABULARY = 199
@@ -124,7 +125,7 @@ class Harness:
     """An engine, what it sent, and what transformers itself would say.
 
     `ours` runs the config-driven decoder instead of transformers' code; `lookahead` steps are under way, as on a GPU.
-    Rows quantised to `kv_kind` are as long as others, so that as many fill a page.
+    Rows quantised to `kv_kind` are as long as others, so that as many fill a page. Grammars are of a `vocabulary`.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Harness:
         open_memory: OpenBackend | None = None,
         tiers: Iterable[Tier] = (),
         kv_policy: str | None = None,
+        vocabulary: Callable[[], Any] = lambda: None,
     ) -> None:
         self.model = model.to(device)
         self.kv_kind = kv_kind
@@ -191,6 +193,7 @@ class Harness:
             step_tokens=step_tokens,
             lookahead=lookahead,
             send=self.sent.append,
+            structured=StructuredOutputManager(vocabulary),
             kv_policy=kv_policy,
         )
 

@@ -270,7 +270,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "grammar and min_tokens", {"min_tokens": 2, "grammar": b"a"},
         "min_tokens is not for an answer that follows a grammar, which ends where the grammar does",
     ),
-    ("grammar", {"grammar": b"a"}, "this engine knows no grammars"),
 ]  # fmt: skip
 
 

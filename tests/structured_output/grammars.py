@@ -12,7 +12,6 @@ from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import runner
 from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_schema
 
@@ -40,9 +39,8 @@ def of(schema: Any) -> bytes:
 def following(harness: Callable[..., Harness], model: Any = None, **options: Any) -> Harness:
     """An engine that follows grammars."""
     model = tiny_model(vocab_size=SIZE) if model is None else model
-    one = harness(model, eos_ids=frozenset([int(byte_tokenizer().eos_token_id)]), **{"ours": True, **options})
-    one.engine.follow_grammars(StructuredOutputManager(vocabulary))
-    return one
+    eos_ids = frozenset([int(byte_tokenizer().eos_token_id)])
+    return harness(model, eos_ids=eos_ids, vocabulary=vocabulary, **{"ours": True, **options})
 
 
 def text(one: Harness, name: str) -> str:

@@ -59,12 +59,6 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
     yield make
 
 
-def managing(one: Harness) -> StructuredOutputManager:
-    """What opens and calls its matchers."""
-    assert one.engine._structured is not None
-    return one.engine._structured
-
-
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "may_jump", lambda request: False)
 
@@ -112,7 +106,7 @@ def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monk
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
-    assert not calls and not managing(one)._reader._threads
+    assert not calls and not one.engine.structured._reader._threads
 
 
 def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
@@ -171,7 +165,7 @@ def test_choices_expressions_and_grammars_are_followed(engine: Callable[..., Har
     assert re.fullmatch(expression.source, text(one, "regex")) and re.fullmatch("<[a-c]{3}>", text(one, "ebnf"))
 
 
-def test_what_cannot_follow_a_grammar_is_refused(engine: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
+def test_what_cannot_follow_a_grammar_is_refused(engine: Callable[..., Harness]) -> None:
     one = engine()
     one.ask("beams", token_ids("?"), 9, grammar=of(True), beam_width=2)
     one.ask("endless", token_ids("?"), 9, grammar=of(True), ignore_eos=True)
@@ -179,9 +173,6 @@ def test_what_cannot_follow_a_grammar_is_refused(engine: Callable[..., Harness],
     one.ask("good", token_ids("?"), 9, grammar=of({"const": 1}))
     one.run()
     assert one.failures().keys() == {"beams", "endless", "garbage"} and text(one, "good") == "1"
-    none = harness(model())
-    none.ask("a", token_ids("?"), 9, grammar=of(True))
-    assert "knows no grammars" in none.failures()["a"]
 
 
 def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> None:
@@ -243,8 +234,8 @@ def test_a_real_tokenizer_gives_valid_answers_with_jumps_and_without(
     for jump in (True, False):
         if not jump:
             without_jumps(monkeypatch)
-        one = harness(smol, eos_ids=frozenset([int(tokenizer.eos_token_id)]), ours=True, max_tokens=1024, slots=len(names))
-        one.engine.follow_grammars(StructuredOutputManager(lambda: reader))
+        options = {"eos_ids": frozenset([int(tokenizer.eos_token_id)]), "max_tokens": 1024, "slots": len(names)}
+        one = harness(smol, ours=True, vocabulary=lambda: reader, **options)
         for name in names:
             question = [{"role": "user", "content": f"Give me an example of {name} as JSON."}]
             prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
@@ -352,7 +343,7 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, go, read, real = engine(), threading.Event(), list[bytes](), Vocabulary.read
-    matchers = managing(one)
+    matchers = one.engine.structured
     monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
     matchers._load = lambda: vocabulary() if go.wait(60) else pytest.fail("it was not told to load")
     first, second, being_read = (of({"const": number}) for number in (1, 2, 3))
@@ -385,12 +376,12 @@ def test_a_grammar_that_could_not_be_read_is_read_again(
 
 def test_grammars_beyond_the_limit_are_dropped_oldest_use_first(engine: Callable[..., Harness]) -> None:
     one, grammars = engine(), [of({"const": number}) for number in (1, 2, 3)]
-    managing(one)._cache_bytes = sum(map(len, grammars)) - 1
+    one.engine.structured._cache_bytes = sum(map(len, grammars)) - 1
     for name, number in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
         one.ask(name, token_ids("?"), 9, grammar=grammars[number])
         one.run()
         assert text(one, name) == str(number + 1)
-    assert [digest for _, digest in managing(one)._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
+    assert [digest for _, digest in one.engine.structured._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
 
 
 def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
@@ -398,7 +389,7 @@ def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
     one.run()
-    assert sorted(str(namespace) for namespace, _ in managing(one)._compiled) == ["None", "one", "two"]
+    assert sorted(str(namespace) for namespace, _ in one.engine.structured._compiled) == ["None", "one", "two"]
     assert {text(one, name) for name in "abcd"} == {"1"}
 
 
@@ -477,8 +468,8 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
     while not one.tokens("7"):
         one.step()
     nothing = np.zeros(0, np.int64)
-    managing(one)._token_s = THREAD_S
-    managing(one).follow(one.engine._scheduler.table, nothing, nothing, nothing > 0)
+    one.engine.structured._token_s = THREAD_S
+    one.engine.structured.follow(one.engine._scheduler.table, nothing, nothing, nothing > 0)
 
     def made(calls: list[Callable[[], int]], *, num_threads: int) -> list[CallResult[int]]:
         nums.append(num_threads)
@@ -486,7 +477,7 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
         return [CallResult(call(), None, each_s) for call in calls]
 
     with monkeypatch.context() as patch:
-        patch.setattr(managing(one)._threads, "run", made)
+        patch.setattr(one.engine.structured._threads, "run", made)
         one.step(4)
     assert nums == [8, 1, 3, 2]
     one.run()
@@ -506,7 +497,8 @@ def test_a_step_is_launched_before_the_last_is_read_and_takes_one_trip_to_the_ma
         one.ask(name, token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while len(one.tokens("d")) < 3:
         one.step()
-    for owner, name in ((one.runner, "forward"), (one.engine, "read"), (managing(one)._threads, "run"), (one.runner, "sample")):
+    threads = one.engine.structured._threads
+    for owner, name in ((one.runner, "forward"), (one.engine, "read"), (threads, "run"), (one.runner, "sample")):
         noted(owner, name)
     for _ in range(10):
         one.step()
@@ -575,9 +567,9 @@ def test_no_answer_begins_while_too_many_calls_are_abandoned(
     one = engine(slots=12)
     for index in range(12):
         one.ask(str(index), token_ids("?"), 60, grammar=of({"const": "0123"}))
-    assert eventually(lambda: all(future.done() for _, future in managing(one)._opening.values()))
+    assert eventually(lambda: all(future.done() for _, future in one.engine.structured._opening.values()))
     one.run()
-    num_abandoned = managing(one)._threads.num_abandoned
+    num_abandoned = one.engine.structured._threads.num_abandoned
     go.set()
     assert num_abandoned == MAX_ABANDONED
     reasons = list(one.failures().values())
