@@ -56,21 +56,21 @@ class Event(msgspec.Struct, tag=True, gc=False):
     """On the wire a map with the class's name as its `type`."""
 
 
-class BlockStored(Event):
+class BlockStored(Event, kw_only=True):
     """Consecutive blocks of one prefix are known."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
     """Of the block before the first one; None for none."""
     token_ids: list[int]
-    block_size: int
-    lora_id: None
+    block_size: int = BLOCK_TOKENS
+    lora_id: None = None
     medium: str
-    lora_name: None
+    lora_name: None = None
     extra_keys: list[tuple[str] | None]
     """Of each block: in a prefix's first one its namespace, a request's `cache_salt`."""
-    group_idx: int
-    kv_cache_spec_kind: str
+    group_idx: int = 0
+    kv_cache_spec_kind: str = "full_attention"
 
 
 class BlockRemoved(Event):
@@ -78,7 +78,7 @@ class BlockRemoved(Event):
 
     block_hashes: list[int]
     medium: str
-    group_idx: int
+    group_idx: int = 0
 
 
 class AllBlocksCleared(Event):
@@ -251,11 +251,11 @@ def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iter
     hashes = yield from _hash_in_pieces(namespace, tokens)
     for start in range(first, len(hashes), MOST_BLOCKS):
         some = hashes[start : start + MOST_BLOCKS].tolist()
-        if not is_stored:
-            yield BlockRemoved(block_hashes=some, medium="GPU", group_idx=0)
-            continue
-        parent = int(hashes[start - 1]) if start else None
-        yield _stored("GPU", namespace, parent, some, tokens[start * BLOCK_TOKENS : (start + len(some)) * BLOCK_TOKENS])
+        if is_stored:
+            parent = int(hashes[start - 1]) if start else None
+            yield _stored("GPU", namespace, parent, some, tokens[start * BLOCK_TOKENS : (start + len(some)) * BLOCK_TOKENS])
+        else:
+            yield BlockRemoved(block_hashes=some, medium="GPU")
 
 
 def _stored(
@@ -268,13 +268,8 @@ def _stored(
         block_hashes=hashes,
         parent_block_hash=parent,
         token_ids=tokens.tolist(),
-        block_size=BLOCK_TOKENS,
-        lora_id=None,
         medium=medium,
-        lora_name=None,
         extra_keys=extra_keys,
-        group_idx=0,
-        kv_cache_spec_kind="full_attention",
     )
 
 
@@ -402,7 +397,7 @@ class TierBlocks:
     def _event(self, run: list[_Block], *, is_stored: bool) -> Event:
         hashes = [block.hash for block in run]
         if not is_stored:
-            return BlockRemoved(block_hashes=hashes, medium=self._medium, group_idx=0)
+            return BlockRemoved(block_hashes=hashes, medium=self._medium)
         tokens = np.concatenate([block.tokens for block in run])
         return _stored(self._medium, run[0].namespace, run[0].parent, hashes, tokens)
 
