@@ -136,7 +136,13 @@ def create_app(service: Service) -> FastAPI:
     app.openapi = functools.cache(lambda: _document(app, service.model))  # type: ignore[method-assign]
     # For the document alone: keys are checked in Guard.
     needs_key = [Depends(HTTPBearer(scheme_name="key", auto_error=False))] if service.queue.needs_key else []
-    app.include_router(_health_route(service))
+
+    @app.get("/health", response_model=responses.Health, responses={503: {"model": responses.Health}})
+    async def health() -> JSONResponse:
+        """200 when requests are taken, else 503 with the reason."""
+        state = service.health()
+        return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
+
     app.include_router(_generation_routes(service), dependencies=needs_key)
     app.include_router(_server_routes(service), dependencies=needs_key)
     app.include_router(page.routes(service.engine, service.dashboard, service.queue), dependencies=needs_key)
@@ -204,18 +210,6 @@ def _generation_routes(service: Service) -> APIRouter:
             return responses.DetokenizedText(prompt=await _present(service, request, work, service.deadline()))
         except PromptError as error:
             raise errors.invalid("tokens", error) from error
-
-    return router
-
-
-def _health_route(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health", response_model=responses.Health, responses={503: {"model": responses.Health}})
-    async def health() -> JSONResponse:
-        """200 when requests are taken, else 503 with the reason."""
-        state = service.health()
-        return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
 
     return router
 
