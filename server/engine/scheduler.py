@@ -392,12 +392,11 @@ class Scheduler:
             return False
         return is_fetched
 
-    def _resume(self, requests: list[Request]) -> bool:
-        """Let requests that have waited for tiers be admitted; are there any?"""
+    def _resume(self, requests: list[Request]) -> None:
+        """Let requests that have waited for tiers be admitted."""
         for request in requests:
             self._enqueue(request, request.place)
             self._num_refused = 0
-        return bool(requests)
 
     def _give_up_fetch(self, priority: float = -math.inf) -> bool:
         """Free slots and memory of the newest request that waits for tiers and is less urgent than this; is there one?"""
@@ -405,7 +404,8 @@ class Scheduler:
         if newest is None:
             return False
         self.fetches.leave(newest)
-        return self._resume([newest])
+        self._resume([newest])
+        return True
 
     def _queue(self) -> "_Queue":
         """The waiting requests in the order of admission, as of now."""

@@ -138,7 +138,6 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     """By layer: rows that a token attends to at most, its own included; None for all."""
     rope: Frequencies
-    max_positions: int
     initializer_range: float
     """Standard deviation of random weights."""
 
@@ -174,7 +173,6 @@ class DecoderConfig:
             head_size=config.vocab_size,
             windows=_windows(config),
             rope=Frequencies.of(config, head_dim),
-            max_positions=config.max_position_embeddings,
             initializer_range=config.initializer_range,
         )
 
