@@ -143,8 +143,7 @@ class Tokenizer:
                 f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode"
             ) from error
         # A batch of one releases Python's lock; `encode` holds it, 1.4 s for a million characters.
-        ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _check_messages(messages: Any) -> None:

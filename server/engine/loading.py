@@ -23,6 +23,7 @@ from vmmkv.eviction import SnapKV
 from vmmkv.holder import check_there
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
+from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.compaction import Compactor, KeptRows, Ranked
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import (
@@ -39,6 +40,7 @@ from vmmkv.server.engine.models.shard import Shard, Share, split
 from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
+from vmmkv.server.engine.ranks import Ranks
 from vmmkv.server.engine.request import Chunk, Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
@@ -52,9 +54,7 @@ from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
-    from vmmkv.server.engine.collectives import Collectives
     from vmmkv.server.engine.kv_events import KVEventPublisher
-    from vmmkv.server.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Loaded:
     ready: Ready
     memory: KVBackend
     events: "KVEventPublisher | None" = None
-    ranks: "Ranks | None" = None
+    ranks: Ranks | None = None
 
     def close(self) -> None:
         """End the threads and the other ranks, and give all memory back. It can be called again if it fails."""
@@ -137,7 +137,7 @@ def assemble(
     open_memory: OpenBackend = SlotBackend.open,
     tiers: Sequence[Tier] = (),
     events: "KVEventPublisher | None" = None,
-    ranks: "Ranks | None" = None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
 
@@ -229,7 +229,7 @@ class ModelSource:
     """
 
     def __init__(
-        self, config: ServeConfig, device: torch.device, dtype: torch.dtype, collectives: "Collectives | None" = None
+        self, config: ServeConfig, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None
     ) -> None:
         import transformers
 
@@ -326,12 +326,10 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> "Ranks | None":
+def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> Ranks | None:
     """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, OSError."""
     if config.tensor_parallel_size == 1:
         return None
-    from vmmkv.server.engine.ranks import Ranks
-
     choose_device(config.device, config.tensor_parallel_size - 1)
     ranks = Ranks.start(config, device)
     undo.callback(ranks.close)

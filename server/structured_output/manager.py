@@ -24,12 +24,10 @@ import numpy.typing as npt
 from vmmkv.server.engine.kv_backend import Slots, TokenIds
 from vmmkv.server.engine.request import Request, RequestTable
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
-from vmmkv.server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher
+from vmmkv.server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher, Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
-
-    from vmmkv.server.structured_output.matcher import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class StructuredOutputManager:
     `load` returns the vocabulary. It is called in a thread, for the first grammar.
     """
 
-    def __init__(self, load: "Callable[[], Vocabulary]", *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, load: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
         """`cache_bytes`: of grammars that are kept ready, as they came over the wire."""
         self._load = load
         self._cache_bytes = cache_bytes

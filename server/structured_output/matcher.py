@@ -98,8 +98,7 @@ class Vocabulary:
     def _mask(self, may: npt.NDArray[np.bool_]) -> Words:
         padded = np.zeros(32 * self.num_words, np.bool_)
         padded[: self.size] = may
-        words: Words = np.packbits(padded, bitorder="little").view(np.int32)
-        return words
+        return np.packbits(padded, bitorder="little").view(np.int32)
 
 
 class Matcher:
@@ -185,8 +184,7 @@ class Matcher:
             together: list[int] = rust.encode(rust.decode(context) + text, add_special_tokens=False).ids
             if together[: len(context)] == context:
                 return together[len(context) :]
-        alone: list[int] = rust.encode(text, add_special_tokens=False).ids
-        return alone
+        return rust.encode(text, add_special_tokens=False).ids
 
     def _take_back(self) -> None:
         self._matcher.rollback(1)

@@ -10,17 +10,15 @@ V vocabulary, W its part on a rank, F MLP width; C = (H + 2 K) D and G = 2 F are
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, RotaryKeys, rms_norm
+from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.units import ceil_div
-
-if TYPE_CHECKING:
-    from vmmkv.server.engine.collectives import Collectives
 
 SCALED: Final = ("linear", "llama3", "yarn")
 """Kinds of scaling whose frequencies do not depend on the length of a sequence. transformers' own functions compute them."""
@@ -311,7 +309,7 @@ class Stream:
     By torch, with the roundings of transformers and in its order. `kernel_ops` has streams for a GPU.
     """
 
-    def __init__(self, x_NE: torch.Tensor, norm_eps: float, ranks: "Collectives | None" = None) -> None:
+    def __init__(self, x_NE: torch.Tensor, norm_eps: float, ranks: Collectives | None = None) -> None:
         """It begins as `x_NE`, which belongs to it from now on and may be written. With `ranks`, what is added is a part."""
         self._x_NE = x_NE
         self._norm_eps = norm_eps
@@ -352,7 +350,7 @@ class Decoder:
         weights: DecoderWeights,
         *,
         by_kernels: bool | None = None,
-        ranks: "Collectives | None" = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch. With `ranks`, the weights are one rank's part."""
         self.config = config

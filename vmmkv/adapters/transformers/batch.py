@@ -85,8 +85,7 @@ def _compare(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> li
         for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left_P, right_P)), strict=True):
             for block in torch.split(states, num_tokens, dim=2):
                 some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
-    same: list[bool] = same_P.tolist()
-    return same
+    return same_P.tolist()
 
 
 def _agree_in(one_PKTD: Tensor, other_PKTD: Tensor) -> Tensor:
