@@ -25,14 +25,12 @@ class KVPolicy(Protocol):
     @property
     def budget(self) -> int:
         """How many rows it keeps at most."""
-        ...
 
     def num_queries(self, num_rows: int) -> int:
         """How many of the last queries, of a sequence of so many rows, the scores are summed over; 0 if it needs none.
 
         If these are not all queries, their own rows are among those that are kept.
         """
-        ...
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers of the rows to keep, in ascending order: int64, on the scores' device. All rows if they fit.
@@ -40,7 +38,6 @@ class KVPolicy(Protocol):
         `scores_T`: [num_rows] how much these queries attend to each row, summed over queries, heads and layers.
         Raises: ValueError for scores that are missing, or of another shape.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,45 +90,36 @@ class Tier(Protocol):
 
         Raises: BudgetError, if the memory or the disk space of its budget cannot be had.
         """
-        ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Has it these records, each? A load can miss all the same. None while it finds that out: ask again.
 
         It is a use of them, and of those that are being stored: the last of them is evicted first.
         """
-        ...
 
     def store(self, key: bytes) -> Transfer | None:
         """Lend memory for a record's bytes. It is a use of it. None if the tier has the record, or no room now."""
-        ...
 
     def load(self, key: bytes) -> Transfer | None:
         """Begin to load a record into memory that is lent. None if there is no room now: ask again."""
-        ...
 
     def finished(self, transfer: Transfer) -> None:
         """End a transfer: what was stored is kept, what was loaded has been copied. Its memory goes back."""
-        ...
 
     def drop(self, transfer: Transfer) -> None:
         """Give a transfer up, whether or not it has ended. Its memory goes back, and nothing is stored."""
-        ...
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was stored so far is kept, or has failed; False if the time is over first."""
-        ...
 
     def stats(self) -> TierStats:
         """The tier at this moment."""
-        ...
 
     def close(self) -> None:
         """Give memory and files back. Idempotent; it can be opened again.
 
         Raises: ValueError while transfers are under way: a device may copy from and to the memory.
         """
-        ...
 
 
 RecordListener: TypeAlias = Callable[[Sequence[bytes], bool], None]
@@ -141,7 +132,6 @@ class ListenedTier(Tier, Protocol):
 
     def listen(self, listener: RecordListener) -> None:
         """Tell one listener which records there are, and then of each that is kept, goes, or could not be stored."""
-        ...
 
 
 def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
