@@ -140,7 +140,7 @@ def span_text(address: int, size_bytes: int) -> str:
 
 
 class DriverBase:
-    """What the drivers of devices share: the count of calls, the process that they belong to, and refusals."""
+    """What the drivers of devices share: the count of calls, the process that they belong to, refusals, and `gather`."""
 
     _invalid = "EINVAL"
     """The driver's own name for a bad argument."""
@@ -151,6 +151,11 @@ class DriverBase:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self._pid = os.getpid()
+
+    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
+        """See Driver.gather. Cost: one launch, which does not block; on a host it is done when this returns."""
+        self._enter("gather")
+        torch.index_select(source_SE, 0, rows_T, out=target_TE)
 
     def _enter(self, call: str) -> None:
         """Every call begins with this. Raises: ForkedProcess."""

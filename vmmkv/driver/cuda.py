@@ -316,11 +316,6 @@ class CudaDriver(DriverBase):
             self._cu.cuCtxPopCurrent()
         checked(self._cu, "copy", answer, f"{span_text(source, size_bytes)} to {target:#x}")
 
-    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
-        """See Driver.gather. Cost: one launch on torch's current stream of this device; does not block."""
-        self._enter("gather")
-        torch.index_select(source_SE, 0, rows_T, out=target_TE)
-
     def new_stream(self) -> torch.cuda.Stream:
         """See Driver.new_stream. It waits for no other, not even for the default one.
 

@@ -498,11 +498,6 @@ class HostDriver(DriverBase):
         self._enter("copy")
         ctypes.memmove(target, source, size_bytes)
 
-    def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
-        """See Driver.gather. Done when this returns."""
-        self._enter("gather")
-        torch.index_select(source_SE, 0, rows_T, out=target_TE)
-
     def new_stream(self) -> torch.Stream:
         """See Driver.new_stream. The host has one, on which everything is done when its call returns."""
         return torch.Stream(stream_id=0, device_index=-1, device_type=0)
