@@ -91,8 +91,8 @@ class SlotBackend:
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
         """Raises: BudgetError, DriverError, OutOfPages, HolderUnavailable."""
-        budget_bytes, others = config.budget_bytes or _least_bytes(config), {"holder": config.holder, "lender": config.lender}
-        pool = Pool(config.device, budget_bytes, driver=config.driver, **others)
+        budget_bytes = config.budget_bytes or _least_bytes(config)
+        pool = Pool(config.device, budget_bytes, driver=config.driver, holder=config.holder, lender=config.lender)
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
         try:
             if pool.holder is not None and config.budget_bytes is None:
