@@ -224,9 +224,7 @@ class Span:
 
     def live_rows_from(self, token: int) -> Iterator[Mapping]:
         """The live mappings that have rows from a token on."""
-        page = token * self.group.row_bytes // PAGE_BYTES
-        if page < self.first_page:
-            page = self.first_page
+        page = max(self.first_page, self.group.page_of(token))
         return self.live_from(self.at(page).page) if page < self.end_page else iter(())
 
     def at(self, page: int) -> Mapping:

@@ -372,11 +372,7 @@ class SlotMemory:
 
     def is_shared_from(self, slot: int, num_tokens: int) -> bool:
         """Has anything that is mapped for the rows of a slot from `num_tokens` on another holder?"""
-        for span in self.spans(slot):
-            for mapping in span.live_rows_from(num_tokens):
-                if mapping.extent.shared:
-                    return True
-        return False
+        return any(mapping.extent.shared for span in self.spans(slot) for mapping in span.live_rows_from(num_tokens))
 
     def check(self) -> None:
         """Recount the mappings and the numbers of every slot."""

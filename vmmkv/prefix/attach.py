@@ -121,7 +121,7 @@ class Hit:
             if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
                 tail = _extent_over(page, start, by_page, self.node, index)
                 if tail is None:
-                    num_tokens = min(num_tokens, page * PAGE_BYTES // arena.group.row_bytes)
+                    num_tokens = min(num_tokens, arena.group.tokens_under(page))
             aliased.append(run)
             tails.append(tail)
         return Extents(tuple(aliased), tuple(tails), num_tokens)
@@ -336,7 +336,7 @@ _ByPage: TypeAlias = dict[int, list[Piece[Placed]]]
 
 def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int) -> tuple[dict[int, Extent], int]:
     """Adjoining extents that hold only matched rows, from the first needed page on, the largest first; and where they end."""
-    page = start * group.row_bytes // PAGE_BYTES
+    page = group.page_of(start)
     run: dict[int, Extent] = {}
     while usable := [
         piece.value.extent

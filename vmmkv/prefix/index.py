@@ -143,7 +143,7 @@ class PrefixIndex:
         pieces = []
         for index, arena in enumerate(self._memory.arenas):
             span, group, start = arena.spans[slot], arena.group, int(self._memory.table.starts[index, slot])
-            first = max(span.first_page, after * group.row_bytes // PAGE_BYTES)
+            first = max(span.first_page, group.page_of(after))
             for mapping in span.live_from(span.border_before(first)):
                 last = end_token(group, mapping.end_page)
                 if last > num_tokens:

@@ -372,7 +372,7 @@ class Transfers:
                 if missing < 0 and needed.stop > len(pages):
                     missing = max(len(pages), needed.start)
                 if missing >= 0:
-                    fewer = min(fewer, missing * PAGE_BYTES // group.row_bytes)
+                    fewer = min(fewer, group.tokens_under(missing))
             if fewer == num_tokens:
                 return num_tokens
             num_tokens = fewer

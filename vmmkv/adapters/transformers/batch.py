@@ -381,7 +381,7 @@ class WindowRows:
             return
         start = num_tokens - self.window + 1 - self.num_dropped
         kept, (group, *_) = self.sequences[0].start(), self.cache.layout.groups
-        if start > 0 and start * group.row_bytes // PAGE_BYTES > kept * group.row_bytes // PAGE_BYTES:
+        if start > 0 and group.page_of(start) > group.page_of(kept):
             for sequence in self.sequences:
                 for index in range(len(self.cache.layout.groups)):
                     sequence.advance_start(index, start)
