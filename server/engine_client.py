@@ -142,9 +142,7 @@ class Answers(Closing):
     def put(self, news: News, now_s: float) -> None:
         """Add news of one of these requests; the news of one message have one `now_s`."""
         self._arrived.append(news)
-        is_last = False
         if not isinstance(news, PromptLogprobs):
-            is_last = _is_last(news)
             if isinstance(news, Output):
                 self.num_tokens += len(news.token_ids)
             else:
@@ -157,7 +155,7 @@ class Answers(Closing):
             elif now_s != self._last_s:
                 self._client.token_times.observe(now_s - self._last_s)
             self._last_s = now_s
-        if is_last or not self._at_end:
+        if _is_last(news) or not self._at_end:
             self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -521,10 +519,9 @@ class EngineProcess:
     @classmethod
     async def start(cls, command: Sequence[str], *, socket: str, config: str) -> Self:
         """Start `command` with the address of the socket, and the configuration as JSON in its input. Raises: OSError."""
-        arguments = (*command, "--socket", socket)
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ  # OpenMP's spinning threads slow a busy CPU tenfold
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=PIPE, process_group=0, preexec_fn=die_with_parent(), env=environment
+            *command, "--socket", socket, stdin=PIPE, process_group=0, preexec_fn=die_with_parent(), env=environment
         )
         assert process.stdin is not None, "it is a pipe"
         process.stdin.write(config.encode())  # not an argument, which all users of this machine see

@@ -63,12 +63,8 @@ def scores(model: EngineModel, states: States) -> tuple[torch.Tensor, torch.Tens
     """
     top = max(each.num_likeliest for _, each in states.scored)
     num_rows = max(1, LOGITS_BYTES // (4 * model.vocabulary_size))
-    parts = []
-    for states_RE, tokens_R in zip(
-        torch.split(states.states_WE, num_rows), torch.split(states.tokens_W, num_rows), strict=True
-    ):
-        logits_RV = model.logits(states_RE)
-        parts.append(logprobs(logits_RV, tokens_R, slice(None), top))
+    pieces = zip(torch.split(states.states_WE, num_rows), torch.split(states.tokens_W, num_rows), strict=True)
+    parts = [logprobs(model.logits(states_RE), tokens_R, slice(None), top) for states_RE, tokens_R in pieces]
     chosen, values, ids = zip(*parts, strict=True)
     return torch.cat(chosen), torch.cat(values), torch.cat(ids)
 

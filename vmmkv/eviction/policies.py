@@ -68,8 +68,7 @@ class StreamingLLM:
         """See KVPolicy."""
         import torch
 
-        device = None if scores_T is None else scores_T.device
-        rows_T = torch.arange(num_rows, device=device)
+        rows_T = torch.arange(num_rows, device=None if scores_T is None else scores_T.device)
         return rows_T[(rows_T < self.sinks) | (rows_T >= num_rows - self.window)]
 
 

@@ -114,8 +114,7 @@ def _settle_tie(config: DecoderConfig, stored: dict[str, _Stored]) -> DecoderCon
     """
     if _EMBEDDING in stored and not torch.equal(stored[_EMBEDDING].read(), stored[_HEAD].read()):
         return replace(config, tied=False)
-    head = stored.pop(_HEAD)
-    stored.setdefault(_EMBEDDING, head)
+    stored.setdefault(_EMBEDDING, stored.pop(_HEAD))
     return config
 
 
