@@ -18,9 +18,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from vmmkv.prefix.radix_tree import num_common
 from vmmkv.server.engine.attention import SharedPrefixes
 from vmmkv.server.engine.kv_backend import Slots, TokenIds
-from vmmkv.server.engine.request import RequestTable, num_common
+from vmmkv.server.engine.request import RequestTable
 from vmmkv.server.engine.uploads import Uploads, aligned_parts, packed_size
 
 MAX_GROUPS: Final = 8

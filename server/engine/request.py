@@ -36,14 +36,6 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 """An odd number of 64 bits: seeds that clients count up are far from its multiples."""
 
 
-def num_common(one: TokenIds, other: TokenIds) -> int:
-    """How many of the first tokens are the same."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
-
-
 class Status(enum.Enum):
     """Where a request stands."""
 

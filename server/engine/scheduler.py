@@ -13,11 +13,12 @@ from typing import Final
 import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
+from vmmkv.prefix.radix_tree import num_common
 from vmmkv.server.engine.beams import BeamGroup
 from vmmkv.server.engine.compaction import Compactor, Ranked
 from vmmkv.server.engine.fetches import LEAST_TOKENS, Fetches
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
-from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step
 from vmmkv.server.engine.sampler import Sampler
 from vmmkv.server.protocol import RECOMPUTED
 from vmmkv.server.sampling_params import KV_POLICY_REACH

@@ -9,10 +9,10 @@ import torch
 from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
+from vmmkv.prefix.radix_tree import num_common
 from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import least_bytes
-from vmmkv.server.engine.request import num_common
 from vmmkv.server.protocol import Abort
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 2])

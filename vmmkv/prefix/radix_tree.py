@@ -517,17 +517,17 @@ def _walk(node: Node[T], packed: bytes) -> tuple[list[Node[T]], int]:
             break
         path.append(child)
         if not packed.startswith(child.edge, at * TOKEN_BYTES):
-            return path, at + _num_common(packed, at, child.edge)
+            return path, at + num_common(np.frombuffer(packed, np.int32, offset=at * TOKEN_BYTES), child.tokens)
         at, node = child.end, child
     return path, at
 
 
-def _num_common(packed: bytes, at: int, edge: bytes) -> int:
-    """How many tokens of an edge equal those of `packed` from token `at` on, of which there is at least one."""
-    num_tokens = min(len(packed) - at * TOKEN_BYTES, len(edge)) // TOKEN_BYTES
-    differs = np.frombuffer(packed, np.int32, num_tokens, at * TOKEN_BYTES) != np.frombuffer(edge, np.int32, num_tokens)
-    first = int(differs.argmax())
-    return first if differs[first] else num_tokens
+def num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """How many of the first tokens are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
 
 
 def _check_pieces(pieces: Sequence[Piece[T]], start: int, end: int) -> None:
