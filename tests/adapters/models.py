@@ -17,42 +17,30 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedConfig,
     Qwen2Config,
 )
 
 from tests.attending import attending_by
+from tests.engine.decoder_models import VOCABULARY, small
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 
-PAD, VOCABULARY = 0, 199
+PAD = 0
 
 
-def _options(**changes: Any) -> dict[str, Any]:
+def _model(kind: type[PreTrainedConfig], **changes: Any) -> Any:
     options: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 8192,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
+        "num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": 8192, "pad_token_id": PAD,
         "initializer_range": 0.25,  # with the default of 0.02 a model hardly reads its rows, and repeats a token
-    }
-    return options | changes
-
-
-def _model(config: Any) -> Any:
+    }  # fmt: skip
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(small(kind, **(options | changes))).eval()
 
 
 def llama(**changes: Any) -> Any:
     """Four query heads over two key-value heads; a row of 2 KiB."""
-    return _model(LlamaConfig(**_options(**changes)))
+    return _model(LlamaConfig, **changes)
 
 
 def wide_llama(**changes: Any) -> Any:
@@ -62,12 +50,12 @@ def wide_llama(**changes: Any) -> Any:
 
 def mistral(sliding_window: int, **changes: Any) -> Any:
     """Every layer with a window."""
-    return _model(MistralConfig(**_options(sliding_window=sliding_window, **changes)))
+    return _model(MistralConfig, sliding_window=sliding_window, **changes)
 
 
 def qwen2(sliding_window: int) -> Any:
     """Two layers without a window and two with one; biases on queries, keys and values."""
-    model = _model(Qwen2Config(**_options(use_sliding_window=True, sliding_window=sliding_window, max_window_layers=2)))
+    model = _model(Qwen2Config, use_sliding_window=True, sliding_window=sliding_window, max_window_layers=2)
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             torch.nn.init.normal_(projection.bias)
@@ -77,36 +65,34 @@ def qwen2(sliding_window: int) -> Any:
 def gemma2(sliding_window: int) -> Any:
     """Soft-capped scores; every other layer with a window."""
     caps = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32}
-    return _model(Gemma2Config(**_options(sliding_window=sliding_window, **caps)))
+    return _model(Gemma2Config, sliding_window=sliding_window, **caps)
 
 
 def gemma3(sliding_window: int, **changes: Any) -> Any:
     """Three layers with a window and one without; head size 256, one key-value head."""
     shape = {"head_dim": 256, "num_key_value_heads": 1, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
     # Tied embeddings, which are scaled up, would repeat the last token.
-    options = _options(**(shape | changes), sliding_window=sliding_window, tie_word_embeddings=False)
-    return _model(Gemma3TextConfig(**options))
+    return _model(Gemma3TextConfig, **(shape | changes), sliding_window=sliding_window, tie_word_embeddings=False)
 
 
 def gpt_neox() -> Any:
     """A rotary embedding turns a quarter of each head only."""
-    return _model(GPTNeoXConfig(**_options(hidden_size=128, initializer_range=0.3)))
+    return _model(GPTNeoXConfig, hidden_size=128, initializer_range=0.3)
 
 
 def deepseek(**changes: Any) -> Any:
     """Latent attention, of which transformers keeps each head's keys and values: 24 wide, and 12."""
-    latents = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    latents = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    latents |= {"head_dim": 8, "qk_rope_head_dim": 8}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    options = _options(num_key_value_heads=4, first_k_dense_replace=1, **latents, **experts, **changes)
-    del options["head_dim"]
-    return _model(DeepseekV3Config(**options))
+    return _model(DeepseekV3Config, num_key_value_heads=4, first_k_dense_replace=1, **latents, **experts, **changes)
 
 
 def gpt_oss() -> Any:
     """Two layers, one of a window; sinks that take most of the softmax."""
     shape = {"num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 64, "sliding_window": 8}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    model = _model(GptOssConfig(**_options(**shape, **experts, initializer_range=0.02)))
+    model = _model(GptOssConfig, **shape, **experts, initializer_range=0.02)
     for layer in model.model.layers:
         torch.nn.init.uniform_(layer.self_attn.sinks, 1.0, 3.0)
     return model
@@ -117,7 +103,7 @@ def gemma4(sliding_window: int) -> Any:
     kinds = ["sliding_attention", "full_attention"] * 2
     heads = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 2}
     inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "tie_word_embeddings": False}
-    return _model(Gemma4TextConfig(**_options(sliding_window=sliding_window, layer_types=kinds, **heads, **inputs)))
+    return _model(Gemma4TextConfig, sliding_window=sliding_window, layer_types=kinds, **heads, **inputs)
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -14,6 +14,7 @@ import httpx
 import openai
 from transformers import LlamaConfig
 
+from tests.engine.decoder_models import small
 from tests.server.tiny import byte_tokenizer
 
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
@@ -21,12 +22,8 @@ ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
 
 def small_model(directory: Path, **changes: Any) -> Path:
     """A decoder with the shape of Llama's and the bytes as its tokens; its weights are made when it is loaded."""
-    options: dict[str, Any] = {
-        "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 257,
-        "pad_token_id": None, "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
-    LlamaConfig(**(options | changes)).save_pretrained(directory)
+    options: dict[str, Any] = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 1024, "eos_token_id": 257}
+    small(LlamaConfig, architectures=["LlamaForCausalLM"], **(options | changes)).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

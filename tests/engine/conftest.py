@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from tests.attending import attending_by
+from tests.engine.decoder_models import VOCABULARY, small
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
 from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.layout import SCALES, SECTOR_BYTES
@@ -31,7 +32,6 @@ from vmmkv.server.sampling_params import InvalidParam, SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.tiers import Tier
 
-VOCABULARY = 199
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""
 
@@ -52,20 +52,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Random weights, four query heads over two key-value heads; a row of 1 KiB, so that 2,048 tokens fill a page."""
     torch.manual_seed(seed)
-    options: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 8192,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
+    options = {"num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 8192} | changes
+    return LlamaForCausalLM(small(LlamaConfig, **options)).eval()
 
 
 def wide_rows(**changes: Any) -> LlamaForCausalLM:
@@ -76,12 +64,9 @@ def wide_rows(**changes: Any) -> LlamaForCausalLM:
 def windowed(window: int = 30, **changes: Any) -> MistralForCausalLM:
     """Layers that attend to their last rows, of 32 KiB."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
-    config = MistralConfig(
-        vocab_size=VOCABULARY, intermediate_size=64, num_hidden_layers=2, sliding_window=window, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None, **({"max_position_embeddings": 1024} | sizes | changes),
-    )  # fmt: skip
-    return MistralForCausalLM(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 1024} | sizes | changes
+    return MistralForCausalLM(small(MistralConfig, sliding_window=window, **options)).eval()
 
 
 def layout_of(config: Any, dtype: torch.dtype, kv_kind: Kind | None) -> KVLayout:

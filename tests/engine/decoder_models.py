@@ -13,7 +13,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
-def small(kind: type[hf.PreTrainedConfig], **changes: Any) -> hf.PreTrainedConfig:
+def small(kind: type[hf.PreTrainedConfig], **changes: Any) -> Any:
     options: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512,
