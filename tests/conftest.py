@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 # Read when torch is imported, here and by what tests start. Tensors are small and tests run side by side: a second thread
 # would wait for a core at each barrier, which doubled the time of tests/engine.
@@ -53,3 +54,11 @@ def pytest_unconfigure() -> None:
 def anyio_backend() -> str:
     """The event loop of async tests."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
+    from vmmkv.server.models import resolve  # not before a test wants it
+
+    return resolve("smollm2-135m")

@@ -1,20 +1,12 @@
-"""A pool that keeps the laws over real memory, and a real model."""
+"""A pool that keeps the laws over real memory."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from vmmkv import GIB, Pool
 from vmmkv.driver.host import HostDriver
-from vmmkv.server.models import resolve
 from vmmkv.testing.fake_driver import FakeDriver
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
-    return resolve("smollm2-135m")
 
 
 @pytest.fixture

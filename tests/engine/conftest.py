@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from tests.attending import attending_by
 from tests.engine.decoder_models import VOCABULARY, small
+from tests.server.tiny import byte_tokenizer
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
 from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.layout import SCALES, SECTOR_BYTES
@@ -26,7 +27,6 @@ from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderMo
 from vmmkv.server.engine.models.transformers import TransformersModel
 from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
 from vmmkv.server.sampling_params import InvalidParam, SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
@@ -34,12 +34,6 @@ from vmmkv.tiers import Tier
 
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
-    return resolve("smollm2-135m")
 
 
 @pytest.fixture
@@ -54,6 +48,15 @@ def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     options = {"num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 8192} | changes
     return LlamaForCausalLM(small(LlamaConfig, **options)).eval()
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(vocab_size=258).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
 
 
 def wide_rows(**changes: Any) -> LlamaForCausalLM:

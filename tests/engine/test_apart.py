@@ -24,14 +24,6 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model(vocab_size=258).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[Path]:
     """Of a holder."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 
-from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, Pool
 from vmmkv.driver import open_driver
@@ -29,15 +28,6 @@ VOCABULARY = 258
 """The bytes, and two special tokens."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "kv_budget_bytes": 64 * MIB}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer of bytes."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model(vocab_size=VOCABULARY).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

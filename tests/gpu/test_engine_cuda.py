@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model, wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model, wide_rows
 from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import asked_of
 from tests.engine.test_prompt_logprobs import assert_right
@@ -16,7 +16,7 @@ from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_tra
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.units import MIB
 
-__all__ = ["harness", "smollm2"]
+__all__ = ["harness"]
 
 DEVICE = "cuda:0"
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import harness, smollm2
+from tests.engine.conftest import harness
 from tests.server.tiny import byte_tokenizer
 
-__all__ = ["harness", "model_dir", "smollm2"]
+__all__ = ["harness", "model_dir"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.holder_engines import Engine, Process, start_holder
-from vmmkv import Pool
+from vmmkv import HostTier, Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
@@ -34,6 +34,13 @@ def pool(driver: FakeDriver, pool_pages: int) -> Iterator[Pool]:
     yield pool
     pool.close()
     assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])
+
+
+@pytest.fixture
+def host() -> Iterator[HostTier]:
+    tier = HostTier(64 * PAGE_BYTES)
+    yield tier
+    tier.close()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, start_holder
 from tests.unit.support import STRADDLING, WINDOWED, Calls
-from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, HostTier, KVCache, OutOfPages, Pool, PrefixCache
+from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, KVCache, OutOfPages, Pool, PrefixCache
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import LogDamaged, OutOfDeviceMemory
 from vmmkv.holder import HolderClient, Sealed, SealedLog, process
@@ -477,13 +476,6 @@ def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
         else:
             engine.cache.drain()
     assert len(engine.pool.holder.log.read().live) == 3
-
-
-@pytest.fixture
-def host() -> Iterator[HostTier]:
-    tier = HostTier(64 * PAGE_BYTES)
-    yield tier
-    tier.close()
 
 
 def test_what_a_tier_gives_back_outlives_the_engine_too(path, opened, host):

@@ -35,13 +35,6 @@ FLOAT16 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=1024, dtype=torch.floa
 
 
 @pytest.fixture
-def host():
-    tier = HostTier(64 * PAGE_BYTES)
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
 def cache(pool, host):
     """Closed before the tier."""
     with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
