@@ -84,24 +84,6 @@ def test_planes_stand_in_order_each_aligned() -> None:
     assert group.plane("v").size_bytes == 512
 
 
-def test_scales_trail_behind_all_payloads() -> None:
-    """SmolLM2's heads in int4: 3 heads of 32 bytes, and 3 pairs of float16."""
-    layout = uniform(layers=2, kv_heads=3, head_dim=64, dtype=KVType("int4"))
-    group = layout.groups[0]
-    assert [(plane.name, plane.dtype, (plane.heads, plane.dim)) for plane in group.planes] == [
-        ("k", torch.uint8, (3, 32)),
-        ("v", torch.uint8, (3, 32)),
-        ("scales", torch.float16, (3, 2)),
-    ]
-    names = ("k", "v", "scales")
-    assert [[group.offset_bytes(layer, name) for name in names] for layer in (0, 1)] == [
-        [0, 96, 384],
-        [192, 288, 400],
-    ]
-    assert (group.leading_bytes, group.trailing_bytes, group.row_bytes) == (192, 16, 512)
-    assert group.mixes_dtypes
-
-
 def test_quantised_planes_have_the_width_that_kernels_load() -> None:
     layout = uniform(layers=4, head_dim=192, value_dim=128, windows=[None, 100] * 2, dtype=KVType("int4"))
     assert [(group.window, group.layers) for group in layout.groups] == [(None, (0, 2)), (100, (1, 3))]
