@@ -268,14 +268,6 @@ class TestChoices:
             assert server.generates[-1].params.seed == seeds[0]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_choices_of_a_prompt_stand_side_by_side(self, server: Running, stream: bool) -> None:
-        server.engine.answer = of_seed
-        texts = texts_of(server.openai.completions.create(model="tiny", prompt=["ab", "cd"], n=3, seed=5, stream=stream))
-        assert [request.prompt for request in server.generates] == [token_ids("ab")] * 3 + [token_ids("cd")] * 3
-        assert texts == {index: decode(of_seed(request)) for index, request in enumerate(server.generates)}
-        assert [texts[index][0] for index in range(6)] == list("aaaccc")
-
-    @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("prompt", [["one", "two"], [token_ids("one"), token_ids("two")]])
     def test_echo_begins_each_choice_with_its_prompt(self, server: Running, stream: bool, prompt: Any) -> None:
         server.answers(" and more")
