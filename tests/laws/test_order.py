@@ -151,14 +151,6 @@ def test_copies_come_behind_what_recorded_streams_write_and_before_what_they_rea
         attend(device.driver, opened(device.cache, fork, owner=source.owner, stamps=source.stamps))
 
 
-def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):
-    sequence = device.live.sequence
-    sequence.grow(6)
-    device.step(4)
-    attend(device.driver, device.live)
-    device.driver.finish_all()
-
-
 def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
     sequence = device.begun(9)
     span = device.live.bases[0]
