@@ -61,18 +61,11 @@ def write(sequence, num_tokens):
         sequence.advance()
 
 
-def begin(prefix, tokens, **options):
-    """A sequence with these tokens, all inserted."""
+def begin(prefix, tokens, *, at_once=False, **options):
+    """A sequence with these tokens, all inserted; at once, in extents as large as they can be, as for a prompt."""
     sequence = prefix.attach(tokens, **options).sequence
-    write(sequence, len(tokens))
-    prefix.insert(sequence, tokens)
-    return sequence
-
-
-def laid(prefix, tokens):
-    """The same in extents as large as they can be: memory is there at once, as for a prompt."""
-    sequence = prefix.attach(tokens).sequence
-    sequence.grow(len(tokens))
+    if at_once:
+        sequence.grow(len(tokens))
     write(sequence, len(tokens))
     prefix.insert(sequence, tokens)
     return sequence
@@ -220,7 +213,7 @@ def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver)
 
 def test_a_large_extent_is_one_handle(long_prefix, driver):
     prompt = [token % 251 for token in range(256)]
-    laid(long_prefix, prompt)
+    begin(long_prefix, prompt, at_once=True)
     calls = Calls(driver)
     attached = long_prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
     assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
@@ -301,7 +294,7 @@ def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
 def test_truncating_in_the_last_page_of_a_large_extent_duplicates_no_more_than_that(long_prefix, pool):
     pool.resize(40 * PAGE_BYTES)
     prompt = [token % 251 for token in range(256)]
-    sequence = laid(long_prefix, prompt)  # one extent of 16 pages
+    sequence = begin(long_prefix, prompt, at_once=True)  # one extent of 16 pages
     sequence.truncate(250)
     write(sequence, 256)
     long_prefix.release(sequence, [*prompt[:250], *[251] * 6])
@@ -331,7 +324,7 @@ def test_what_was_inserted_stays_when_its_sequence_is_compacted(prefix, cache, d
 def test_compacting_rows_that_are_shared_takes_large_extents_where_they_stay(long_prefix, pool, driver):
     pool.resize(80 * PAGE_BYTES)
     prompt = [token % 251 for token in range(512)]
-    sequence = laid(long_prefix, prompt)  # two extents of 16 pages
+    sequence = begin(long_prefix, prompt, at_once=True)  # two extents of 16 pages
     calls = Calls(driver)
     sequence.compact(range(200, 500))
     assert calls.made()["map"] == 1 + 16, "the second one is cut, so a page each"
