@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.baselines import PAGED_FA3, fa3
 from bench.baselines.backend import SYSTEMS, open_common_prefill, open_paged, open_static
 from tests.engine.conftest import Harness, prompt_of
+from tests.engine.decoder_models import small
 from tests.gpu.test_decode_steps_cuda import DEVICE, SIZES, model_of
 from vmmkv.server.engine.kv_backend import OpenBackend
 
@@ -85,7 +86,7 @@ def test_heads_of_128_in_bfloat16_are_attended_to_as_over_slots(memory: str, cap
         fa3.load(Path(str(library)), torch.device(DEVICE))
     torch.manual_seed(0)
     sizes = {"head_dim": 128, "initializer_range": 0.05, "num_attention_heads": 8, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval().to(torch.bfloat16)
+    model = LlamaForCausalLM(small(LlamaConfig, **SIZES | sizes)).eval().to(torch.bfloat16)
     shared = prompt_of(1000)
     prompts = [prompt_of(length, length) for length in (1, 15, 16, 17, 127, 128, 129, 700, 1500)]
     prompts += [shared + prompt_of(20 + index, index) for index in range(12)]

@@ -9,25 +9,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model
+from tests.engine.conftest import Harness, harness, prompt_of, tiny_model
+from tests.engine.decoder_models import small
 from vmmkv.server.engine.engine import Engine
 
 __all__ = ["harness"]
 
 DEVICE = "cuda:0"
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 200,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 8, "head_dim": 32, "max_position_embeddings": 4096
+}  # fmt: skip
 WIDE_DRAWS = SIZES | {"initializer_range": 0.1}
 """With transformers' 0.02 it would hardly matter what a window hides."""
 
@@ -41,15 +32,20 @@ def model_of(family: str) -> Any:
         }  # fmt: skip
         return tiny_model(rope_parameters=scaling)
     made = {
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
-        "mistral, window of 100": lambda: MistralForCausalLM(MistralConfig(**WIDE_DRAWS, sliding_window=100)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "mistral": lambda: MistralForCausalLM(small(MistralConfig, **SIZES, sliding_window=None)),
+        "mistral, window of 100": lambda: MistralForCausalLM(small(MistralConfig, **WIDE_DRAWS, sliding_window=100)),
+        "qwen2": lambda: Qwen2ForCausalLM(small(Qwen2Config, **SIZES)),
         "qwen2, tied, windows from layer 1 on": lambda: Qwen2ForCausalLM(
-            Qwen2Config(
-                **WIDE_DRAWS, use_sliding_window=True, sliding_window=100, max_window_layers=1, tie_word_embeddings=True
+            small(
+                Qwen2Config,
+                **WIDE_DRAWS,
+                use_sliding_window=True,
+                sliding_window=100,
+                max_window_layers=1,
+                tie_word_embeddings=True,
             )
         ),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+        "qwen3": lambda: Qwen3ForCausalLM(small(Qwen3Config, **SIZES, tie_word_embeddings=True)),
     }
     return made[family]().eval()
 
