@@ -80,7 +80,7 @@ def test_a_gpu_that_is_not_the_first_gives_the_tokens_of_the_first(tmp_path: Pat
 
 
 def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -> None:
-    """The device waits in sums for the rank; closing gives its memory back all the same."""
+    """The device waits in sums for the rank; closing gives its memory back all the same. Nothing else may use the GPU."""
     path = saved(wide_rows(vocab_size=258, max_position_embeddings=2048), tmp_path)
     free_bytes = []
     for _ in range(3):
@@ -126,4 +126,4 @@ def test_ctrl_c_while_graphs_are_captured_ends_the_process_in_order(tmp_path: Pa
         time.sleep(1.0)
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGINT) and errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert process.returncode in (1, -signal.SIGINT) and "KeyboardInterrupt" in errors, "it was not aborted"
