@@ -244,7 +244,40 @@ def test_sequences_grow_by_several_pages_at_once_while_half_of_the_memory_is_not
         for each in long:
             each.grow(1021 * 16)
         assert long[0].limit == 1021 * 16, "the addresses of a slot end before the fourth page"
-        assert grown(cache, 17).limit == 32, "more than half is used"
+        last = grown(cache, 17)
+        assert last.limit == 32, "more than half is used"
+        for each in long:
+            each.close()
+        limits = []
+        for wanted in (33, 49, 65):
+            last.grow(wanted)
+            limits.append(last.limit)
+        assert limits == [48, 64, 128], "several pages begin at a multiple of their number"
+
+
+def test_a_page_that_passes_to_a_group_of_other_types_is_zeroed_first():
+    """Bytes that are numbers of one type can be NaN of another."""
+
+    def half(name, dtype):
+        return Plane(name=name, heads=1, dim=PAGE_BYTES // 2 // dtype.itemsize, dtype=dtype)
+
+    some = Group(layers=(0,), planes=(half("k", torch.uint8), half("v", torch.float16)))
+    others = Group(layers=(1,), planes=(half("k", torch.float16), half("v", torch.uint8)))
+    driver = FakeDriver(creates_zeroed=False)
+    with (
+        Pool("cpu", 2 * PAGE_BYTES, driver=driver) as pool,
+        KVCache(KVLayout(groups=(some, others)), pool, slots=1, max_tokens=1) as cache,
+    ):
+        grown(cache, 1).close()
+        cache.drain()
+        zeroed = driver.calls["zero"]
+        grown(cache, 1).close()
+        cache.drain()
+        assert driver.calls["zero"] == zeroed, "each page came back to its group"
+        for extent in pool.acquire(2):
+            pool.drop(extent)  # the one that is freed last is given first
+        grown(cache, 1)
+        assert driver.calls["zero"] == zeroed + 2
 
 
 def test_a_new_sequence_is_empty_and_costs_no_driver_call(cache, driver):
