@@ -217,8 +217,8 @@ class LLM(Closing):
             self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)
             self._settle()
         except BaseException as error:
+            _clear_frames(error)
             self.close()
-            clear_frames(error.__traceback__)  # consoles keep the last one, and so weights and graphs
             raise
         finally:
             progress.close(done=self._loaded is not None)
@@ -619,6 +619,13 @@ class _Batch:
 
 
 # Arguments in their many forms. All raise ValueError.
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error and its causes have, such as weights and graphs. Consoles keep the last error."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _each_prompt(prompts: Any) -> list[Any]:

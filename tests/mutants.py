@@ -244,17 +244,6 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "(span.index, page * PAGE_BYTES % group.row_bytes)",
             "page * PAGE_BYTES % group.row_bytes",
         ),
-        "sequences grow past the addresses of their slot": (
-            " and rounded * PAGE_BYTES <= self.arenas[span.index].slot_bytes",
-            "",
-        ),
-        "sequences grow by several pages that are mapped one by one": ("span.end_page <= rounded - num_pages and ", ""),
-    },
-    (POOL, "tests/unit/test_cache.py"): {
-        "sequences grow by several pages where memory is short": (
-            "        is_little &= 2 * (self.used_bytes + num_pages * PAGE_BYTES) <= self.budget_bytes\n",
-            "",
-        ),
     },
     (SHARING, "tests/unit/test_cache.py"): {
         "an exchanged page without its tenant": ("mapping.extent.tenant = tenant_of(mapping.page)", "pass"),

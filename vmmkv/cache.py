@@ -175,7 +175,6 @@ class Sequence(Planes, Closing, Unique):
     def grow(self, num_tokens: int) -> None:
         """Map memory so that this sequence can hold `num_tokens` tokens in all.
 
-        While less than half of a large budget is used, up to 3 pages more come with it, for 4 cost one driver call.
         On failure the sequence, its mappings and the budget are as before, but parked slots may have been evicted to make
         room.
 
@@ -734,10 +733,10 @@ class KVCache(Planes, Closing, Unique):
         """Map and unmap pages for about `budget_us`: call it while launched work is still queued on the device.
 
         First it maps for sequences that have less memory than their next token needs, then than `lookahead_tokens` more
-        need: each time the most urgent first, and not past its end but as `Sequence.grow` does. A sequence that finds too few
-        pages is skipped. Then it unmaps reclaimed memory whose fence has passed.
+        need: each time the most urgent first, and never past their end. A sequence that finds too few pages is skipped.
+        Then it unmaps reclaimed memory whose fence has passed.
 
-        Cost: map and access, or unmap, for each extent; the number of pages is returned. At least one page if there is
+        Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
         any to do, however small the budget. Never waits for a fence, nor evicts a parked slot that running work may touch.
         Raises: DriverError, and the work before it stays done; GraphCapture; ValueError for a negative budget or lookahead.
         """

@@ -248,12 +248,7 @@ class Simulation:
                 self._first.appendleft(demand)
                 return
             sequence = self._cache.open()
-            try:
-                sequence.grow(demand.num_prompt)
-            except OutOfPages:  # sequences have more than they need while there is plenty
-                sequence.close()
-                self._first.appendleft(demand)
-                return
+            sequence.grow(demand.num_prompt)
             sequence.advance(demand.num_prompt)
             self._sequences[sequence.slot] = sequence
             self._left[sequence.slot] = demand.num_out - 1

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -34,7 +35,8 @@ _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
 _END_S: Final = 5.0
-"""For which the end of the process waits for a call of NCCL."""
+"""The longest wait for NCCL when the process ends."""
+_working: Final[set[threading.Thread]] = set()
 
 
 class Collectives:
@@ -132,13 +134,27 @@ class Collectives:
 
 
 def in_background(name: str, work: Callable[[], None]) -> None:
-    """Call `work` in a thread, for which the end of the process waits, but not for ever.
+    """Call `work` in a daemon thread, for which the end of the process waits, _END_S for all of them.
 
     A thread that came back from C++ while Python ends would end the process by abort().
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _working.discard(thread)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _working.add(thread)
     thread.start()
-    atexit.register(thread.join, _END_S)
+
+
+@atexit.register
+def _join_all() -> None:
+    until_s = time.monotonic() + _END_S
+    for thread in [each for each in _working if each.is_alive()]:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _attempt(end: Callable[[], None]) -> None:

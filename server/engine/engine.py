@@ -135,7 +135,7 @@ class Engine:
         self._has_windows = any(group.window is not None for group in cache.layout.groups)
         self._order = BatchOrder(self._table)
         self.structured = structured
-        """Of the requests whose answers follow a grammar."""
+        """The matchers of answers by a grammar."""
         self._forced: list[Request] = []
         """Waiting requests whose answers begin with tokens that have not been sent."""
         self.num_steps = 0

@@ -455,15 +455,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
     # One likeliest token of one row is not sorted: a kernel that sorts more may be loaded by the first request for them.
     params = SamplingParams(max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=20, prompt_logprobs=1)
     everything = Generate(request_id="warm-up", prompt=[0] * num_tokens, params=params)
-    request, no_slots = Request(everything, frozenset()), np.zeros(0, np.int64)
-    num_words = ceil_div(runner.model.vocabulary_size, 32)
-
-    def compute(chunk: Chunk, *ranked: Ranked) -> None:
-        forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], list(ranked)))
-        masks = TokenMasks.of(list(range(len(forwarded.slots))), num_words, runner.uploads)
-        masks.words_GW.fill_(-1)
-        runner.wait(runner.sample(forwarded, masks))
-
+    request = Request(everything, frozenset())
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         request.sequence = sequence
@@ -474,20 +466,31 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
                 request.num_scored = 0 if scores else num_tokens
                 chunk = Chunk(request, sequence, start, request.prompt[start:end])
                 began_s = time.perf_counter()
-                compute(chunk)
+                _compute(runner, chunk)
                 if not (start or scores):
                     prefill = end, began_s, time.perf_counter()
                 runner.model.check()
         runner.sampler.release(sequence.slot)
-        compute(chunk)
+        _compute(runner, chunk)
         if runner.keys is not None and last:
             eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True, keeps_positions=False)
             request.kept = kept = KeptRows(eviction, num_tokens)
             ranked = Ranked.of(request, sequence.slot, last, num_tokens)
             assert ranked is not None, "the last query is ranked by"
-            compute(chunk, ranked)
+            _compute(runner, chunk, ranked)
             sequence.advance(num_tokens)
             Compactor(runner, lambda message: None).compact("warm-up", kept, sequence)
-    most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
-    runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then
+    runner.uploads.send(_masks(runner, cache.num_slots).packed)  # as many masks as there can be: memory is there then
     return prefill
+
+
+def _compute(runner: Runner, chunk: Chunk, *ranked: Ranked) -> None:
+    no_slots = np.zeros(0, np.int64)
+    forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], list(ranked)))
+    masks = _masks(runner, len(forwarded.slots))
+    masks.words_GW.fill_(-1)
+    runner.wait(runner.sample(forwarded, masks))
+
+
+def _masks(runner: Runner, num_rows: int) -> TokenMasks:
+    return TokenMasks.of(list(range(num_rows)), ceil_div(runner.model.vocabulary_size, 32), runner.uploads)

@@ -270,7 +270,7 @@ def test_a_short_common_prefix_is_not_waited_for(harness: MakeHarness) -> None:
 
 
 def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while its traceback is kept."""
+    """Also while its error is kept."""
     tiny_model().save_pretrained(tmp_path)
     pools, runners = [], []
     make = kv_backend.Pool
@@ -283,9 +283,15 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
 
     def refuse(runner: Any, *_: Any) -> None:
         runners.append(weakref.ref(runner))
-        raise ValueError("it cannot be served")
+        raise ValueError("it cannot be served") from cause(runner)
 
-    monkeypatch.setattr(loading, "warm_up", refuse)
+    def cause(runner: Any) -> OSError:
+        try:
+            raise OSError(f"{runner} is kept by this frame")
+        except OSError as error:
+            return error
+
+    monkeypatch.setattr(loading.Runner, "sample", refuse)
     with pytest.raises(ValueError, match="cannot be served") as failed:
         LLM(str(tmp_path), device="cpu")
     assert [pool.closed for pool in pools] == [True]

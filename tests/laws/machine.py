@@ -45,13 +45,6 @@ cuts = st.none() | st.just(0) | st.integers(0, MAX_TOKENS)
 seeds = st.integers(0, 2**31)
 
 
-class EagerPool(Pool):
-    """A small pool in which sequences grow as in a large one."""
-
-    def growth_pages(self, num_pages: int) -> int:
-        return 4 if 2 * (self.used_bytes + num_pages * PAGE_BYTES) <= self.budget_bytes else 1
-
-
 class LawMachine(RuleBasedStateMachine):
     """A pool and its caches on a simulated device. `live` and `kept` are what runs and what is parked."""
 
@@ -69,7 +62,7 @@ class LawMachine(RuleBasedStateMachine):
             self.driver = FakeDriver(over=self.below)
         else:
             self.driver = SimulatedDriver(seed=seed, creates_zeroed=seed % 3 == 0)
-        self.pool = (EagerPool if seed % 5 < 2 else Pool)(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
+        self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.caches: list[KVCache] = []
         self.live: list[Live] = []
         self.kept: list[Live] = []

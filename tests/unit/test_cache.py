@@ -232,29 +232,6 @@ def test_out_of_pages_says_what_would_work(cache):
 # opening and growing
 
 
-def test_sequences_grow_by_several_pages_at_once_while_half_of_the_memory_is_not_used(driver):
-    with Pool("cpu", 4096 * PAGE_BYTES, driver=driver) as pool, KVCache(LAYOUT, pool, slots=4, max_tokens=1022 * 16) as cache:
-        calls, sequence = Calls(driver), grown(cache, 17)
-        assert sequence.limit == 64 and calls.made()["map"] == 1
-        sequence.grow(5 * 16)
-        assert sequence.limit == 8 * 16 and calls.made()["map"] == 2
-        sequence.advance(8 * 16 - 17)
-        assert cache.map_ahead(lookahead_tokens=1) == 4 and sequence.limit == 12 * 16 and calls.made()["map"] == 3
-        long = [cache.open() for _ in range(2)]
-        for each in long:
-            each.grow(1021 * 16)
-        assert long[0].limit == 1021 * 16, "the addresses of a slot end before the fourth page"
-        last = grown(cache, 17)
-        assert last.limit == 32, "more than half is used"
-        for each in long:
-            each.close()
-        limits = []
-        for wanted in (33, 49, 65):
-            last.grow(wanted)
-            limits.append(last.limit)
-        assert limits == [48, 64, 128], "several pages begin at a multiple of their number"
-
-
 def test_a_page_that_passes_to_a_group_of_other_types_is_zeroed_first():
     """Bytes that are numbers of one type can be NaN of another."""
 

@@ -36,12 +36,10 @@ class Target(NamedTuple):
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
     large_end_page: int = 0
     """Up to here new extents are as large as fits. A large one costs no more, and is shared whole or not at all."""
-    growth_pages: int = 1
-    """Pages of the largest new extent behind that."""
 
     def largest_at(self, page: int) -> int:
         """Pages of the largest new extent that can stand at a page, before what is given or mapped."""
-        end = min(self.end_page, max(self.large_end_page, page + self.growth_pages), page + SIZE_CLASSES[0])
+        end = min(self.end_page, self.large_end_page, page + SIZE_CLASSES[0])
         taken = (each for each in range(page, end) if each in self.span.mappings or each in self.given)
         return largest_at(page, next(taken, end))
 

@@ -38,9 +38,6 @@ SIZE_CLASSES: Final = (16, 4, 1)
 """Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
 one, and where prompts part. A handle costs the same whatever its size."""
 
-_MOST_AHEAD: Final = 1 / 1024
-"""Of the budget: what a sequence may have beyond what it needs."""
-
 _MOST_IDLE: Final = 1 / 32
 """Of the budget: while no more than this is free, of other size classes, it stays, and what is idle is evicted. To give it back
 and create it anew takes two calls, and zeroes."""
@@ -538,15 +535,6 @@ class Pool(Closing, Unique):
     def spare_pages(self) -> int:
         """Pages that can be acquired without taking any from a cache."""
         return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
-
-    def growth_pages(self, num_pages: int) -> int:
-        """Pages of the extents by which a sequence grows that needs `num_pages` more.
-
-        Several, for one call of the driver, while half of the memory is not used.
-        """
-        is_little = SIZE_CLASSES[1] * PAGE_BYTES <= _MOST_AHEAD * self.budget_bytes
-        is_little &= 2 * (self.used_bytes + num_pages * PAGE_BYTES) <= self.budget_bytes
-        return SIZE_CLASSES[1] if is_little else 1
 
     def _pending_pages(self) -> int:
         return sum(cache.memory.mapper.pending_pages for cache in self.caches)

@@ -19,7 +19,7 @@ from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span, arena_by
 from vmmkv.memory.mapper import Growth, Mapper, Target
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import Extent, Pool, Tenant
-from vmmkv.units import PAGE_BYTES, ceil_div, round_up
+from vmmkv.units import PAGE_BYTES, ceil_div
 
 _numbers = itertools.count()
 
@@ -224,16 +224,11 @@ class SlotMemory:
         return [0 if arena.group.window is not None else arena.group.page_of(num_tokens) for arena in self.arenas]
 
     def _stage(self, slot: int, end_pages: list[int], large_ends: list[int], *, wait: bool) -> Growth:
-        """Map up to these ends, or where memory is plenty to the end of a new extent of several pages."""
-        short = [row for row in zip(self.spans(slot), end_pages, large_ends, strict=True) if row[1] > row[0].end_page]
-        growth_pages = self.pool.growth_pages(sum(end - span.end_page for span, end, _ in short))
-        targets: list[Target] = []
-        for span, end, large_end in short:
-            num_pages = 1 if span.group.window is not None else growth_pages
-            rounded = round_up(end, num_pages)
-            if span.end_page <= rounded - num_pages and rounded * PAGE_BYTES <= self.arenas[span.index].slot_bytes:
-                end = rounded
-            targets.append(Target(span, end, self.tenant_in(span), large_end_page=large_end, growth_pages=num_pages))
+        targets = [
+            Target(span, end, self.tenant_in(span), large_end_page=large_end)
+            for span, end, large_end in zip(self.spans(slot), end_pages, large_ends, strict=True)
+            if end > span.end_page
+        ]
         return self.mapper.stage(targets, wait=wait)
 
     def publish(self, growths: list[Growth]) -> None:

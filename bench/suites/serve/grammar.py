@@ -146,8 +146,8 @@ class ScriptedEngine(EngineSystem):
 
     def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: Options) -> None:
         super().__init__("vmmkv", weights, {**limits, "prefix_cache": False})
-        self._structured = _ByScript(vocabulary)
-        self.loop.structured = self._structured
+        self.loop.structured.close()
+        self.loop.structured = self._structured = _ByScript(vocabulary)
 
     def follow(self, asks: Sequence[Scripted], at_once: int) -> ScriptedRun:
         """All of them, greedy; `at_once` of them run, and each that ends makes room for the next.
