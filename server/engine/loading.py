@@ -327,10 +327,18 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> Ranks | None:
-    """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, OSError."""
+    """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, ValueError, OSError."""
     if config.tensor_parallel_size == 1:
         return None
+    import transformers
+
     choose_device(config.device, config.tensor_parallel_size - 1)
+    num_heads = transformers.AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().num_attention_heads
+    if config.tensor_parallel_size > num_heads:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: a rank has one attention head at least, and this model has "
+            f"{num_heads} of them; lower it to {num_heads} or less"
+        )
     ranks = Ranks.start(config, device)
     undo.callback(ranks.close)
     return ranks

@@ -473,6 +473,13 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
         ServeConfig(**options)
 
 
+def test_more_ranks_than_heads_are_refused_before_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.Ranks, "start", Mock(side_effect=AssertionError("it starts")))
+    path = saved(tiny_model(vocab_size=258), tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=5: .* this model has 4 of them; lower it to 4 or less"):
+        LLM(path, tensor_parallel_size=5, **OPTIONS)
+
+
 @pytest.mark.usefixtures("capsys", "threads")
 def test_a_start_away_from_a_terminal_logs_each_stage_as_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tiny_model(vocab_size=258), tmp_path)
