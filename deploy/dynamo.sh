@@ -4,7 +4,8 @@
 #     deploy/dynamo.sh smollm2-135m "cuda:0 cuda:1" --kv-budget 60GiB       MODEL, DEVICES, options of vmmkv serve for the engine
 # The frontend listens at $HOST:$PORT (127.0.0.1:8000). The workers' KV events, which hold the prompts, come from any free ports of 127.0.0.1.
 set -euo pipefail
-model=$1 devices=$2 port=${PORT:-8000}
+usage="usage: deploy/dynamo.sh MODEL \"DEVICE ...\" [options of vmmkv serve]"
+model=${1:?$usage} devices=${2:?$usage} port=${PORT:-8000}
 shift 2
 
 files=$(mktemp --directory)

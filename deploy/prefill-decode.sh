@@ -4,7 +4,8 @@
 # MODEL, DEVICE and memory of the prefill server, DEVICES and memory of each decode server, options of vmmkv serve for all of them.
 # The router listens at $HOST:$PORT (127.0.0.1:8000), the servers at 127.0.0.1 on the ports behind it.
 set -euo pipefail
-model=$1 prefill=$2 prefill_budget=$3 decode=$4 decode_budget=$5 port=${PORT:-8000}
+usage="usage: deploy/prefill-decode.sh MODEL DEVICE BUDGET DEVICE BUDGET: of prefill, then of decode"
+model=${1:?$usage} prefill=${2:?$usage} prefill_budget=${3:?$usage} decode=${4:?$usage} decode_budget=${5:?$usage} port=${PORT:-8000}
 shift 5
 
 folder=$(mktemp -d) holder='' servers=()

@@ -4,7 +4,8 @@
 # The router listens at $HOST:$PORT (127.0.0.1:8000), the replicas at 127.0.0.1 on the ports behind it, with their KV events, which hold the
 # prompts, on any that are free.
 set -euo pipefail
-model=$1 devices=$2 port=${PORT:-8000} policy=${POLICY:-kv_aware}
+usage="usage: deploy/vllm-router.sh MODEL \"DEVICE ...\" [options of vmmkv serve]"
+model=${1:?$usage} devices=${2:?$usage} port=${PORT:-8000} policy=${POLICY:-kv_aware}
 shift 2
 
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT

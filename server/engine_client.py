@@ -56,7 +56,7 @@ LAST_WORDS_S: Final = 0.05
 """Time for ZeroMQ's thread to read what a dead engine left in the socket."""
 FRESH_S: Final = 0.25
 """A younger memory map is given again."""
-ENGINE_COMMAND: Final = (sys.executable, "-m", "vmmkv.server.engine")
+ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "vmmkv.server.engine")
 STOP_S: Final = 1.0
 """Time for an engine to end after Shutdown, and again after SIGTERM. A long step is not waited for."""
 

@@ -293,7 +293,7 @@ def convert_in_child(model: KnownModel, gguf: Path, target: Path) -> None:
     # The child finds vmmkv where this process did, also in a checkout that is not installed.
     root = str(Path(next(iter(vmmkv.__path__))).parent)
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "vmmkv.server.models", str(gguf), str(target), model.eos_token]
+    command = [sys.executable, "-P", "-m", "vmmkv.server.models", str(gguf), str(target), model.eos_token]
     # It ends with this process, whose lock would be free for another fetch. In a process group of its own Ctrl-C does not
     # reach it, which would print a traceback: `run` kills it then.
     finished = subprocess.run(

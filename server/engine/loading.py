@@ -333,7 +333,9 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     import transformers
 
     choose_device(config.device, config.tensor_parallel_size - 1)
-    num_heads = transformers.AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().num_attention_heads
+    num_heads = (
+        transformers.AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().num_attention_heads
+    )
     if config.tensor_parallel_size > num_heads:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size}: a rank has one attention head at least, and this model has "

@@ -190,11 +190,11 @@ class Ranks:
             for rank in range(1, config.tensor_parallel_size):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(ours.close)
-                options = ("--rank", str(rank), "--channel", str(theirs.fileno()), "--timeout", str(STEP_S))
+                command = [sys.executable, "-P", "-m", "vmmkv.server.engine.worker", "--store", str(directory / "store")]
+                command += ["--rank", str(rank), "--channel", str(theirs.fileno()), "--timeout", str(STEP_S)]
                 with theirs:
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "vmmkv.server.engine.worker", *options, "--store", str(directory / "store")],
-                        stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], process_group=0,
+                        command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], process_group=0,
                         env={"OMP_WAIT_POLICY": "PASSIVE"} | environ,
                     )  # fmt: skip
                 undo.callback(_reap, process)

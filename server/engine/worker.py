@@ -106,24 +106,29 @@ class Worker:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Do what rank 0 says, until it closes the channel. Raises what goes wrong; rank 0 is told."""
+        """Do what rank 0 says, until it closes the channel or ends. Raises what goes wrong; rank 0 is told."""
         try:
             self._answer([])
             while data := self._channel.recv(MESSAGE_BYTES):
                 op, *numbers = array("q", data)
                 self._do[op](*numbers)
         except Exception as error:
-            self._answer(words(error))
+            is_told = self._answer(words(error))
             self._collectives.abort()  # rank 0 may wait in one
-            raise
+            if is_told:
+                raise
+            log.debug("rank 0 has ended", exc_info=True)
 
-    def _answer(self, answer: object) -> None:
+    def _answer(self, answer: object) -> bool:
+        """False if rank 0 is gone, which the next message shows too."""
         self._channel.settimeout(self._timeout_s)
         try:
             self._channel.send(json.dumps(answer).encode())
-        except OSError:  # rank 0 is gone, which the next message shows
-            log.debug("an answer was not sent", exc_info=True)
-        self._channel.settimeout(None)
+        except OSError:
+            return False
+        finally:
+            self._channel.settimeout(None)
+        return True
 
     def _connect(self) -> None:
         self._collectives.connect(self._store, self.driver.device, self._timeout_s)
