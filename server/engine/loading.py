@@ -338,7 +338,7 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     )
     if config.tensor_parallel_size > num_heads:
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: a rank has one attention head at least, and this model has "
+            f"tensor_parallel_size={config.tensor_parallel_size}: ranks share the attention heads, and this model has "
             f"{num_heads} of them; lower it to {num_heads} or less"
         )
     ranks = Ranks.start(config, device)
