@@ -581,7 +581,8 @@ def outcome_of(tests: tuple[str, ...], tree: Path) -> str:
         return "killed"  # what waits for ever is noticed
     if done.returncode == 0:
         return "SURVIVED"
-    return "killed" if done.returncode == 1 else f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
+    is_noticed = done.returncode == 1 or done.returncode < 0  # a wrong address ends the process
+    return "killed" if is_noticed else f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
 
 
 if __name__ == "__main__":
