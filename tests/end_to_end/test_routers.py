@@ -250,7 +250,7 @@ def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp
         assert {each.status_code for each in answers} <= {200, 500, 502, 503}, [each.text for each in answers]
         codes = [each.status_code for each in answers]
         print(f"{codes.count(200)} of {len(codes)} in flight were answered behind {router}")
-        assert 200 in codes and second in servers_of(model)
+        assert second in servers_of(model)  # Ray may have sent all to the one that was killed: their prompts begin alike
         afterwards = [(f"{number} afterwards", number) for number in range(8)]
         until(lambda: all(complete(url, prompt, session=of).status_code == 200 for prompt, of in afterwards), within_s=30)
     until(lambda: not servers_of(model), within_s=30)
