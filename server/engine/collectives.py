@@ -37,6 +37,7 @@ _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABL
 _END_S: Final = 5.0
 """The longest wait for NCCL when the process ends."""
 _working: Final[set[threading.Thread]] = set()
+"""Threads of `in_background` that have not ended."""
 
 
 class Collectives:

@@ -241,8 +241,9 @@ def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp
     model = small_model(tmp_path / MODEL)
     with DEPLOYMENTS[router](tmp_path, model, "--load-format dummy --kv-budget 64MiB") as url:
         first, second = servers_of(model)
-        with ThreadPoolExecutor(8) as clients:
-            asked = [clients.submit(complete, url, f"{number} is a number", 900, number) for number in range(8)]
+        # More than the ten by which Ray lets one replica be ahead of the other.
+        with ThreadPoolExecutor(24) as clients:
+            asked = [clients.submit(complete, url, f"{number} is a number", 900, number) for number in range(24)]
             time.sleep(1)
             assert not all(each.done() for each in asked)
             os.kill(first, signal.SIGKILL)
@@ -250,7 +251,7 @@ def test_requests_to_a_killed_replica_fail_over_or_fail_clearly(router: str, tmp
         assert {each.status_code for each in answers} <= {200, 500, 502, 503}, [each.text for each in answers]
         codes = [each.status_code for each in answers]
         print(f"{codes.count(200)} of {len(codes)} in flight were answered behind {router}")
-        assert second in servers_of(model)  # Ray may have sent all to the one that was killed: their prompts begin alike
+        assert 200 in codes and second in servers_of(model)
         afterwards = [(f"{number} afterwards", number) for number in range(8)]
         until(lambda: all(complete(url, prompt, session=of).status_code == 200 for prompt, of in afterwards), within_s=30)
     until(lambda: not servers_of(model), within_s=30)
