@@ -31,10 +31,10 @@ from vmmkv.server.protocol import (
     AskMap,
     Beams,
     Compacted,
+    EngineFailed,
     Failed,
     FromEngine,
     Generate,
-    LoadFailed,
     Loading,
     Manage,
     Managed,
@@ -197,8 +197,8 @@ class EngineClient:
         """Set with the phase Dead."""
         self.was_ready = False
         """Whether the engine reads its socket, which it does not while it loads."""
-        self.cannot_start: str | None = None
-        """Why the engine could not start, if it said so."""
+        self.failure: str | None = None
+        """Why the engine ends, if it said so."""
         self.snapshot: Snapshot | None = None
         self.snapshot_s = 0.0
         """When the last snapshot came, of time.monotonic."""
@@ -306,10 +306,13 @@ class EngineClient:
         self._managing.clear()
         self.waiting_tokens = 0
 
-    async def engine_ended(self, reason: str) -> None:
-        """After the engine's process has ended: read the rest of the socket, then `fail`."""
+    async def engine_ended(self, how: str) -> str:
+        """After the engine's process has ended: read the rest of the socket, then `fail`. Returns the reason."""
         await asyncio.sleep(LAST_WORDS_S)
+        reason = f"The engine process ended with {how}"
+        reason += f": {self.failure}." if self.was_ready and self.failure is not None else "."
         self.fail(reason)
+        return reason
 
     def shutdown(self) -> None:
         """Ask the engine to finish."""
@@ -381,8 +384,8 @@ class EngineClient:
                     self.phase = msgspec.structs.replace(self.phase, limits=limits)
                 if not (done := self._managing.popleft()).done():
                     done.set_result(message)
-            case LoadFailed(reason=reason):
-                self.cannot_start = reason
+            case EngineFailed(reason=reason):
+                self.failure = reason
             case Loading() if isinstance(self.phase, Loading):
                 self.phase = message
                 self._on_loading(message)

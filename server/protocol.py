@@ -125,11 +125,11 @@ class Ready(Message, frozen=True, kw_only=True):
         return self.limits.pool_tokens // BLOCK_TOKENS
 
 
-class LoadFailed(Message, frozen=True, kw_only=True):
-    """Sent in place of `Ready`: the model cannot be served, and the engine ends."""
+class EngineFailed(Message, frozen=True, kw_only=True):
+    """The engine ends: the model cannot be served, or behind `Ready` the device or another rank is lost."""
 
     reason: str
-    """For the operator: it may hold paths."""
+    """Before `Ready` for the operator alone: it may hold paths."""
 
 
 DEVICE: Final = "device"
@@ -334,7 +334,7 @@ class MemoryMap(Message, frozen=True, kw_only=True):
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown
 FromEngine: TypeAlias = (
-    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
+    Loading | Ready | EngineFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
 )
 
 encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode

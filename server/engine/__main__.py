@@ -23,7 +23,7 @@ from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, current, load
 from vmmkv.server.logs import configure_logging
-from vmmkv.server.protocol import AskMap, FromEngine, LoadFailed, Manage, Shutdown, decode_to_engine, encode
+from vmmkv.server.protocol import AskMap, EngineFailed, FromEngine, Manage, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
@@ -48,6 +48,7 @@ def main() -> int:
             return serve(config, socket)
         except EngineDied as error:
             log.critical("%s", error, exc_info=True)
+            socket.send(encode(EngineFailed(reason=str(error))))
             return 3
         except Exception as error:
             log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=True)
@@ -63,7 +64,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     try:
         loaded = load(config, send)
     except (VmmkvError, ValueError, OSError, EngineDied) as error:
-        send(LoadFailed(reason=str(error)))
+        send(EngineFailed(reason=str(error)))
         log.debug("the engine cannot start", exc_info=True)
         return 1
     send(loaded.ready)

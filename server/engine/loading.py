@@ -162,6 +162,7 @@ def assemble(
             driver=None if ranks is None else ranks.mirrored(open_driver(device)),
         )
     )
+    runner: Runner | None = None
     try:
         _begin("warming up", send)
         cache = memory.cache
@@ -203,6 +204,8 @@ def assemble(
             assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
     except BaseException:
+        if runner is not None:
+            runner.close()
         with contextlib.suppress(VmmkvError):  # the first error matters
             memory.close()
         raise

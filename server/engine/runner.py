@@ -103,6 +103,7 @@ class Runner:
         self.groups: Final = GroupTensors(max_rows, cache.device)
         self.has_prefix_groups = False
         """Can rows that decode attend to a common prefix as one problem?"""
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._decode = _DecodeSteps(self, max_rows)
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
@@ -118,10 +119,16 @@ class Runner:
                 self._mixed.capture(pool)
                 self.has_prefix_groups = self._decode.capture(pool)
 
+    def captured(self, launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
+        """What replays the launches, until `close`, and what they returned."""
+        graph, result = captured(launch, pool)
+        self._graphs.append(graph)
+        return graph.replay, result
+
     def close(self) -> None:
-        """Let go of all graphs. NCCL ends when those that call it are gone, and a traceback may keep this runner."""
-        self._decode.graphs.clear()
-        self._mixed.graphs.clear()
+        """End all graphs. NCCL waits for the end of those that call it, and a traceback or a cycle may keep one."""
+        for graph in self._graphs:
+            graph.reset()
 
     def settle(self) -> None:
         """Wait for the device, if it may wait for other ranks, before a call that would wait for it without end."""
@@ -360,13 +367,13 @@ class _Graph:
         forward()  # compiles what is not compiled yet
         launch_s = time.perf_counter() - began_s
         runner.settle()
-        (replay, logits_RV), samples = captured(forward, pool), {}
+        (replay, logits_RV), samples = runner.captured(forward, pool), {}
         if runner.ranks is not None:
             replay = runner.ranks.replaying(replay)
         for greedy in (True, False):
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()
-            samples[greedy], _ = captured(sample, pool)
+            samples[greedy], _ = runner.captured(sample, pool)
         assert logits_RV.is_contiguous(), "its address and shape name it"
         # The logits' memory is left to the graphs after it, too: they are sampled from before another one is replayed.
         logits = wrap(logits_RV.data_ptr(), logits_RV.nbytes, logits_RV.device)
@@ -391,13 +398,13 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
-def captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
-    """What replays the launches, and what they returned."""
+def captured(launch: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of the launches, and what they returned."""
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
     # Twice: where a capture cannot begin or end, torch's own context leaves its stream the current one, and fences are of that.
     with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         result = launch()
-    return graph.replay, result
+    return graph, result
 
 
 class _DecodeSteps:
@@ -413,7 +420,7 @@ class _DecodeSteps:
         self._sizes = batch_sizes(max_rows)
         buffers = torch.zeros(6, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
         self._slots_B, self._ids_B, self._rows_B, self._positions_B, self._ends_B, self._out_B = buffers
-        self.graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         """By rows, and by whether there are prefix groups among them."""
         self._queries_LBHD = None if runner.keys is None else runner.keys.new_queries(max_rows)
         """Of the last step, if rows may be ranked by them."""
@@ -427,20 +434,20 @@ class _DecodeSteps:
         for size in reversed(self._sizes):
             for is_grouped in (False, True) if size >= _MIN_GROUPED_ROWS else (False,):
                 forward = functools.partial(self._forward, size, is_grouped=is_grouped)
-                self.graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(size), pool)
+                self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(size), pool)
         return self._sizes[-1] >= _MIN_GROUPED_ROWS
 
     def forward(self, step: Step) -> Forwarded:
         """Launch the forward half. The slots are uploaded if they are others than last time."""
         slots, num_rows = step.slots, len(step.slots)
-        size = next(size for size in self._sizes if size >= num_rows) if self.graphs else num_rows
+        size = next(size for size in self._sizes if size >= num_rows) if self._graphs else num_rows
         if self._uploaded is None or not np.array_equal(self._uploaded, slots):
             padded = np.zeros(size, np.int32)
             padded[:num_rows] = slots
             self._uploaded = None  # while an interrupt may come
             self._runner.uploads.into(self._slots_B[:size], padded)
             self._uploaded = slots.copy()
-        graph = self.graphs.get((size, self._runner.groups.are_any and size >= _MIN_GROUPED_ROWS))
+        graph = self._graphs.get((size, self._runner.groups.are_any and size >= _MIN_GROUPED_ROWS))
         if graph is None:
             logits_BV = self._forward(size, is_grouped=False)
         else:
@@ -486,7 +493,7 @@ class _MixedSteps:
         self._max_tokens: Final = max_tokens
         self._packed = torch.zeros(packed_size(_MixedInput.sizes(max_rows, max_tokens)), dtype=torch.int32, device=device)
         self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         """By tokens, and by whether there are prefix groups among the rows that decode."""
         self._launch_s = float("inf")
         """What launching a step without a graph takes the host."""
@@ -498,13 +505,13 @@ class _MixedSteps:
         for size in sizes:
             self._capture(size, is_grouped=False, pool=pool)
         for size in sizes if self._max_rows >= _MIN_GROUPED_ROWS else ():
-            if self.graphs[size, False].took_s < self._launch_s:
+            if self._graphs[size, False].took_s < self._launch_s:
                 self._capture(size, is_grouped=True, pool=pool)
 
     def _capture(self, size: int, *, is_grouped: bool, pool: Any) -> None:
         uploaded = _MixedInput(*aligned_parts(self._packed, _MixedInput.sizes(self._max_rows, size)))
         forward = functools.partial(self._forward, uploaded, is_grouped=is_grouped)
-        graph = self.graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
+        graph = self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
         self._launch_s = min(self._launch_s, graph.launch_s)
         torch.cuda.synchronize()
         began_s = time.perf_counter()
@@ -578,11 +585,11 @@ class _MixedSteps:
 
     def _graph_for(self, num_tokens: int, *, is_grouped: bool) -> tuple[int, _Graph | None]:
         """The graph for so many tokens and its size, if it is done before the same, launched one by one, would be."""
-        sizes = (size for size, groups in self.graphs if groups == is_grouped and size >= num_tokens)
+        sizes = (size for size, groups in self._graphs if groups == is_grouped and size >= num_tokens)
         size = min(sizes, default=None)
         if size is None:
             return num_tokens, None
-        graph = self.graphs[size, is_grouped]
+        graph = self._graphs[size, is_grouped]
         is_faster = graph.took_s <= max(self._launch_s, graph.took_s * num_tokens / size)
         return (size, graph) if is_faster else (num_tokens, None)
 

@@ -234,12 +234,12 @@ class Worker:
         self._model.logits(self._states_WE[first:end])
 
     def _capture(self, *sizes: int) -> None:
-        replay, _ = captured(lambda: self._pass("forward", sizes), self._graph_pool)
-        self._graphs.append(replay)
+        graph, _ = captured(lambda: self._pass("forward", sizes), self._graph_pool)
+        self._graphs.append(graph)
 
     def _replay(self, number: int) -> None:
         self.driver.order()
-        self._graphs[number]()
+        self._graphs[number].replay()
 
     def _pass(self, method: str, sizes: tuple[int, ...]) -> torch.Tensor:
         assert self._model is not None, "rows come before passes"

@@ -31,8 +31,8 @@ def ranks(server: ServerProcess) -> list[int]:
 
 
 @contextlib.contextmanager
-def failing_requests(server: ServerProcess, count: int) -> Iterator[None]:
-    """Requests that are in flight in the block, and one that comes behind it: each gets an error."""
+def failing_requests(server: ServerProcess, count: int, reason: str) -> Iterator[None]:
+    """Requests that are in flight in the block, and one that comes behind it: each gets an error that says why."""
     begun = threading.Semaphore(0)
 
     def ask() -> None:
@@ -48,7 +48,7 @@ def failing_requests(server: ServerProcess, count: int) -> Iterator[None]:
         yield
         asked.append(clients.submit(ask))
         errors = [each.exception(90) for each in asked]
-    assert all(isinstance(error, openai.APIError) for error in errors), errors
+    assert all(isinstance(error, openai.APIError) and reason in str(error) for error in errors), errors
 
 
 @pytest.mark.nightly
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_ends_the_server_and_all_requests(fail: Callable[[int]
     """One that is stopped, once the others have waited for a minute."""
     with small_server(tmp_path / "small", *TWO_RANKS) as server:
         (rank,) = ranks(server)
-        with failing_requests(server, 3):
+        with failing_requests(server, 3, reason):
             fail(rank)
         assert server.process.wait(60) == 1
         assert not Path(f"/proc/{rank}").exists()

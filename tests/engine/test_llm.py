@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.engine import loading
 from vmmkv.server.engine.engine import Engine
+from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258
@@ -442,15 +444,17 @@ def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["measure_prefill", "prepare", "settle"])
 def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pools: list[Pool] = []
+    close = Mock()
 
     def interrupted(engine: Engine, *_: Any, **__: Any) -> None:
         pools.append(engine.cache.pool)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, name, interrupted)
+    monkeypatch.setattr(Runner, "close", close)
     with pytest.raises(KeyboardInterrupt):
         LLM(directory, **OPTIONS)
-    assert pools[0].closed
+    assert pools[0].closed and close.called
 
 
 def test_a_directory_without_a_tokenizer_takes_token_ids_alone(directory: Path, tmp_path: Path) -> None:

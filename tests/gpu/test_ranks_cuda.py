@@ -82,10 +82,11 @@ def test_a_gpu_that_is_not_the_first_gives_the_tokens_of_the_first(tmp_path: Pat
 def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -> None:
     """The device waits in sums for the rank; closing gives its memory back all the same. Nothing else may use the GPU."""
     path = saved(wide_rows(vocab_size=258, max_position_embeddings=2048), tmp_path)
-    free_bytes = []
+    free_bytes, kept = [], []
     for _ in range(3):
         with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
             llm.generate([[1, 2, 3]], GREEDY)
+            kept.append(list(llm._open().engine._runner._graphs))  # as a log or a console keeps the frames of an error
             (peer,) = llm._open().ranks._peers  # type: ignore[union-attr]
             assert peer.process is not None
             threading.Timer(0.3, peer.process.kill).start()
@@ -94,7 +95,7 @@ def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -
                 while True:
                     llm.generate([[seed] * 20 for seed in range(8)], SamplingParams(max_tokens=1000, ignore_eos=True))
             assert time.monotonic() - began_s < 30.0
-        time.sleep(2.0)  # NCCL ends in a thread, once the graphs are gone
+        time.sleep(2.0)  # NCCL ends in a thread, once the graphs have ended
         free_bytes.append(torch.cuda.mem_get_info(0)[0])
     assert free_bytes[2] > free_bytes[1] - 64 * MIB, "what NCCL and the graphs had is given back"
 
@@ -126,4 +127,4 @@ def test_ctrl_c_while_graphs_are_captured_ends_the_process_in_order(tmp_path: Pa
         time.sleep(1.0)
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode in (1, -signal.SIGINT) and "KeyboardInterrupt" in errors, "it was not aborted"
+    assert process.returncode in (1, -signal.SIGINT) and "KeyboardInterrupt" in errors, errors[-4000:]
