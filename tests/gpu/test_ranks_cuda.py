@@ -120,7 +120,7 @@ LLM(sys.argv[1], device="cuda:0", tensor_parallel_size=2, kv_budget_bytes=1 << 2
 
 def test_ctrl_c_while_graphs_are_captured_ends_the_process_in_order(tmp_path: Path) -> None:
     path = saved(wide_rows(vocab_size=258, max_position_embeddings=2048), tmp_path)
-    command = [sys.executable, "-c", START, str(path)]
+    command = [sys.executable, "-X", "faulthandler", "-c", START, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
         assert any("capturing graphs" in line for line in process.stdout), "it ended before"
