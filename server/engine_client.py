@@ -27,14 +27,15 @@ from vmmkv.lifetime import Closing
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.metrics import QUEUE_BOUNDS_S, REQUEST_BOUNDS_S, TOKEN_BOUNDS_S, Times
 from vmmkv.server.protocol import (
+    LOST,
     Abort,
     AskMap,
     Beams,
     Compacted,
-    EngineFailed,
     Failed,
     FromEngine,
     Generate,
+    LoadFailed,
     Loading,
     Manage,
     Managed,
@@ -197,8 +198,8 @@ class EngineClient:
         """Set with the phase Dead."""
         self.was_ready = False
         """Whether the engine reads its socket, which it does not while it loads."""
-        self.failure: str | None = None
-        """Why the engine ends, if it said so."""
+        self.cannot_start: str | None = None
+        """Why the engine could not start, if it said so."""
         self.snapshot: Snapshot | None = None
         self.snapshot_s = 0.0
         """When the last snapshot came, of time.monotonic."""
@@ -306,13 +307,10 @@ class EngineClient:
         self._managing.clear()
         self.waiting_tokens = 0
 
-    async def engine_ended(self, how: str) -> str:
-        """After the engine's process has ended: read the rest of the socket, then `fail`. Returns the reason."""
+    async def engine_ended(self, reason: str) -> None:
+        """After the engine's process has ended: read the rest of the socket, then `fail`."""
         await asyncio.sleep(LAST_WORDS_S)
-        reason = f"The engine process ended with {how}"
-        reason += f": {self.failure}." if self.was_ready and self.failure is not None else "."
         self.fail(reason)
-        return reason
 
     def shutdown(self) -> None:
         """Ask the engine to finish."""
@@ -384,8 +382,8 @@ class EngineClient:
                     self.phase = msgspec.structs.replace(self.phase, limits=limits)
                 if not (done := self._managing.popleft()).done():
                     done.set_result(message)
-            case EngineFailed(reason=reason):
-                self.failure = reason
+            case LoadFailed(reason=reason):
+                self.cannot_start = reason
             case Loading() if isinstance(self.phase, Loading):
                 self.phase = message
                 self._on_loading(message)
@@ -532,9 +530,11 @@ class EngineProcess:
         return cls(process)
 
     async def ended(self) -> str:
-        """Wait for its end, and say how it ended."""
+        """Wait for its end, and say how it ended: the error itself may hold paths, which clients do not get."""
         code = await self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}" + (": a GPU or another rank is lost, the log says why" if code == LOST else "")
 
     async def stop(self, ask: Callable[[], None] | None) -> None:
         """End it: by `ask` if given, then by SIGTERM, then by SIGKILL. Idempotent."""

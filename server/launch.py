@@ -249,12 +249,14 @@ class _Launch:
 
     async def _watch(self, engine: EngineProcess) -> None:
         """When the engine process ends by itself, answer with 503 for a while, then end this process."""
-        reason = await self._client.engine_ended(await engine.ended())
+        reason = f"The engine process ended with {await engine.ended()}."
         if self._stopping:
+            self._client.fail(reason)
             return
-        was_ready, failure = self._client.was_ready, self._client.failure
-        if self._cannot_start is None and not was_ready and failure is not None:
-            self._cannot_start = with_flags(failure)
+        was_ready = isinstance(self._client.phase, Ready)
+        await self._client.engine_ended(reason)
+        if self._cannot_start is None and self._client.cannot_start is not None:
+            self._cannot_start = with_flags(self._client.cannot_start)
         if self._cannot_start is None:
             log.error("%s", reason)
             self._exit_code = 1

@@ -219,6 +219,7 @@ class LLM(Closing):
         except BaseException as error:
             _clear_frames(error)
             self.close()
+            _free_garbage()
             raise
         finally:
             progress.close(done=self._loaded is not None)
@@ -306,20 +307,17 @@ class LLM(Closing):
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: close it when that has ended")
         try:
-            device = loaded.engine.cache.device
             if self._grammars is not None:
                 self._grammars.close()
                 self._grammars = None
-            with current(device):
+            with current(loaded.engine.cache.device):
                 loaded.engine.store_all(_STORE_S)
                 loaded.close()
             self._loaded = None  # last: a close that failed can be called again
         finally:
             self._working.release()
             del loaded
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # torch keeps the memory of the weights
+            _free_garbage()
 
     def _open(self) -> Loaded:
         if self._loaded is None:
@@ -622,10 +620,17 @@ class _Batch:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error and its causes have, such as weights and graphs. Consoles keep the last error."""
+    """Let go of what the frames of an error and its causes have, such as weights. Consoles keep the last error."""
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _free_garbage() -> None:
+    """Free what is in cycles, such as a runner and its model, and their memory, which torch keeps."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _each_prompt(prompts: Any) -> list[Any]:

@@ -125,11 +125,15 @@ class Ready(Message, frozen=True, kw_only=True):
         return self.limits.pool_tokens // BLOCK_TOKENS
 
 
-class EngineFailed(Message, frozen=True, kw_only=True):
-    """The engine ends: the model cannot be served, or behind `Ready` the device or another rank is lost."""
+class LoadFailed(Message, frozen=True, kw_only=True):
+    """Sent in place of `Ready`: the model cannot be served, and the engine ends."""
 
     reason: str
-    """Before `Ready` for the operator alone: it may hold paths."""
+    """For the operator: it may hold paths."""
+
+
+LOST: Final = 3
+"""Exit code of an engine that has lost its device's context, or another rank."""
 
 
 DEVICE: Final = "device"
@@ -334,7 +338,7 @@ class MemoryMap(Message, frozen=True, kw_only=True):
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown
 FromEngine: TypeAlias = (
-    Loading | Ready | EngineFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
+    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
 )
 
 encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode

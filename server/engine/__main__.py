@@ -2,7 +2,7 @@
 
 Its input is a ServeConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
-Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's context is lost, or another rank.
+Exit codes: 0 it was asked to finish; 1 it could not start; `LOST`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, current, load
 from vmmkv.server.logs import configure_logging
-from vmmkv.server.protocol import AskMap, EngineFailed, FromEngine, Manage, Shutdown, decode_to_engine, encode
+from vmmkv.server.protocol import LOST, AskMap, FromEngine, LoadFailed, Manage, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
@@ -48,8 +48,7 @@ def main() -> int:
             return serve(config, socket)
         except EngineDied as error:
             log.critical("%s", error, exc_info=True)
-            socket.send(encode(EngineFailed(reason=str(error))))
-            return 3
+            return LOST
         except Exception as error:
             log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=True)
             return 1
@@ -64,7 +63,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     try:
         loaded = load(config, send)
     except (VmmkvError, ValueError, OSError, EngineDied) as error:
-        send(EngineFailed(reason=str(error)))
+        send(LoadFailed(reason=str(error)))
         log.debug("the engine cannot start", exc_info=True)
         return 1
     send(loaded.ready)

@@ -153,7 +153,7 @@ class Engine:
         self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
 
     def close(self) -> None:
-        """End the threads, and let go of the graphs. Idempotent; the memory is the caller's."""
+        """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
         self._runner.close()
         self.structured.close()
 
@@ -501,11 +501,13 @@ class Engine:
         """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
         if self._runner.ranks is not None:
             self._runner.ranks.check()
-        self._runner.settle()
         if self.cache.device.type != "cuda":
             return
         try:
+            self._runner.settle()
             torch.cuda.synchronize(self.cache.device)
+        except EngineDied:
+            raise
         except Exception as error:
             raise EngineDied(f"the device's context is lost: {error}") from error
 

@@ -204,10 +204,12 @@ def assemble(
             assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
     except BaseException:
-        if runner is not None:
-            runner.close()
-        with contextlib.suppress(VmmkvError):  # the first error matters
-            memory.close()
+        try:
+            if runner is not None:
+                runner.close()
+        finally:
+            with contextlib.suppress(VmmkvError):  # the first error matters
+                memory.close()
         raise
     ready = Ready(
         model=config.model,

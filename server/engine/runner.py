@@ -103,7 +103,7 @@ class Runner:
         self.groups: Final = GroupTensors(max_rows, cache.device)
         self.has_prefix_groups = False
         """Can rows that decode attend to a common prefix as one problem?"""
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
         self._decode = _DecodeSteps(self, max_rows)
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
@@ -120,14 +120,13 @@ class Runner:
                 self.has_prefix_groups = self._decode.capture(pool)
 
     def captured(self, launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
-        """What replays the launches, until `close`, and what they returned."""
-        graph, result = captured(launch, pool)
-        self._graphs.append(graph)
-        return graph.replay, result
+        """Capture launches in a graph. Returns its replay, which works until `close`, and what the launches returned."""
+        self._cuda_graphs.append(graph := torch.cuda.CUDAGraph())
+        return graph.replay, capture_graph(graph, launch, pool)
 
     def close(self) -> None:
-        """End all graphs. NCCL waits for the end of those that call it, and a traceback or a cycle may keep one."""
-        for graph in self._graphs:
+        """Reset all graphs: NCCL ends when those that call it are destroyed, and a traceback or a cycle may keep one."""
+        for graph in self._cuda_graphs:
             graph.reset()
 
     def settle(self) -> None:
@@ -382,7 +381,7 @@ class _Graph:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection within: one that frees the graphs of a closed engine ends the capture under way by an error."""
+    """No garbage collection within: one that frees graphs, of an engine that was not closed, ends the capture by an error."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -398,13 +397,12 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
-def captured(launch: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of the launches, and what they returned."""
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+def capture_graph(graph: torch.cuda.CUDAGraph, launch: Callable[[], Result], pool: Any) -> Result:
+    """Capture launches in a graph. Returns what they returned."""
+    stream = _capture_stream(torch.cuda.current_device())
     # Twice: where a capture cannot begin or end, torch's own context leaves its stream the current one, and fences are of that.
     with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-        result = launch()
-    return graph, result
+        return launch()
 
 
 class _DecodeSteps:

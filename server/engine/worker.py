@@ -32,7 +32,7 @@ from vmmkv.server.engine.collectives import Collectives
 from vmmkv.server.engine.loading import ModelSource, choose_device, choose_dtype
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.ranks import MESSAGE_BYTES, Op, inputs_of
-from vmmkv.server.engine.runner import captured
+from vmmkv.server.engine.runner import capture_graph
 from vmmkv.server.engine.uploads import aligned_parts, packed_size
 from vmmkv.server.logs import configure_logging
 from vmmkv.tiers.tier import host_memory
@@ -100,7 +100,7 @@ class Worker:
         """Of copies from and to the host, beside the model's work."""
         self._fences: deque[tuple[int, Fence]] = deque()
         self._num_fences = 0
-        self._graphs: list[Any] = []
+        self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
         self._graph_pool = torch.cuda.graph_pool_handle() if driver.device.type == "cuda" else None
         self._do: Final[dict[int, Callable[..., None]]] = {op: getattr(self, f"_{op.name.lower()}") for op in Op}
 
@@ -234,12 +234,12 @@ class Worker:
         self._model.logits(self._states_WE[first:end])
 
     def _capture(self, *sizes: int) -> None:
-        graph, _ = captured(lambda: self._pass("forward", sizes), self._graph_pool)
-        self._graphs.append(graph)
+        self._cuda_graphs.append(graph := torch.cuda.CUDAGraph())
+        capture_graph(graph, lambda: self._pass("forward", sizes), self._graph_pool)
 
     def _replay(self, number: int) -> None:
         self.driver.order()
-        self._graphs[number].replay()
+        self._cuda_graphs[number].replay()
 
     def _pass(self, method: str, sizes: tuple[int, ...]) -> torch.Tensor:
         assert self._model is not None, "rows come before passes"

@@ -140,9 +140,10 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
     lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with monkeypatch.context() as patch:
         patch.setattr(one.runner, "forward", lost)
-        patch.setattr(one.engine, "_check_device", Mock(side_effect=EngineDied("the device's context is lost")))
+        patch.setattr(one.cache, "device", torch.device("cuda"))
+        patch.setattr(one.runner, "settle", lost)
         patch.setattr(one.engine._scheduler, "finish", lost)
-        with pytest.raises(EngineDied):
+        with pytest.raises(EngineDied, match="context is lost: an illegal"):
             one.engine.step()
 
 

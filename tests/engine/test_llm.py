@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -444,17 +445,20 @@ def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["measure_prefill", "prepare", "settle"])
 def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pools: list[Pool] = []
+    runners: list[weakref.ref[Runner]] = []
     close = Mock()
 
     def interrupted(engine: Engine, *_: Any, **__: Any) -> None:
         pools.append(engine.cache.pool)
+        runners.append(weakref.ref(engine._runner))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, name, interrupted)
     monkeypatch.setattr(Runner, "close", close)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as kept:
         LLM(directory, **OPTIONS)
     assert pools[0].closed and close.called
+    assert runners[0]() is None, kept
 
 
 def test_a_directory_without_a_tokenizer_takes_token_ids_alone(directory: Path, tmp_path: Path) -> None:

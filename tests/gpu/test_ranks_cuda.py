@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -
     for _ in range(3):
         with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
             llm.generate([[1, 2, 3]], GREEDY)
-            kept.append(list(llm._open().engine._runner._graphs))  # as a log or a console keeps the frames of an error
+            kept.append(list(llm._open().engine._runner._cuda_graphs))  # as a log or a console keeps the frames of an error
             (peer,) = llm._open().ranks._peers  # type: ignore[union-attr]
             assert peer.process is not None
             threading.Timer(0.3, peer.process.kill).start()

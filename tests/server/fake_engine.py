@@ -24,11 +24,11 @@ from vmmkv.server.protocol import (
     Beam,
     Beams,
     Compacted,
-    EngineFailed,
     Failed,
     FinishReason,
     Forget,
     Generate,
+    LoadFailed,
     Loading,
     Managed,
     MemoryMap,
@@ -138,7 +138,7 @@ class FakeEngine:
                 self._send(Loading(stage="weights", done=done, total=2))
                 time.sleep(loading_s / 3)
             if cannot_start is not None:
-                self._send(EngineFailed(reason=cannot_start))
+                self._send(LoadFailed(reason=cannot_start))
                 sys.exit(1)
             self._send(self._ready)
             self._send(self._snapshot())

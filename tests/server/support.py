@@ -158,8 +158,8 @@ class Running:
         assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
         return error
 
-    def engine_dies(self, how: str) -> None:
-        asyncio.run_coroutine_threadsafe(self.client.engine_ended(how), self.loop).result(WAIT_S)
+    def engine_dies(self, reason: str) -> None:
+        asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(WAIT_S)
 
     def reset(self) -> None:
         """As a new one, but for counters: nothing runs, and the engine answers as at first."""

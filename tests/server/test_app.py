@@ -404,7 +404,7 @@ class TestFailure:
         assert "exit code 3" in got[0].json()["error"]["message"] and "Retry-After" in late.headers
         with pytest.raises(openai.APIError, match="exit code 3"):
             next(stream)
-        assert server.http.get("/health").json() == {"status": "dead", "reason": "The engine process ended with exit code 3."}
+        assert server.http.get("/health").json() == {"status": "dead", "reason": "exit code 3"}
         assert server.http.get("/metrics").status_code == 200
 
     def test_while_loading_everything_answers(self) -> None:

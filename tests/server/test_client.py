@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
 from vmmkv.server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.protocol import Abort, EngineFailed, FromEngine, Generate, Loading, Output, Shutdown
+from vmmkv.server.protocol import Abort, FromEngine, Generate, Loading, Output, Shutdown
 from vmmkv.server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -109,14 +109,6 @@ async def test_what_the_engine_sent_before_it_died_still_counts(
         assert not ending.done()
         ending.cancel()
     await until(lambda: client.snapshot is not None and client.snapshot.generated_tokens == 3)  # the last message
-
-
-async def test_why_an_engine_that_was_ready_died_is_told(client: EngineClient, engine: FakeEngine) -> None:
-    client._handle(EngineFailed(reason="rank 1 is gone"))
-    with client.submit([request("a", seed=SILENT_SEED)]) as answers:
-        await client.engine_ended("exit code 3")
-        with pytest.raises(EngineDead, match=r"exit code 3: rank 1 is gone\.$"):
-            await anext(answers)
 
 
 async def test_a_message_that_cannot_be_read_ends_the_connection(client: EngineClient) -> None:

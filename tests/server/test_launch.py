@@ -27,6 +27,7 @@ from tests.server.tiny import byte_tokenizer
 from vmmkv.cli.main import main
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.launch import CannotStart, run
+from vmmkv.server.protocol import LOST
 
 ROOT = Path(__file__).parents[2]
 SERVE = """\
@@ -272,10 +273,11 @@ def test_a_stuck_engine_is_logged_and_a_dead_one_ends_the_server_with_an_error(m
         assert "signal SIGKILL" in served.log()
 
 
-def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path) -> None:
-    with serving(model_dir, "--exit-at-start", "7") as served:
+@pytest.mark.parametrize(("code", "said"), [(7, "exit code 7."), (LOST, f"exit code {LOST}: a GPU or another rank is lost")])
+def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path, code: int, said: str) -> None:
+    with serving(model_dir, "--exit-at-start", str(code)) as served:
         assert served.ends() == 1
-        assert "exit code 7" in served.log()
+        assert said in served.log()
         assert served.is_quiet(), served.log()
 
 

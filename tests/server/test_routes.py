@@ -298,7 +298,7 @@ class TestMetrics:
                 waiting = clients.submit(lambda: server.complete(key, prompt="a" * 9, seed=SILENT_SEED))
                 assert eventually(lambda: server.client.waiting_tokens == 9)
                 assert server.complete(key).status_code == 429
-                server.engine_dies("exit code 3")
+                server.engine_dies("it was a test")
                 assert waiting.result().status_code == 503  # the engine had it: it has failed
             assert server.complete(key).status_code == server.http.get("/health").status_code == 503
             assert [server.http.get(path).status_code for path in ("/metrics", "/kv", "/favicon.ico")] == [401] * 3
@@ -369,9 +369,9 @@ class TestMap:
         with ThreadPoolExecutor(1) as client:
             waits = client.submit(fresh.http.get, "/kv")
             assert eventually(lambda: num_asked(fresh) == 1)
-            fresh.engine_dies("exit code 3")
+            fresh.engine_dies("it was a test")
             assert waits.result(60).status_code == 503, "not when the time for a map is over"
-        assert fresh.http.get("/kv").json()["error"]["message"] == "The engine process ended with exit code 3."
+        assert fresh.http.get("/kv").json()["error"]["message"] == "it was a test"
 
     def test_a_prefix_keeps_its_number_and_a_free_one_is_given_again(self) -> None:
         def numbers(maps: MemoryMaps, *handles: int) -> list[int]:
