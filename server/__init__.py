@@ -10,14 +10,16 @@ Importing this package imports none of its modules; they come with the first nam
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vmmkv.server.engine.engine import EngineDied
     from vmmkv.server.llm import LLM, CompletionOutput, RequestOutput
     from vmmkv.server.models import ModelUnavailable, UnsupportedModel
     from vmmkv.server.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "ModelUnavailable", "RequestOutput", "SamplingParams", "UnsupportedModel"]
+__all__ = ["LLM", "CompletionOutput", "EngineDied", "ModelUnavailable", "RequestOutput", "SamplingParams", "UnsupportedModel"]
 
 _MODULE_OF = {
     "CompletionOutput": "llm",
+    "EngineDied": "engine.engine",
     "LLM": "llm",
     "ModelUnavailable": "models",
     "RequestOutput": "llm",

@@ -224,6 +224,8 @@ class ServeConfig:
         for name in ("kv_events", "kv_events_replay"):
             if (endpoint := getattr(self, name)) is not None and not re.match(r"(tcp|ipc)://.", endpoint):
                 raise ValueError(f"{name}={endpoint!r} is no endpoint of ZeroMQ; use tcp://*:5557, or ipc:// and a path")
+            if endpoint is not None and (port := re.fullmatch(r"tcp://.*:(\d+)", endpoint)) and int(port[1]) >= 1 << 16:
+                raise ValueError(f"{name}={endpoint!r}: ports go up to 65535")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise ValueError("kv_events_replay and kv_events_topic are for the events of kv_events: give that too")
         if self.tensor_parallel_size < 1:
@@ -231,8 +233,8 @@ class ServeConfig:
         of_one_device = [name for name in ("kv_holder", "kv_lender", "kv_disk", "kv_store", "kv_policy") if getattr(self, name)]
         if self.tensor_parallel_size > 1 and of_one_device:
             raise ValueError(
-                f"{of_one_device[0]} does not work with tensor_parallel_size={self.tensor_parallel_size}: leave one of them "
-                "out; kv_host_budget_bytes works with it"
+                f"{of_one_device[0]} does not work with tensor_parallel_size={self.tensor_parallel_size}: leave one of them out"
+                + ("" if of_one_device[0] == "kv_policy" else "; kv_host_budget_bytes works with it")
             )
         if self.kv_events is not None and not self.prefix_cache:
             raise ValueError("kv_events tells of shared prefixes: leave prefix_cache=False out, or kv_events")

@@ -195,6 +195,8 @@ class _Launch:
             self._service.dashboard.close,
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Task[None]] = set()
+        """Of the engine's state in the log, until it has ended."""
         self._stopping = False
         self._exit_code = 0
         self._cannot_start: str | None = None
@@ -210,13 +212,12 @@ class _Launch:
         )
         try:
             self._client.start()
-            watchdog = self._service.watchdog.watch()
-            for work in (self._watch(engine), self._load(), log_rates(self._client), watchdog):
-                self._tasks.add(asyncio.create_task(work))
+            self._reports = set(map(asyncio.create_task, (log_rates(self._client), self._service.watchdog.watch())))
+            self._tasks = set(map(asyncio.create_task, (self._watch(engine), self._load())))
             await self._server.serve(sockets=[self._listener])
         finally:
             self._stopping = True
-            for task in self._tasks:
+            for task in self._tasks | self._reports:
                 task.cancel()
             self._progress.close(done=False)
             # Frozen objects outlive the interpreter's last collection, and C++ libraries report each as a leak.
@@ -250,6 +251,8 @@ class _Launch:
     async def _watch(self, engine: EngineProcess) -> None:
         """When the engine process ends by itself, answer with 503 for a while, then end this process."""
         reason = f"The engine process ended with {await engine.ended()}."
+        for report in self._reports:
+            report.cancel()
         if self._stopping:
             self._client.fail(reason)
             return

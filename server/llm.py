@@ -37,6 +37,7 @@ from vmmkv.errors import Closed
 from vmmkv.lifetime import Closing
 from vmmkv.server.config import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.console import DeferredInterrupt, GenerationProgress, LoadingProgress
+from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, current, load
 from vmmkv.server.models import has_tokenizer, resolve
 from vmmkv.server.protocol import (
@@ -194,7 +195,7 @@ class LLM(Closing):
         self._random = random.Random(config.seed)
         self._numbers = itertools.count()
         self._working = threading.Lock()
-        self._broken: str | None = None
+        self._broken: Exception | None = None
         self._grammars: _Grammars | None = None
         self._messages: deque[FromEngine] = deque()
         """From the engine, read between steps, since reading may abort requests."""
@@ -237,6 +238,8 @@ class LLM(Closing):
     def __repr__(self) -> str:
         if self._loaded is None or self.snapshot is None:
             return f"<LLM of {self._model}, closed>"
+        if self._broken is not None:
+            return f"<LLM of {self._model}, to be closed: {self._broken}>"
         ready, now = self._loaded.ready, self.snapshot
         most = counted(ready.limits.max_sequences, "sequence")
         free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_pending_reclaim_bytes
@@ -340,7 +343,7 @@ class LLM(Closing):
             raise RuntimeError("this LLM is generating in another thread: give both lists of prompts to one call")
         try:
             if self._broken is not None:
-                raise RuntimeError(f"this LLM is broken and must be closed: {self._broken}")
+                raise self._broken.with_traceback(None)
             if sampling_params is None or isinstance(sampling_params, SamplingParams):
                 all_params = [sampling_params or SamplingParams()] * len(prompts)
             else:
@@ -457,6 +460,9 @@ class LLM(Closing):
     def _abandon(self, batch: "_Batch", error: BaseException) -> None:
         """Abort unfinished requests after an error or Ctrl-C. If that fails too, the LLM is broken."""
         engine = self._open().engine
+        if isinstance(error, EngineDied):
+            self._broken = type(error)(*error.args)  # without the frames
+            return
         try:
             for request_id in batch.unfinished:
                 engine.receive(Abort(request_id=request_id))
@@ -466,7 +472,8 @@ class LLM(Closing):
                 sequence.close()  # no request has it: an interrupt came between
             self._settle()
         except BaseException as failure:
-            self._broken = f"{type(error).__name__}: {error}; then {type(failure).__name__}: {failure}"
+            both = f"{type(error).__name__}: {error}; then {type(failure).__name__}: {failure}"
+            self._broken = RuntimeError(f"this LLM is broken and must be closed: {both}")
             if not isinstance(failure, Exception):
                 raise
             log.exception("the engine could not be brought to rest")

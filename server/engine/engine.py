@@ -75,7 +75,7 @@ _REFUSED: Final = NOT_A_NUMBER - 1000
 
 
 class EngineDied(Exception):
-    """The device's context is lost, or another rank: the process must end."""
+    """The device's context is lost, or another rank. Close the engine; after a lost context another one needs a new process."""
 
 
 class Engine:
@@ -393,8 +393,10 @@ class Engine:
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""
-        log.error("a step failed", exc_info=error)
+        if isinstance(error, EngineDied):
+            raise error
         self._check_device()
+        log.error("a step failed", exc_info=error)
         live = step.slots[self._table.epochs[step.slots] == step.epochs]
         decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
         chunked = [chunk.request for chunk in step.chunks if chunk.is_live]

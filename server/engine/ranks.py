@@ -170,6 +170,7 @@ class Ranks:
         self._num_graphs = 0
         self._num_fences = 0
         self._undo = contextlib.ExitStack()
+        self._until_met = contextlib.ExitStack()
         self._padding: torch.Tensor | None = None
         self._device: torch.device | None = None
         self._unwatched, unwatched = socket.socketpair()
@@ -184,8 +185,8 @@ class Ranks:
     @classmethod
     def start(cls, config: ServeConfig, device: torch.device) -> "Ranks":
         """Start a process for each other rank, which loads its weights on the device of its number. Raises: OSError."""
-        with contextlib.ExitStack() as undo:
-            directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vmmkv-ranks-")))
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as until_met:
+            directory = Path(until_met.enter_context(tempfile.TemporaryDirectory(prefix="vmmkv-ranks-")))
             peers: list[Peer] = []
             for rank in range(1, config.tensor_parallel_size):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -204,7 +205,7 @@ class Ranks:
                 peers.append(Peer(rank, ours, process))
             store = FileStore(str(directory / "store"), config.tensor_parallel_size)
             ranks = cls(peers, store, timeout_s=STEP_S)
-            ranks._undo = undo.pop_all()
+            ranks._undo, ranks._until_met = undo.pop_all(), until_met.pop_all()
         return ranks
 
     def connect(self, device: torch.device) -> None:
@@ -227,6 +228,8 @@ class Ranks:
             met.result()
         except Exception as error:
             self.fail(error)
+        self.ask_memory()  # the others have met too
+        self._until_met.close()  # a process that is killed leaves no folder
         self._device = device
         self._padding = torch.zeros(ALIGNED_ELEMENTS, dtype=torch.int32, device=device)
 
@@ -313,6 +316,7 @@ class Ranks:
         self.collectives.abort()
         for peer in self._peers:
             peer.channel.close()
+        self._until_met.close()
         self._undo.close()
 
     def _watch(self, ends: "select.poll", unwatched: socket.socket) -> None:

@@ -6,6 +6,7 @@ Its input is the engine's ServeConfig as JSON. It ends with its channel: when ra
 import argparse
 import json
 import logging
+import os
 import select
 import socket
 import sys
@@ -43,6 +44,8 @@ _NAP_S: Final = 1e-4
 _END_S: Final = 5.0
 """Time to end for a rank whose channel is closed."""
 _MAX_WORDS: Final = 2000
+_PARENT_S: Final = 0.2
+"""Time for a rank 0 that was killed to be gone, once its sockets are closed."""
 
 
 def words(error: Exception) -> str:
@@ -290,10 +293,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    code = 0
+    code, parent = 0, os.getppid()
     try:
         main()
     except Exception:
-        log.exception("a rank ends")
+        time.sleep(_PARENT_S)
+        if os.getppid() == parent:
+            log.exception("a rank ends")
         code = 1
     end(code)

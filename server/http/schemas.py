@@ -412,7 +412,7 @@ class GenerationRequest(_SamplingFields):
         if param == "response_format" and self.structured_outputs is not None:
             yield param, "response_format and structured_outputs both say what the answer is: send one"
         for name in ("use_beam_search", "ignore_eos", "min_tokens"):
-            if grammar is not None and getattr(self, name):
+            if grammar is not None and getattr(self, name) and not (name == "min_tokens" and self._is_prefill):
                 why = "an answer that follows a grammar is sampled, and ends where that ends"
                 yield name, f"{why}: leave {name} out, or {param}"
         param, each = ("n", self.n or 1) if self.beam_width is None else ("beam_width", self.beam_width)
@@ -424,6 +424,11 @@ class GenerationRequest(_SamplingFields):
                 f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
             )
 
+    @property
+    def _is_prefill(self) -> bool:
+        """One token, for which routers that have prompts prefilled apart ask with min_tokens=1, also of what ends by itself."""
+        return self.wanted_tokens == 1 and (self.use_beam_search or self.grammar[1] is not None)
+
     @functools.cached_property
     def params(self) -> SamplingParams:
         """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
@@ -431,6 +436,8 @@ class GenerationRequest(_SamplingFields):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
         given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
+        if self._is_prefill:
+            given.pop("min_tokens", None)
         if self.use_beam_search:
             given |= {"beam_width": self.beam_width or self.n or 1, "temperature": given.get("temperature", 0.0)}
         try:
@@ -563,7 +570,7 @@ class ChatRequest(GenerationRequest):
 
     def _conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super()._conflicts()
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens", "max_tokens and max_completion_tokens mean the same: send one"
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "top_logprobs is only for logprobs=true"

@@ -277,6 +277,9 @@ def test_vllm_router_prefills_and_decodes_apart(tmp_path: Path) -> None:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": prompts[0]}], "max_tokens": 8, "stream": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, timeout=120) as stream:
             lines = [line for line in stream.iter_lines() if line]
+        few = {"max_completion_tokens": 8, "structured_outputs": {"choice": ["yes", "no"]}, "stream": False}
+        chosen = httpx.post(f"{url}/v1/chat/completions", json=chat | few | {"max_tokens": None}, timeout=120).json()
+    assert chosen["choices"][0]["message"]["content"] in ("yes", "no")
     assert [each["choices"][0]["text"] for each in answers] == expected
     for each in answers:
         # The router gives what the prefill server had cached, but for the details.

@@ -3,6 +3,7 @@
 The other ranks are threads here, with the same code, sockets and collectives as processes, which take seconds to start.
 """
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -324,6 +325,7 @@ def ends(llm: LLM, reason: str) -> None:
     for num_prompts in (3, 1):
         with pytest.raises(RankFailed, match=reason):
             llm.generate([[1, 2, 3]] * num_prompts, GREEDY)
+    assert re.search(f"to be closed: .*{reason}", repr(llm))
     llm.close()
 
 
@@ -414,13 +416,16 @@ def test_a_rank_that_cannot_load_its_part_ends_the_start(
         LLM(path, tensor_parallel_size=2, **OPTIONS)
 
 
-def test_ranks_are_processes_and_one_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+def test_ranks_are_processes_and_one_that_is_killed_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     path = saved(tiny_model(vocab_size=258), tmp_path)
     with LLM(path, **OPTIONS) as one:
         (expected,) = one.generate([[1, 2, 3]], GREEDY)
     with LLM(path, tensor_parallel_size=2, **OPTIONS) as several:
         (found,) = several.generate([[1, 2, 3]], GREEDY)
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert not list(folder.glob("vmmkv-ranks-*")), "a process that is killed would leave it"
         (peer,) = several._open().ranks._peers  # type: ignore[union-attr]
         assert peer.process is not None and peer.process.poll() is None
         peer.process.kill()

@@ -96,6 +96,12 @@ def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
     assert error["param"].rstrip(".") == param and said in error["message"], error
 
 
+@pytest.mark.parametrize("body", [{"structured_outputs": {"regex": "a"}}, {"use_beam_search": True}, {}])
+def test_one_token_is_computed_as_routers_ask_an_engine_that_prefills(server: Running, body: dict[str, Any]) -> None:
+    asked = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "temperature": 0} | body
+    assert server.post(CHAT, {"model": "tiny", "messages": HELLO} | asked).status_code == 200
+
+
 class TestWhileItIsCompiled:
     @pytest.fixture
     def slow(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:

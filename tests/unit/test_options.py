@@ -129,6 +129,7 @@ def test_a_switchs_variable_is_true_or_false(
         ("--dtype int8", "--dtype 'int8' is not known; use one of auto, float32, bfloat16, float16"),
         ("--kv-budget 1MiB", "--kv-budget is 1.0 MiB, less than one page of 2.0 MiB"),
         ("--kv-budget lots", "--kv-budget: 'lots' is not a size"),
+        ("--kv-events tcp://*:99999", "ports go up to 65535"),
         ("--kv-events 5557", "--kv-events '5557' is no endpoint of ZeroMQ; use tcp://*:5557"),
         ("--kv-events-replay tcp://*:5558", "are for the events of --kv-events: give that too"),
         ("--kv-events tcp://*:5557 --no-prefix-cache", "--kv-events tells of shared prefixes"),
