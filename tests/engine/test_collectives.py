@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from vmmkv.server.engine import ranks
 from vmmkv.server.engine.collectives import Collectives, RenumberedStore, register
-from vmmkv.server.engine.ranks import Peer, RankFailed, Ranks
+from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
 
 CPU = torch.device("cpu")
 
@@ -97,7 +98,14 @@ def test_collectives_are_ended_when_a_rank_ends_whatever_rank_0_does() -> None:
     several, theirs = opened(store)
     other = Collectives(1, 2)
     with theirs, ThreadPoolExecutor(1) as threads:
-        met = threads.submit(other.connect, store, CPU, 20.0)
+
+        def meet() -> None:
+            other.connect(store, CPU, 20.0)
+            while array("q", theirs.recv(64))[0] != Op.MEMORY:
+                pass
+            theirs.send(b"[0, 0]")
+
+        met = threads.submit(meet)
         several.connect(CPU)
         met.result()
     until_s = time.monotonic() + 10.0

@@ -224,7 +224,7 @@ def test_rows_are_ranked_by_prefill_s_log_sum_exps_where_each_sequence_has_sever
 
 
 @pytest.mark.parametrize("call", ["capture_begin", "capture_end"])
-def test_an_interrupted_capture_leaves_the_stream_that_was_current(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_an_interrupted_capture_leaves_the_current_stream_and_is_reset(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Fences are made on the current stream: on another one they would miss what was launched before."""
     default, capturing = (Mock(device=torch.device("cuda:0")) for _ in range(2))
     current, graph = [default], Mock(**{f"{call}.side_effect": KeyboardInterrupt})
@@ -235,6 +235,10 @@ def test_an_interrupted_capture_leaves_the_stream_that_was_current(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    one = runner.Runner.__new__(runner.Runner)
+    one._cuda_graphs = []
     with pytest.raises(KeyboardInterrupt):
-        runner.captured(lambda: None, None)
+        one.captured(lambda: None, None)
     assert capturing in current and current[-1] is default
+    one.close()
+    graph.reset.assert_called_once()

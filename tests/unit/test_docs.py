@@ -151,7 +151,7 @@ def test_the_public_names_are_in_the_reference() -> None:
     for name in vmmkv.__all__:
         assert f"::: vmmkv.{name}\n" in pages or f"`{name}`" in pages or hasattr(vmmkv.errors, name), name
     for name in vmmkv.server.__all__:
-        assert re.search(rf"^::: vmmkv\.server\.\w+\.{name}$", pages, re.MULTILINE), name
+        assert re.search(rf"^::: vmmkv\.server\.[\w.]+\.{name}$", pages, re.MULTILINE), name
 
 
 def test_the_server_guide_has_every_option_and_no_other() -> None:
