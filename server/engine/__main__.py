@@ -2,7 +2,7 @@
 
 Its input is a ServeConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
-Exit codes: 0 it was asked to finish; 1 it could not start; `LOST`.
+Exit codes: 0 it was asked to finish; 1 it could not start; `LOST` its device's context is lost, or another rank.
 """
 
 import argparse

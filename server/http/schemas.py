@@ -426,7 +426,7 @@ class GenerationRequest(_SamplingFields):
 
     @property
     def _is_prefill(self) -> bool:
-        """One token, for which routers that have prompts prefilled apart ask with min_tokens=1, also of what ends by itself."""
+        """Is it for one token of a grammar or beam search? Routers ask an engine that prefills so, with min_tokens=1."""
         return self.wanted_tokens == 1 and (self.use_beam_search or self.grammar[1] is not None)
 
     @functools.cached_property

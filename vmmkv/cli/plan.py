@@ -169,9 +169,12 @@ def run(
             raise ValueError(f"{option} {value}: it must be at least {least}")
     if tensor_parallel_size > 1 and "disk" in tiers:
         raise ValueError("--disk-budget: a disk does not work with several GPUs; leave out one of the two")
-    num_heads = config.get("text_config", config).get("num_attention_heads", tensor_parallel_size)
+    num_heads = (config.get("text_config") or config).get("num_attention_heads") or tensor_parallel_size
     if tensor_parallel_size > num_heads:
-        raise ValueError(f"--tensor-parallel-size {tensor_parallel_size}: this model has {num_heads} attention heads to share")
+        raise ValueError(
+            f"--tensor-parallel-size {tensor_parallel_size}: this model has {num_heads} attention heads to share; "
+            f"lower it to {num_heads} or less"
+        )
     layout = layout.of_rank(tensor_parallel_size)
     if model_tokens is not None and max_tokens > model_tokens:
         raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
