@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -453,15 +454,16 @@ def test_records_that_stay_are_told_again_after_changes_were_lost(tmp_path: Path
             router.listen(lambda: router.at("CPU") == router.at("STORAGE") == blocks)
 
 
-def test_the_publisher_follows_a_busy_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It rests by the time that it has worked, whatever the number of changes."""
-    pauses, sleep = [], time.sleep
+def test_the_publisher_rests_by_the_time_it_worked_not_by_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: each reading takes a tenth of a pause, and a change is one or two readings."""
+    now_s, pauses = itertools.count(1.0, kv_events.PAUSE_S / 10), []
+    clock = Mock(wraps=time, perf_counter=lambda: next(now_s), sleep=pauses.append)
+    monkeypatch.setattr(kv_events, "time", clock)
     with contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*")) as publisher:
-        monkeypatch.setattr(kv_events, "time", Mock(wraps=time, sleep=lambda seconds: (pauses.append(seconds), sleep(seconds))))
         for number in range(3000):
             publisher.held("host", [number.to_bytes(4, "big")], number % 2 == 0)
         until(lambda: not publisher._pending)
-    assert 0 < len(pauses) < 1500
+    assert 3000 // 12 <= len(pauses) <= 2 * 3000 // 10
 
 
 def path_of(layout: KVLayout, num_tokens: int) -> KeyChain:
