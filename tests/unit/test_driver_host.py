@@ -306,6 +306,17 @@ def test_what_is_no_exported_handle_of_this_size_is_refused(driver: HostDriver, 
     assert file_bytes(driver) == 0
 
 
+def test_memory_lent_to_another_process_cannot_be_cut_by_it() -> None:
+    driver = HostDriver()
+    handle = driver.create(PAGE_BYTES)
+    fd = driver.export_fd(handle)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    driver.release(handle)
+    driver.close()
+
+
 def test_a_closed_driver_holds_no_memory_and_says_that_it_is_closed() -> None:
     driver = HostDriver()
     address, handle = driver.reserve(2 * PAGE_BYTES), driver.create(PAGE_BYTES)

@@ -617,6 +617,13 @@ def log():
     os.close(fd)
 
 
+def test_a_client_can_neither_cut_nor_lengthen_the_log(log):
+    _, fd = log
+    for size_bytes in (0, os.fstat(fd).st_size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size_bytes)
+
+
 def test_a_log_says_what_was_sealed_and_not_dropped_whoever_reads_it(log):
     writer, fd = log
     writer.rewrite(b"model", ())

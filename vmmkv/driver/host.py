@@ -266,8 +266,10 @@ class Memfd:
     """A memfd and the pieces of it that are in use. The file lives on while pieces of it are mapped, here or elsewhere."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("vmmkv", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("vmmkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.close = weakref.finalize(self, os.close, self.fd)
+        # Another process that cut a file lent to it would end this one by SIGBUS. Holes can still be punched.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._end_bytes = 0
         self._free_offsets: defaultdict[int, list[int]] = defaultdict(list)  # by size
         self._leaving: list[MemfdPiece] = []  # given back here, but another process still has it

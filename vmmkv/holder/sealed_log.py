@@ -12,6 +12,7 @@ One process writes, and the holder the number of borrowers. The memory of a seal
 its reuse. Borrowers read while it is written; as long as there are any, what was sealed is not written again at all.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -86,9 +87,11 @@ class SealedLog:
     def create(budget_bytes: int) -> int:
         """A file descriptor of a new log for so much memory."""
         half_bytes = round_up(max(_LEAST_HALF_BYTES, budget_bytes // _BUDGET_SHARE), mmap.PAGESIZE)
-        fd = os.memfd_create("vmmkv-sealed", os.MFD_CLOEXEC)
+        fd = os.memfd_create("vmmkv-sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _HEADER_BYTES + 2 * half_bytes)
+            # Every client has the descriptor: a file that it cut would end holder and engine by SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             os.pwrite(fd, struct.pack("<Q", _FORMAT), 0)
         except BaseException:
             os.close(fd)
