@@ -94,11 +94,14 @@ class Tokenizer:
         _check_messages(messages)
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
-        # Templates know the older name of developer messages.
-        turns = [
-            {"role": "system" if message["role"] == "developer" else message["role"], "content": message["content"]}
-            for message in messages
-        ]
+        # Templates know the older name of developer messages, and many one system turn, at the beginning.
+        turns = list[dict[str, str]]()
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role == "developer" and [turn["role"] for turn in turns] == ["system"]:
+                turns[0]["content"] += f"\n\n{content}"
+            else:
+                turns.append({"role": "system" if role == "developer" else role, "content": content})
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
         except Exception as error:  # a template is a program, run in jinja2's sandbox

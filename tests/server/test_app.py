@@ -55,6 +55,12 @@ class TestChat:
         wanted = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         assert server.sent.prompt == token_ids(wanted)
 
+    def test_a_developer_turn_behind_the_system_turn_is_a_part_of_it(self, server: Running) -> None:
+        messages = [{"role": "system", "content": "be kind"}, {"role": "developer", "content": "be brief"}, *HELLO]
+        assert server.chat(messages=messages).status_code == 200
+        start = "<|im_start|>system\nbe kind\n\nbe brief<|im_end|>\n<|im_start|>user\n"
+        assert server.sent.prompt[: len(token_ids(start))] == token_ids(start)
+
     @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
     def test_length_ends_it(self, server: Running, name: str) -> None:
         server.answers("abcdefgh")
