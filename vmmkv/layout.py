@@ -22,7 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from vmmkv.arguments import whole
 from vmmkv.errors import LayoutError
@@ -108,6 +108,32 @@ _WHAT_WORKS: Final = (
 
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 """Model families whose older configurations leave out which layers have the window (transformers' own defaults)."""
+_WINDOW_IN_ALL: Final = frozenset({"ministral", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "starcoder2"})
+"""Model families whose `sliding_window` is that of every layer."""
+_WINDOW_IF_USED: Final = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Model families without a window unless the file says `use_sliding_window`."""
+_STATE_BY_DEFAULT: Final = frozenset({"bamba", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next", "recurrent_gemma"})
+"""Model families in which some layers keep a state, also where the file leaves out which."""
+_UNREAD: Final = (
+    "attention_chunk_size",
+    "attention_window_size",
+    "attn_layer_indices",
+    "attn_layer_period",
+    "block_configs",
+    "block_types",
+    "compress_ratios",
+    "cross_attention_layers",
+    "full_attention_interval",
+    "full_attn_idxs",
+    "global_head_dim",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "index_head_dim",
+    "layers_block_type",
+    "num_kv_shared_layers",
+    "sparse_attention_config",
+)
+"""Fields of files by which layers keep something else than the keys and values of all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +368,12 @@ class KVLayout:
                 "Group(planes=(Plane(name='latent', heads=1, dim=kv_lora_rank + qk_rope_head_dim, ...),), ...)"
             )
         layers = _check_layers(layers)
-        window = None if get("use_sliding_window") is False else get("sliding_window")
+        if isinstance(config, Mapping):
+            _check_read(config, layers)
+        is_window_used = get("use_sliding_window")
+        if is_window_used is None:
+            is_window_used = get("model_type") not in _WINDOW_IF_USED
+        window = get("sliding_window") if is_window_used else None
         layer_types = get("layer_types")
         if layer_types is None:  # older files: every nth layer sees all, the others a window
             every = get("sliding_window_pattern") or _FULL_ATTENTION_EVERY.get(str(get("model_type")), 0)
@@ -442,3 +473,28 @@ def _check_layers(layers: int) -> int:
     if not 1 <= layers <= MAX_LAYERS:
         raise LayoutError(f"layers={layers}; a model has at least 1, and at most {MAX_LAYERS} have rows that fit in a page")
     return layers
+
+
+def _check_read(config: Mapping[str, Any], layers: int) -> None:
+    """Raises: LayoutError for the dict of a config.json with fields that say what layers keep and that are not read."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise LayoutError(f"the configuration ({family}) {reason}; give KVLayout(groups=...) what each layer keeps")
+
+    family, window = config.get("model_type"), config.get("sliding_window")
+    unread = [name for name in _UNREAD if config.get(name)]
+    if not config.get("num_key_value_heads"):
+        unread += [name for name in ("multi_query", "num_kv_heads") if config.get(name)]
+    if unread:
+        refuse(f"says what its layers keep by {', '.join(unread)}, which is not read here")
+    if config.get("layer_types"):
+        return
+    if family in _STATE_BY_DEFAULT:
+        refuse("does not say by layer_types which layers keep a state")
+    if not window or config.get("use_sliding_window") is False or config.get("sliding_window_pattern"):
+        return
+    if family in _WINDOW_IF_USED:
+        if config.get("use_sliding_window") and config.get("max_window_layers", layers) < layers:
+            refuse("has windows from max_window_layers on, which is not read here")
+    elif family is not None and family not in _WINDOW_IN_ALL and family not in _FULL_ATTENTION_EVERY:
+        refuse("does not say by layer_types which layers have its sliding_window")

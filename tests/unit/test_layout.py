@@ -44,6 +44,7 @@ def test_rows_of_known_models(dtype: Any, llama_8b: int, smollm2: int) -> None:
 
 TINY = {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+QWEN = {**TINY, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,15 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
         (lambda: KVLayout.from_config({**TINY, "kv_lora_rank": 512}, torch.float16), "kv_lora_rank"),
         (lambda: KVLayout.from_config({**TINY, "layer_types": ["conv"] * 4}, torch.float16), "layers of type conv"),
+        (
+            lambda: KVLayout.from_config({**TINY, "hybrid_override_pattern": "M*M-"}, torch.float16),
+            "by hybrid_override_pattern",
+        ),
+        (lambda: KVLayout.from_config({**TINY, "num_kv_shared_layers": 2}, torch.float16), "by num_kv_shared_layers"),
+        (lambda: KVLayout.from_config({**TINY, "model_type": "qwen3_next"}, torch.float16), "which layers keep a state"),
+        (lambda: KVLayout.from_config({**TINY, "sliding_window": 9, "model_type": "cohere2"}, torch.float16), "by layer_types"),
+        (lambda: KVLayout.from_config({**QWEN, "max_window_layers": 2}, torch.float16), "from max_window_layers on"),
+        (lambda: KVLayout.from_config({**TINY, "multi_query": True}, torch.float16), "by multi_query"),
     ],
 )
 def test_a_geometry_that_cannot_be_is_refused_in_words(make: Any, message: str) -> None:
