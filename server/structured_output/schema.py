@@ -119,6 +119,12 @@ def _is_of_type(value: Any, name: str) -> bool:
     return isinstance(value, _PYTHON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
+def _is_open(node: Mapping[str, Any]) -> bool:
+    """Whether an object's schema allows any further properties: true and {} say the same as no additionalProperties."""
+    further = node.get("additionalProperties", True)
+    return further is True or further == {}
+
+
 def _check_size(schema: Any) -> None:
     """Without recursion, since the depth is not known yet."""
     waiting, num_nodes = [(schema, 1)], 0
@@ -142,6 +148,8 @@ def _served(node: Any, place: str) -> Any:
         raise GrammarRefused(f"{where} is no schema: wanted an object, true or false")
     _check_keywords(where, node)
     served = {keyword: value for keyword, value in node.items() if keyword not in _ANNOTATIONS}
+    if _is_open(node):
+        served.pop("additionalProperties", None)
     if (pattern := _as_pattern(node)) is not None:
         served = {keyword: value for keyword, value in served.items() if keyword not in ("format", "minLength", "maxLength")}
         served["pattern"] = pattern
@@ -188,9 +196,9 @@ def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
     _check_type(where, node)
     _check_string(where, node)
     properties = node.get("properties", {})
-    if "properties" in node and node.get("additionalProperties", False) is not False:
+    if "properties" in node and not _is_open(node) and node["additionalProperties"] is not False:
         # JSON has several ways to write a key, and of two equal keys the second one counts.
-        raise GrammarRefused(f"{where} has properties beside additionalProperties; leave those out, or send false")
+        raise GrammarRefused(f"{where} has properties beside additionalProperties; leave those out, or send true or false")
     if missing := [name for name in node.get("required", ()) if not isinstance(name, str) or name not in properties]:
         raise GrammarRefused(f"{where} has required {missing[0]!r}, which is not in its properties")
 

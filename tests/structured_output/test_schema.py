@@ -40,7 +40,10 @@ def nested(depth: int) -> Any:
         ({"type": "string", "pattern": r"a\nb"}, "JSON escapes"),
         ({"type": "object", "required": ["z"]}, "required 'z'"),
         ({"type": "object", "required": "z"}, "no list"),
-        ({"type": "object", "properties": {"a": True}, "additionalProperties": True}, "beside additionalProperties"),
+        (
+            {"type": "object", "properties": {"a": True}, "additionalProperties": {"type": "null"}},
+            "beside additionalProperties",
+        ),
         ({"type": "integer", "enum": ["a"]}, "'a', which is not of its type"),
         ({"$ref": "https://example.org/x"}, "within the schema"),
         ({"$ref": "#/$defs/x", "type": "null"}, "type beside $ref"),
@@ -82,6 +85,12 @@ def test_a_rewritten_schema_allows_no_value_that_the_given_one_refuses(name: str
     for value in values:
         if jsonschema_rs.is_valid(served, value):
             assert jsonschema_rs.is_valid(given, value, validate_formats=True), value
+
+
+@pytest.mark.parametrize("further", [True, {}])
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "boolean"}}}])
+def test_an_open_object_means_the_same_whether_it_says_so_or_not(schema: Any, further: Any) -> None:
+    assert of_schema(schema | {"additionalProperties": further}) == of_schema(schema)
 
 
 def test_strings_become_patterns_and_annotations_go() -> None:
