@@ -82,9 +82,33 @@ def of_choices(choices: Sequence[str]) -> Grammar:
 
 # Which keywords are served, and together with which others.
 
-_ANNOTATIONS: Final = frozenset(
-    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+_UNSERVED: Final = frozenset(
+    [
+        "$dynamicRef",
+        "$recursiveRef",
+        "not",
+        "if",
+        "dependentSchemas",
+        "dependentRequired",
+        "dependencies",
+        "contains",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+        "uniqueItems",
+        "additionalItems",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "multipleOf",
+        "divisibleBy",
+        "disallow",
+        "extends",
+    ]
 )
+"""Constraints of any draft. All other keywords are annotations: those that no vocabulary defines, and those that constrain
+nothing alone, as `then`.
+"""
 _OF_ANY: Final = frozenset(["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"])
 _BOUNDS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 _OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
@@ -147,7 +171,7 @@ def _served(node: Any, place: str) -> Any:
     if not isinstance(node, dict):
         raise GrammarRefused(f"{where} is no schema: wanted an object, true or false")
     _check_keywords(where, node)
-    served = {keyword: value for keyword, value in node.items() if keyword not in _ANNOTATIONS}
+    served = {keyword: value for keyword, value in node.items() if keyword in SERVED}
     if _is_open(node):
         served.pop("additionalProperties", None)
     if (pattern := _as_pattern(node)) is not None:
@@ -165,7 +189,7 @@ def _served(node: Any, place: str) -> Any:
 
 
 def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
-    if unserved := sorted(node.keys() - SERVED - _ANNOTATIONS):
+    if unserved := sorted(node.keys() & _UNSERVED):
         raise GrammarRefused(f"{where} has {', '.join(unserved)}, which this server does not enforce; leave it out")
     for keyword, value in node.items():
         if keyword in _SCHEMAS_BY_NAME and not isinstance(value, dict):
@@ -182,8 +206,8 @@ def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
             raise GrammarRefused(f"{where} has $ref {ref!r}; only references within the schema are served, as #/$defs/name")
     for name in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
         # Beside these xgrammar looks at no other keyword. A type that says the same again does no harm, but for $ref.
-        beside = _ANNOTATIONS | _DEFINITIONS | {name} | ({"type"} if name != "$ref" else set())
-        if name in node and (others := sorted(node.keys() - beside)):
+        beside = _DEFINITIONS | {name} | ({"type"} if name != "$ref" else set())
+        if name in node and (others := sorted((node.keys() & SERVED) - beside)):
             raise GrammarRefused(f"{where} has {others[0]} beside {name}, which this server does not enforce together")
     if "oneOf" in node:
         raise GrammarRefused(

@@ -87,6 +87,13 @@ def test_a_rewritten_schema_allows_no_value_that_the_given_one_refuses(name: str
             assert jsonschema_rs.is_valid(given, value, validate_formats=True), value
 
 
+@pytest.mark.parametrize("extra", [{"id": "x"}, {"example": {"not": {}}}, {"x-order": 1}, {"nullable": True}, {"then": False}])
+def test_keywords_that_no_vocabulary_defines_change_nothing(extra: dict[str, Any]) -> None:
+    plain = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    assert of_schema(plain | extra) == of_schema(plain)
+    assert of_schema({"allOf": [plain]} | extra) == of_schema({"allOf": [plain]})
+
+
 @pytest.mark.parametrize("further", [True, {}])
 @pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "boolean"}}}])
 def test_an_open_object_means_the_same_whether_it_says_so_or_not(schema: Any, further: Any) -> None:
