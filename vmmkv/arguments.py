@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,20 @@ def instance(name: str, value: Any, wanted: type, words: str) -> None:
     """Raises TypeError, naming the argument and what is wanted in `words`, unless `value` is of that type."""
     if not isinstance(value, wanted):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}")
+
+
+def owner(name: str, value: Hashable) -> Hashable:
+    """`value`, if it names a tenant or a namespace: text, bytes, an int, None, or a tuple of these.
+
+    Two such names are equal only if they are the same, in this process and in any other; 1, 1.0 and True are equal in Python.
+    Raises: ValueError naming the argument and the type.
+    """
+    if type(value) is tuple:
+        for part in value:
+            owner(name, part)
+    elif value is not None and type(value) not in (str, bytes, int):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; give a str, bytes, an int, None, or a tuple of these")
+    return value
 
 
 def wholes(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import instance, whole, wholes
+from vmmkv.arguments import instance, owner, whole, wholes
 from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
@@ -536,7 +536,8 @@ class KVCache(Planes, Closing, Unique):
         """A new, empty sequence of at most `max_tokens` tokens (the cache's by default), in a free slot.
 
         A blank parked slot of the same tenant is taken first, with what is mapped there.
-        Memory that another tenant wrote is zeroed before this one sees it (law 7).
+        Memory that another tenant wrote is zeroed before this one sees it (law 7). A tenant is named by text, bytes, an
+        integer, None, or a tuple of these.
 
         Cost: no driver call if a slot is free, but the limit's write if it is blank. If none is, the tenant's oldest
         parked slot is taken over like a blank one, or another's is evicted and its fence waited for.
@@ -544,7 +545,7 @@ class KVCache(Planes, Closing, Unique):
         is more than the cache's; GraphCapture.
         """
         with self.pool.lock:
-            return self.open_any(self.check_end(max_tokens), tenant)
+            return self.open_any(self.check_end(max_tokens), owner("tenant", tenant))
 
     def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
         """`count` new sequences in adjacent slots, so that `cache.k(layer)[first:first + count]` is their batch.
@@ -555,7 +556,7 @@ class KVCache(Planes, Closing, Unique):
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
         with self.pool.lock:
-            end = self.check_end(max_tokens)
+            end, tenant = self.check_end(max_tokens), owner("tenant", tenant)
             first = self.clear_run(count)
             return [self._open_at(slot, end, tenant) for slot in range(first, first + count)]
 
@@ -574,7 +575,7 @@ class KVCache(Planes, Closing, Unique):
             end = self.check_end(max_tokens)
             self._check_parked(parked)
             num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
-            if parked.tenant != tenant:
+            if parked.tenant != owner("tenant", tenant):
                 raise ValueError(f"slot {parked.slot} was parked by another tenant")
             if not 0 <= num_tokens <= parked.length:
                 raise ValueError(f"num_tokens={num_tokens}: slot {parked.slot} was parked with {parked.length} tokens")
@@ -663,7 +664,7 @@ class KVCache(Planes, Closing, Unique):
         """
         from vmmkv.tiers import saved
 
-        return saved.restore(self, Path(path), fingerprint, max_tokens=max_tokens, tenant=tenant)
+        return saved.restore(self, Path(path), fingerprint, max_tokens=max_tokens, tenant=owner("tenant", tenant))
 
     def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""

@@ -3,10 +3,12 @@
 That rows are right under any order of calls is proved in tests/laws.
 """
 
+import inspect
 import itertools
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -519,6 +521,28 @@ def test_stats_say_what_is_held_and_what_was_done(prefix):
     assert stats.num_nodes >= 2
     prefix.cache.close()
     assert repr(prefix) == "<PrefixCache on cpu, closed>"
+
+
+@pytest.mark.parametrize("owner", [True, 1.0, (1, True), ["red"], np.str_("red")], ids=repr)
+def test_names_that_are_equal_and_not_the_same_are_no_tenant_and_no_namespace(prefix, cache, tmp_path, owner):
+    """1, 1.0 and True are one key of a dictionary: they would share rows, and memory would pass between them as it is."""
+    sequence = cache.open(tenant=1)
+    sequence.grow(20)
+    given = {"tokens": PROMPT, "count": 2, "parked": sequence.park(), "path": tmp_path / "saved", "room_pages": 1}
+    calls = set()
+    for one, name in ((cache, "tenant"), (prefix, "namespace")):
+        for method, call in inspect.getmembers(one, inspect.ismethod):
+            taken = inspect.signature(call).parameters
+            if name in taken and not method.startswith("_") and taken[name].kind is inspect.Parameter.KEYWORD_ONLY:
+                needed = {key: given[key] for key in taken if key in given}
+                with pytest.raises(ValueError, match=f"{name}=.* is a (bool|float|list|str_); give a str, bytes, an int, None"):
+                    call(**needed, **{name: owner})
+                calls.add(method)
+    assert calls == {
+        *("open", "open_batch", "adopt", "restore"),
+        *("match", "lookup", "attach", "borrow", "fetch", "has_room", "pin", "unpin"),
+    }
+    assert cache.taken_slots() == [1]
 
 
 def test_bad_input_is_refused_and_changes_nothing(prefix, cache):

@@ -680,13 +680,9 @@ def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):
     assert calls.made() == {} and prefix.stats().tiers == ()
 
 
-def test_bad_input_is_refused(cache, host):
+def test_tiers_without_a_fingerprint_are_refused(cache, host):
     with pytest.raises(ValueError, match="fingerprint: none"):
         PrefixCache(cache, [host])
-    prefix = PrefixCache(cache, [host], fingerprint="model")
-    for use in (prefix.attach, prefix.fetch):
-        with pytest.raises(ValueError, match=r"namespace=1.5 is a float"):
-            use(PROMPT, namespace=1.5)
 
 
 # one sequence in a file

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import instance, whole
+from vmmkv.arguments import instance, owner, whole
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
@@ -31,7 +31,7 @@ from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
-from vmmkv.tiers.record import Keys, checked_namespace
+from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import counted, format_bytes
 
@@ -79,7 +79,7 @@ class PrefixCache:
     If it has a lender, `borrow` takes prefixes of the lender's engine.
 
     With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
-    static scales, the rank among several GPUs. Namespaces are then text, bytes, integers, None, or tuples of these.
+    static scales, the rank among several GPUs. A namespace is text, bytes, an integer, None, or a tuple of these.
     Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
     Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder;
     LogDamaged.
@@ -89,9 +89,7 @@ class PrefixCache:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
         holder, lender = cache.pool.holder, cache.pool.lender
-        self._outlives = bool(tiers) or holder is not None or lender is not None
-        """Are rows shared with other processes?"""
-        if self._outlives and not fingerprint:
+        if (tiers or holder is not None or lender is not None) and not fingerprint:
             raise ValueError(
                 "fingerprint: none; with tiers, a holder or a lender it names the model, so that no other model reads its rows"
             )
@@ -129,7 +127,7 @@ class PrefixCache:
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
         """`match` of the same tokens, to be called again and again: a call looks at what has changed since the last one."""
-        lookup: Lookup[Placed] = Lookup(namespace, _checked(tokens))
+        lookup: Lookup[Placed] = Lookup(owner("namespace", namespace), _checked(tokens))
         most = len(tokens) - 1
 
         def match() -> int:
@@ -162,12 +160,10 @@ class PrefixCache:
         `KVCache.open`. Blocks only as `KVCache.open` and `grow` do.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
-        tokens = _checked(tokens)
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
-        if self._outlives:
-            checked_namespace(namespace)
         attached: Attached | None = None
         try:
             with self.cache.pool.lock:
@@ -269,15 +265,15 @@ class PrefixCache:
         prompt and in use, and what it borrows can be had at once. Its pages are mapped read-only when they are attached, and
         given back when they are evicted.
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
-        Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
+        Raises: DriverError, GraphCapture.
         """
-        tokens = _checked(tokens)
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         with self.cache.pool.lock:
             self.cache.check_open()
             self.cache.check_capture()
             if self._borrowed is None or len(tokens) < 2:
                 return None
-            known, namespace = self._attachable(namespace, tokens), checked_namespace(namespace)
+            known = self._attachable(namespace, tokens)
             room_pages -= self._index.used_pages(namespace, tokens)
             num_tokens, taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
             if taken_bytes:
@@ -318,9 +314,9 @@ class PrefixCache:
         what comes before the first record of the last of these tiers, and so on. It must not use the cache.
         Cost: 1 us for each 1,000 tokens, and 3 us for each of up to 250 pages that tiers may have; and what evicting takes to
         make room. Blocks, on fences to make room, only if nothing runs or is loaded.
-        Raises: ValueError for a namespace with no spelling; DriverError, GraphCapture.
+        Raises: DriverError, GraphCapture.
         """
-        tokens = _checked(tokens)
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         with self.cache.pool.lock:
             self.cache.check_open()
             self.cache.check_capture()
@@ -333,6 +329,7 @@ class PrefixCache:
 
     def has_room(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int) -> bool:
         """Are so many pages free, evictable, or of the prompt and in use, as `fetch` and `borrow` want? No driver call."""
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         with self.cache.pool.lock:
             pool = self.cache.pool
             return room_pages <= pool.spare_pages + pool.kept_pages + self._index.used_pages(namespace, tokens)
@@ -393,7 +390,7 @@ class PrefixCache:
 
         Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken.
         """
-        tokens = _checked(tokens)
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
@@ -407,7 +404,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Let these tokens and their pinned prefixes be evicted again."""
-        tokens = _checked(tokens)
+        tokens, namespace = _checked(tokens), owner("namespace", namespace)
         with self.cache.pool.lock:
             for node in self._index.tree.match(namespace, tokens).path:
                 self._index.tree.pin(node, None)

@@ -50,8 +50,8 @@ class Keys:
         """Of layout and model."""
 
     def of(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> "KeyChain":
-        """The pages of some tokens. Raises ValueError for a namespace that is not the same in another process."""
-        name = hashlib.blake2b(repr(checked_namespace(namespace)).encode(), digest_size=KEY_BYTES).digest()
+        """The pages of some tokens. The namespace is checked by `vmmkv.arguments.owner`: every process spells it alike."""
+        name = hashlib.blake2b(repr(namespace).encode(), digest_size=KEY_BYTES).digest()
         return KeyChain(self.layout, _VERSION + self.identity + name, namespace, tokens)
 
 
@@ -127,16 +127,3 @@ def _digest(tokens: hashlib.blake2b, index: int, page: int) -> bytes:
 def checksum_of(key: bytes, record: memoryview) -> int:
     """Checksum of a record and its key: another record in its place has another one."""
     return zlib.crc32(record, zlib.crc32(key))
-
-
-def checked_namespace(namespace: Hashable) -> Hashable:
-    """Return a namespace that every process spells alike. Raises ValueError for any other."""
-    if type(namespace) is tuple:
-        for part in namespace:
-            checked_namespace(part)
-    elif namespace is not None and type(namespace) not in (str, bytes, int):
-        raise ValueError(
-            f"namespace={namespace!r} is a {type(namespace).__name__}: with tiers or a holder it is a str, bytes, an int, "
-            "None, or a tuple of these, for it must be the same in another process"
-        )
-    return namespace
