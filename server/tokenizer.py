@@ -83,11 +83,12 @@ class Tokenizer:
         return self._known(prompt)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, TemplateVariable] | None = None
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, TemplateVariable] | None = None
     ) -> list[int]:
         """The token ids of a conversation by the model's chat template, up to the start of the assistant's turn.
 
-        Each message has a `role` and a `content`. `variables` go to the template, such as `enable_thinking`.
+        Each message has a `role` and a `content`, both texts. What else it has goes to the template as it is, such as
+        `reasoning_content`; so do `variables`, such as `enable_thinking`.
 
         Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it.
         """
@@ -95,13 +96,13 @@ class Tokenizer:
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         # Templates know the older name of developer messages, and many one system turn, at the beginning.
-        turns = list[dict[str, str]]()
+        turns = list[dict[str, Any]]()
         for message in messages:
             role, content = message["role"], message["content"]
             if role == "developer" and [turn["role"] for turn in turns] == ["system"]:
-                turns[0]["content"] += f"\n\n{content}"
+                turns[0] = {**message, **turns[0], "content": f"{turns[0]['content']}\n\n{content}"}
             else:
-                turns.append({"role": "system" if role == "developer" else role, "content": content})
+                turns.append({**message, "role": "system" if role == "developer" else role})
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
         except Exception as error:  # a template is a program, run in jinja2's sandbox

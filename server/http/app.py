@@ -185,7 +185,7 @@ def _generation_routes(service: Service) -> APIRouter:
         if body.prompt is None:
             param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs)
         else:
-            encode = functools.partial(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            encode = functools.partial(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
             param, work = "prompt", off_loop(len(body.prompt), encode, inline=INLINE_CHARS)
         try:
             ids = await _present(service, request, work, service.deadline())
@@ -335,9 +335,10 @@ async def _encode_chat(
     tokenizer: Tokenizer, messages: Sequence[schemas.ChatMessage], variables: dict[str, TemplateVariable] | None
 ) -> list[int]:
     """Raises: PromptError."""
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = [message.model_dump() for message in messages]
     cost = sum(MESSAGE_CHARS + len(message.content) for message in messages)
-    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=INLINE_CHARS)
+    has_more = any(message.model_extra for message in messages)  # of any size
+    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=0 if has_more else INLINE_CHARS)
 
 
 async def _answer(
@@ -521,7 +522,7 @@ def _document(app: FastAPI, model: str) -> dict[str, Any]:
     """The OpenAPI document, with the one model that a body may name."""
     whole: dict[str, Any] = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
     for schema in whole["components"]["schemas"].values():
-        if schema["title"].endswith("Request") and (given := schema["properties"].get("model")):
-            names = [model, None] if "anyOf" in given else [model]
-            schema["properties"]["model"] = {"enum": names, "title": given["title"]}
+        if schema["title"].endswith("Request") and "model" in schema["properties"]:
+            names = [model] if "model" in schema.get("required", ()) else [model, None]
+            schema["properties"]["model"] = {"enum": names, "title": "Model"}
     return whole

@@ -17,12 +17,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from vmmkv.errors import did_you_mean
 from vmmkv.server.kv_policy import KVPolicyLike
@@ -56,7 +58,10 @@ _TOOLS_INSTEAD: Final = '; for an answer of a schema send "response_format": {"t
 
 
 class WireRequest(BaseModel):
-    """Strict (no `"5"` for 5), and clear about parameters that are unknown or not served."""
+    """Strict (no `"5"` for 5), and clear about parameters that are unknown or not served. Null is the default of a field.
+
+    A model with `extra="allow"` takes unknown parameters once it has all that it requires.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     unserved: ClassVar[Unserved] = {}
@@ -68,8 +73,7 @@ class WireRequest(BaseModel):
             return data
         for name, neutral in cls.unserved.items():
             value = data.get(name)
-            # Types are compared too: 0 == False, and one may ask for something where the other does not.
-            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            if value is not None and not any(_are_same(value, other) for other in neutral):
                 wanted = f"leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
                 wanted += _TOOLS_INSTEAD if name in ("tools", "functions") else ""
                 raise PydanticCustomError(
@@ -77,13 +81,31 @@ class WireRequest(BaseModel):
                     "The parameter '{param}' is not supported by this server; {wanted}.",
                     {"param": name, "wanted": wanted},
                 )
-        fields = [field.alias or name for name, field in cls.model_fields.items()]
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        required = {name for name, field in fields.items() if field.is_required()}
+        takes_others = cls.model_config["extra"] == "allow" and required <= data.keys()
         for name in data:
-            if name not in fields and name not in cls.unserved:
-                near = did_you_mean(name, fields)
+            if name not in fields and name not in cls.unserved and not takes_others:
+                near = did_you_mean(name, list(fields))
                 context = {"param": _encodable(name), "remedy": f"; {near}" if near else "."}
                 raise PydanticCustomError("unknown_parameter", "Unknown parameter: '{param}'{remedy}", context)
-        return {name: value for name, value in data.items() if name not in cls.unserved}
+        is_null = {name for name, value in data.items() if value is None} - required
+        return {name: value for name, value in data.items() if name not in cls.unserved and name not in is_null}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With null beside the values of each field that has a default."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+        return reference
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same: 1 and 1.0 are, 0 and false are not."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
@@ -128,7 +150,7 @@ def _are_token_ids(value: Any) -> bool:
 def _as_policy(value: Any) -> Any:
     if not isinstance(value, dict | str):
         raise refusal("", 'it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}')
-    return value
+    return value if isinstance(value, str) else {name: option for name, option in value.items() if option is not None}
 
 
 def _as_stops(value: Any) -> Any:
@@ -138,12 +160,12 @@ def _as_stops(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """Text parts, joined with nothing between them."""
+    """Text parts, joined with nothing between them. What they have beside their text, such as `cache_control`, is not text."""
     if not isinstance(value, list):
         return value
     for part in value:
         match part:
-            case {"type": "text", "text": str(), **others} if not others:
+            case {"type": "text", "text": str()}:
                 continue
         raise refusal("", 'only parts of the form {"type": "text", "text": "..."} are served')
     return "".join(part["text"] for part in value)
@@ -195,7 +217,6 @@ _TEXT_PART: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
-    "additionalProperties": False,
 }
 Content = Annotated[
     str, BeforeValidator(_as_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]})
@@ -272,8 +293,8 @@ class StructuredOutputs(WireRequest):
     @functools.cached_property
     def grammar(self) -> tuple[str, Grammar]:
         """The grammar of the answer, after the name of the field that has it."""
-        given = self.model_dump(by_alias=True, exclude_none=True)
-        if len(self.model_fields_set) != 1 or not given:
+        given = self.model_dump(by_alias=True, exclude_unset=True)
+        if len(given) != 1:
             raise refusal("", "it must have exactly one of json, regex, choice and grammar")
         try:
             return next(iter(given)), of_structured_outputs(given)
@@ -304,7 +325,6 @@ _STATED_OTHERWISE: Final = frozenset(["max_tokens", "logprobs", "prompt_logprobs
 """Sampling parameters that follow from other fields of a request, see `GenerationRequest.params`."""
 _OF_OTHER_FORM: Final = frozenset(["n", "stop", "stop_token_ids", "logit_bias", "kv_policy"])
 """Sampling parameters that have another form in JSON, or closer limits."""
-_NEVER_NULL: Final = frozenset(["ignore_eos", "length_penalty"])
 _OPENAI_MOST: Final = {"temperature": 2.0}
 
 
@@ -318,7 +338,7 @@ def _wire_field(param: "dataclasses.Field[Any]") -> Any:
     else:
         gt, ge = (interval.least, None) if interval.is_open else (None, interval.least)
         form = Annotated[float, Field(gt=gt, ge=ge, le=_OPENAI_MOST.get(param.name, interval.end), allow_inf_nan=False)]
-    return (form, param.default) if param.name in _NEVER_NULL else (form | None, None)
+    return form, param.default
 
 
 if TYPE_CHECKING:
@@ -341,7 +361,7 @@ class GenerationRequest(_SamplingFields):
     """Whether the answer goes on in the prompt's text."""
 
     model: str
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
     """Choices for each prompt: sampled with consecutive seeds, or the best of a beam search."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = Field(default_factory=list)
@@ -378,6 +398,7 @@ class GenerationRequest(_SamplingFields):
     metadata: dict[str, Any] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
     service_tier: Text | None = None
 
     @model_validator(mode="before")
@@ -415,7 +436,7 @@ class GenerationRequest(_SamplingFields):
             if grammar is not None and getattr(self, name) and not (name == "min_tokens" and self._is_prefill):
                 why = "an answer that follows a grammar is sampled, and ends where that ends"
                 yield name, f"{why}: leave {name} out, or {param}"
-        param, each = ("n", self.n or 1) if self.beam_width is None else ("beam_width", self.beam_width)
+        param, each = ("n", self.n) if self.beam_width is None else ("beam_width", self.beam_width)
         if (num_sequences := each * self.num_prompts) > MAX_CHOICES:
             prompts = f" for each of {self.num_prompts} prompts" if self.num_prompts > 1 else ""
             yield (
@@ -432,14 +453,13 @@ class GenerationRequest(_SamplingFields):
     @functools.cached_property
     def params(self) -> SamplingParams:
         """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
-        names = _PARAMS.keys() - _STATED_OTHERWISE
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: getattr(self, name) for name in self.model_fields_set & _PARAMS.keys() - _STATED_OTHERWISE}
         given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
         given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
         if self._is_prefill:
             given.pop("min_tokens", None)
         if self.use_beam_search:
-            given |= {"beam_width": self.beam_width or self.n or 1, "temperature": given.get("temperature", 0.0)}
+            given |= {"beam_width": self.beam_width or self.n, "temperature": given.get("temperature", 0.0)}
         try:
             return SamplingParams(**given)
         except InvalidParam as error:
@@ -477,12 +497,13 @@ class GenerationRequest(_SamplingFields):
 
 
 _NEUTRAL: Final[Unserved] = {
-    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "repetition_detection", "request_id"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), ()),
     "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # they are never shown
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids", "store"), (False,)),
     "bad_words": ([],),
-    "store": (False,),
+    "vllm_xargs": ({},),
     # vllm-router writes these into the bodies that it has read, with its defaults.
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
@@ -493,7 +514,13 @@ _NEUTRAL: Final[Unserved] = {
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"suffix": ("",), "best_of": (1,), **_NEUTRAL}
+    unserved: ClassVar[Unserved] = {
+        **_NEUTRAL,
+        "suffix": ("",),
+        "best_of": (1,),
+        "add_special_tokens": (True,),
+        "prompt_embeds": (),
+    }
     prompt_param = "prompt"
     default_tokens = 16  # OpenAI's
     is_continued = True
@@ -522,31 +549,43 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(WireRequest):
-    """One turn of a conversation."""
+    """One turn of a conversation. All that it has beside role and content goes to the template too, which may show it."""
 
+    model_config = ConfigDict(extra="allow")
     unserved: ClassVar[Unserved] = {
         **dict.fromkeys(("refusal", "tool_call_id", "function_call", "audio"), ()),
-        **dict.fromkeys(("tool_calls", "annotations"), ([],)),
+        "tool_calls": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    name: Text | None = None
-    """Taken without effect: chat templates see the role and the content."""
+
+
+_OF_TEMPLATES: Final[Unserved] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    **dict.fromkeys(("tools", "documents"), ([],)),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), ({},)),
+}
+"""Of chats, whether they are answered or tokenised."""
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     unserved: ClassVar[Unserved] = {
-        **dict.fromkeys(("tools", "functions"), ([],)),
+        **_NEUTRAL,
+        **_OF_TEMPLATES,
+        "functions": ([],),
         **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
-        **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "thinking_token_budget"), ()),
         "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "echo": (False,),
+        "add_special_tokens": (False,),  # a template writes its own
         # vllm-router writes these too; there is no reasoning parser here.
-        "continue_final_message": (False,),
         **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
-        **_NEUTRAL,
     }
     prompt_param = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -590,19 +629,13 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(WireRequest):
     """POST /tokenize: one prompt, or one conversation in the model's chat template."""
 
-    unserved: ClassVar[Unserved] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "tools": ([],),
-        "mm_processor_kwargs": ({},),
-    }
+    unserved = _OF_TEMPLATES
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    add_special_tokens: bool = True
-    """Whether a prompt gets the model's own start token, as in /v1/completions; templates write their own."""
+    add_special_tokens: bool | None = None
+    """Whether a prompt gets the model's own start token, as in /v1/completions, by default; templates write their own."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -611,6 +644,10 @@ class TokenizeRequest(WireRequest):
             raise refusal("prompt", "send either prompt or messages")
         if self.chat_template_kwargs and self.messages is None:
             raise refusal("chat_template_kwargs", "chat_template_kwargs is only for messages")
+        if self.add_special_tokens and self.messages is not None:
+            raise refusal(
+                "add_special_tokens", "add_special_tokens is only for prompt: the template of messages writes its own"
+            )
         return self
 
 

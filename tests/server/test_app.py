@@ -110,6 +110,18 @@ class TestChat:
         error = server.refuses(CHAT)
         assert said in error["message"] and error["param"] == "messages"
 
+    def test_what_a_message_has_beside_its_text_is_shown_if_the_template_shows_it(self, server: Running) -> None:
+        extras = {"id": "m1", "name": "me", "annotations": [{"a": 1}], "reasoning_content": "so", "content": [
+            {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}},
+        ]}  # fmt: skip
+        for messages in (HELLO, [HELLO[0] | extras], [HELLO[0] | {"reasoning_content": None, "tool_calls": []}]):
+            assert server.chat(messages=messages).status_code == 200
+        assert len({tuple(request.prompt) for request in server.generates}) == 1
+        server.tokenizer._tokenizer.chat_template = "{{ messages[0].reasoning_content }} {{ 'id' in messages[0] }}"
+        for message, wanted in ((extras, "so True"), ({"id": None}, " False")):
+            ids = server.post("/tokenize", {"messages": [HELLO[0] | message]}).json()["tokens"]
+            assert ids == token_ids(wanted)
+
     def test_a_template_has_the_variables_of_its_request_alone(self, server: Running) -> None:
         server.tokenizer._tokenizer.chat_template = "{{ enable_thinking | default('unset') }} {{ name }}"
         for variables, wanted in (({"enable_thinking": False, "name": "x"}, "False x"), ({}, "unset "), (None, "unset ")):
@@ -173,13 +185,22 @@ class TestCompletions:
         "extra",
         [
             {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y", "service_tier": "flex", "user": "z"},
-            {"store": False, "skip_special_tokens": True, "include_stop_str_in_output": False, "add_special_tokens": True},
+            {"prompt_cache_retention": "24h", "spaces_between_special_tokens": False, "vllm_xargs": {}, "bad_words": []},
+            {"store": False, "skip_special_tokens": True, "include_stop_str_in_output": False},
             {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "logprobs": None},
+            {"return_token_ids": False, "return_tokens_as_token_ids": False, "truncate_prompt_tokens": None, "echo": False},
             {"include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True, "continue_final_message": False},
-            {"messages": [{"role": "user", "content": "hello", "name": "me"}]},
+            {
+                "messages": HELLO,
+                "add_special_tokens": False,
+                "add_generation_prompt": True,
+                "documents": [],
+                "verbosity": "medium",
+            },
             {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
             {"tools": [], "functions": None},
-            {"suffix": None, "best_of": 1, "echo": False},
+            {"suffix": "", "best_of": 1, "add_special_tokens": True, "prompt_embeds": None},
+            {"suffix": None, "best_of": 1.0},
         ],
     )
     def test_parameters_that_change_nothing_are_taken(self, server: Running, path: str, extra: dict[str, Any]) -> None:
