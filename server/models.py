@@ -184,6 +184,24 @@ def _from_hub(model: str, *, weights: bool) -> Path:
         raise ModelUnavailable(f"there is no local directory {model!r}, and {hub} ({reason}){known}; {_WHAT_WORKS}") from error
 
 
+def from_directory(auto: Any, directory: Path, **options: Any) -> Any:
+    """What a class of transformers, such as AutoConfig or AutoTokenizer, reads from a directory, by that library's code alone.
+
+    Code that lies there, or that its files name, never runs, and transformers does not ask on the terminal whether to run it.
+    Raises: UnsupportedModel if the model or the tokenizer needs such code; else as transformers does.
+    """
+    try:
+        return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        files = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "auto_map names it"
+        raise UnsupportedModel(
+            f"{directory} needs code of its own ({files}), and vmmkv runs no code that comes with a model; use a model_type "
+            "that transformers has a class for, and a tokenizer.json without auto_map in tokenizer_config.json"
+        ) from error
+
+
 # Fetching a known model.
 
 
@@ -372,9 +390,8 @@ def convert(gguf: Path, target: Path, *, eos_token: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    options = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    model = from_directory(AutoModelForCausalLM, gguf.parent, **options)
     tokenizer = _tokenizer(gguf, eos_token, model.config.max_position_embeddings)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.config.update(ids)
@@ -389,7 +406,7 @@ def _tokenizer(gguf: Path, eos_token: str, max_tokens: int) -> Any:
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = from_directory(AutoTokenizer, gguf.parent, gguf_file=gguf.name)
     fields = GGUFReader(str(gguf)).fields
     if tokenizer.convert_tokens_to_ids(eos_token) != fields["tokenizer.ggml.eos_token_id"].contents():
         raise ValueError(f"{gguf.name} says that another token than {eos_token} ends a turn")

@@ -18,6 +18,8 @@ import jinja2
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
+from vmmkv.server.models import from_directory
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +73,7 @@ class Tokenizer:
         """Load from a local directory, which takes seconds. Raises: OSError, ValueError if none can be used."""
         from transformers import AutoTokenizer  # takes seconds to import, while the HTTP server is up
 
-        return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+        return cls(from_directory(AutoTokenizer, model_dir))
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt; a text gets the model's start token.

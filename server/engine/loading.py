@@ -45,7 +45,7 @@ from vmmkv.server.engine.request import Chunk, Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.models import UnsupportedModel
+from vmmkv.server.models import UnsupportedModel, from_directory
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
@@ -243,7 +243,7 @@ class ModelSource:
         self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
         directory = Path(config.model)
         self._configuration = (directory / "config.json").read_bytes()
-        hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        hf_config = from_directory(transformers.AutoConfig, directory)
         self.text_config = hf_config.get_text_config()
         layout = choose_layout(self.text_config, self.kv_dtype)
         self.layout: Final = layout.of_rank(config.tensor_parallel_size)
@@ -286,7 +286,7 @@ class ModelSource:
             torch.manual_seed(config.seed)
             model = auto.from_config(hf_config, dtype=dtype)
         else:
-            model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
+            model = from_directory(auto, directory, dtype=dtype)
         refuse_own_attention(model)
         if collectives is not None:
             model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
@@ -338,9 +338,7 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     import transformers
 
     choose_device(config.device, config.tensor_parallel_size - 1)
-    num_heads = (
-        transformers.AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().num_attention_heads
-    )
+    num_heads = from_directory(transformers.AutoConfig, Path(config.model)).get_text_config().num_attention_heads
     if config.tensor_parallel_size > num_heads:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size}: ranks share the attention heads, and this model has "

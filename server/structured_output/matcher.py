@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from vmmkv.server.models import from_directory
+
 if TYPE_CHECKING:
     import xgrammar
     from tokenizers import Tokenizer as RustTokenizer
@@ -80,8 +82,7 @@ class Vocabulary:
         """From a directory; takes seconds. Raises: OSError, ValueError; ModuleNotFoundError without xgrammar."""
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        return cls(tokenizer, size, end_tokens)
+        return cls(from_directory(AutoTokenizer, model_dir), size, end_tokens)
 
     def read(self, data: bytes) -> "xgrammar.CompiledGrammar":
         """A grammar as `Compilation.compile` gives it, for an equal vocabulary. Raises: RuntimeError, ValueError for others."""

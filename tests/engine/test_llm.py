@@ -528,6 +528,28 @@ def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
     assert isinstance(error.value, VmmkvError) and isinstance(error.value, ValueError)
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_a_model_never_runs(
+    file: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the terminal was asked whether it may run"))
+    model, ran = shutil.copytree(directory, tmp_path / "model"), tmp_path / "ran"
+    (model / "custom.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import GPT2Tokenizer, LlamaConfig\n")
+    code = {"AutoConfig": "custom.LlamaConfig", "AutoTokenizer": [None, "custom.GPT2Tokenizer"]}
+
+    def change(name: str, **fields: Any) -> None:
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | fields))
+
+    change(file, auto_map=code)
+    with LLM(model, **OPTIONS) as one:  # transformers has classes of its own for both
+        assert answers(one.generate([[1, 2, 3]], GREEDY)) == [expected(directory, [1, 2, 3])]
+    change("config.json", model_type="unheard_of")
+    change("tokenizer_config.json", tokenizer_class="UnheardOfTokenizer")
+    with pytest.raises(UnsupportedModel, match=r"model needs code of its own \(custom\.py\), and vmmkv runs no code"):
+        LLM(model, **OPTIONS)
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

@@ -110,6 +110,19 @@ def test_nothing_imports_the_folders_at_the_top_by_their_short_names() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_one_function_has_transformers_read_a_directory() -> None:
+    """It forbids code that lies there. GenerationConfig runs none, and may read by itself."""
+    readers = [
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "from_pretrained"
+        and not (isinstance(node.value, ast.Attribute) and node.value.attr == "GenerationConfig")
+    ]
+    assert readers == ["vmmkv.server.models"]
+
+
 WHAT_STARTED = """
 import json, logging, sys, threading
 import torch  # what torch does is torch's
