@@ -6,6 +6,7 @@ The Rust tokenizer may be used from several threads, and releases Python's lock 
 a thread (`http.generation.off_loop`).
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -274,33 +275,32 @@ class StopStrings:
     """Text up to the stop string that is complete first. Holds back the possible start of one.
 
     The result does not depend on how the text is cut into pieces.
+
+    Cost: a step of an automaton for each character, however many stop strings there are.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self.any = bool(stops)
         self.stopped = False
-        self._stops = tuple(stops)
+        self._automaton = _automaton(tuple(stops))
+        self._state = 0
         self._held = ""
-        self._num_passed = 0
-        """Characters at the start of the held text in which no stop string may end."""
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
         """The text that can be shown now; empty once `stopped`. Without `may_stop` no stop string may end in this text."""
         if self.stopped:
             return ""
+        automaton, state, num_before = self._automaton, self._state, len(self._held)
         self._held += text
-        if not may_stop:
-            self._num_passed = len(self._held)
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            _, start = min(found)
-            shown, self._held = self._held[:start], ""
-            return shown
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        split = len(self._held) - keep
+        for end, letter in enumerate(text, num_before + 1):
+            state = automaton.step(state, letter)
+            if may_stop and automaton.complete[state]:
+                self.stopped = True
+                shown, self._held = self._held[: end - automaton.complete[state]], ""
+                return shown
+        self._state = state
+        split = len(self._held) - automaton.incomplete[state]
         shown, self._held = self._held[:split], self._held[split:]
-        self._num_passed = max(0, self._num_passed - split)
         return shown
 
     def flush(self) -> str:
@@ -308,13 +308,54 @@ class StopStrings:
         shown, self._held = self._held, ""
         return shown
 
-    def _find(self, stop: str) -> int:
-        return self._held.find(stop, max(0, self._num_passed + 1 - len(stop)))
+
+class _Automaton:
+    """The automaton of Aho and Corasick: a state is the longest start of a stop string at the end of the text so far.
+
+    Cost: about a microsecond and some hundred bytes for each character of the stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]
+        """The state of the next shorter start at the end of the text."""
+        self.complete = [0]
+        """By state: characters of the longest stop string that ends here; 0 if none does."""
+        self.incomplete = [0]
+        """By state: characters of the longest start of a stop string that is not yet a whole one."""
+        for stop in stops:
+            state = 0
+            for letter in stop:
+                if letter not in self._next[state]:
+                    self._next[state][letter] = len(self._next)
+                    self._next.append({})
+                    for column in (self._shorter, self.complete, self.incomplete):
+                        column.append(0)
+                state = self._next[state][letter]
+            self.complete[state] = len(stop)
+        states, size = [0], 0
+        while states:  # by size: shorter ones are known
+            size += 1
+            found = [(state, letter, longer) for state in states for letter, longer in self._next[state].items()]
+            for state, letter, longer in found:
+                shorter = self._shorter[longer] = self.step(self._shorter[state], letter) if state else 0
+                self.complete[longer] = self.complete[longer] or self.complete[shorter]
+                self.incomplete[longer] = size if self._next[longer] else self.incomplete[shorter]
+            states = [longer for _, _, longer in found]
+
+    def step(self, state: int, letter: str) -> int:
+        """The state after one more character."""
+        while (longer := self._next[state].get(letter)) is None:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return longer
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a proper start of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+@functools.lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """The automaton that all choices of a request share."""
+    return _Automaton(stops)
 
 
 def decode_all(tokenizer: RustTokenizer, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[str]:

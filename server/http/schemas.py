@@ -39,8 +39,8 @@ from vmmkv.server.structured_output.schema import (
 )
 from vmmkv.server.tokenizer import Prompt, TemplateVariable
 
-MAX_STOP_STRINGS: Final = 4
-MAX_STOP_CHARS: Final = 1024
+MAX_STOP_CHARS: Final = 4096
+"""Of all stop strings of a request together: the server makes one automaton of them."""
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_NAME_CHARS: Final = 1024
 """Of `cache_salt`, `user` and other names."""
@@ -154,9 +154,13 @@ def _as_policy(value: Any) -> Any:
 
 
 def _as_stops(value: Any) -> Any:
-    if not isinstance(value, str | list | None):
-        raise refusal("", f"it must be a string, or a list of {MAX_STOP_STRINGS} at most")
-    return [value] if isinstance(value, str) else value or []
+    if not isinstance(value, str | list):
+        raise refusal("", "it must be a string, or a list of strings")
+    stops = [value] if isinstance(value, str) else value
+    num_chars = sum(len(stop) for stop in stops if isinstance(stop, str))
+    if num_chars > MAX_STOP_CHARS:
+        raise refusal("", f"it has {num_chars} characters together, and may have {MAX_STOP_CHARS}")
+    return stops
 
 
 def _as_text(value: Any) -> Any:
@@ -211,8 +215,7 @@ Prompts = Annotated[
     ),
 ]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
-Stops = Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops | None)]
+Stops = Annotated[list[_Stop], BeforeValidator(_as_stops, json_schema_input_type=_Stop | list[_Stop])]
 _TEXT_PART: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -244,7 +244,14 @@ async def longest_turn_s(until: threading.Thread) -> float:
 class TestStop:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
-        ("stop", "shown"), [("STOP", "go on "), (["never", "n ST", "OP"], "go o"), (["€"], "go on STOP "), (["ST€P"], None)]
+        ("stop", "shown"),
+        [
+            ("STOP", "go on "),
+            (["never", "n ST", "OP"], "go o"),
+            (["€"], "go on STOP "),
+            (["ST€P"], None),
+            (["\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|im_end|>", "STOP"], "go on "),
+        ],
     )
     def test_text_ends_before_the_stop_string(self, server: Running, stop: Any, shown: str | None, stream: bool) -> None:
         text = "go on STOP € and on"

@@ -1,6 +1,7 @@
 """Laws of turning tokens into text: as they come, all at once, up to a stop string; and the bytes of single tokens."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ IM_START, IM_END = token_ids("<|im_start|><|im_end|>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 letters = st.text("ab", max_size=12)
-stops = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
+stops = st.lists(st.text("ab", min_size=1, max_size=4), max_size=8)
 
 
 @given(letters, letters, stops, st.lists(st.integers(0, 12), max_size=5))
@@ -38,9 +39,27 @@ def test_text_ends_before_the_stop_string_complete_first_in_whatever_pieces(
 
 @given(letters, stops)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stop: list[str]) -> None:
-    matcher = StopStrings(stop)
-    held = text[len(matcher.feed(text)) :]
-    assert matcher.stopped or not held or any(one.startswith(held) for one in stop)
+    for may_stop in (True, False):
+        matcher = StopStrings(stop)
+        held = text[len(matcher.feed(text, may_stop=may_stop)) :]
+        assert matcher.stopped or not held or any(one.startswith(held) and one != held for one in stop)
+
+
+def test_text_costs_the_same_however_many_stop_strings_there_are() -> None:
+    """Steps of the automaton are counted: two for each character at most."""
+    text = "ab" * 500
+    for stops in (["abc"], [f"{'ab' * length}{end}" for length in range(1, 40) for end in "cde"]):
+        matcher, num_steps = StopStrings(stops), 0
+
+        class Counted(dict[str, int]):
+            def get(self, *given: Any) -> Any:
+                nonlocal num_steps
+                num_steps += 1
+                return super().get(*given)
+
+        matcher._automaton = type(matcher._automaton)(stops)  # no other test has it
+        matcher._automaton._next = [Counted(each) for each in matcher._automaton._next]
+        assert matcher.feed(text) and num_steps <= 2 * len(text)
 
 
 @given(st.text(max_size=20))
