@@ -68,6 +68,12 @@ class RedisServer:
     def empty(self) -> None:
         self.client().flushall()
 
+    def put(self, name: str, value: bytes) -> None:
+        self.client().set(name, value)
+
+    def has(self, name: str) -> bool:
+        return bool(self.client().exists(name))
+
 
 @contextlib.contextmanager
 def redis_server(*options: str) -> Iterator[RedisServer]:
@@ -115,8 +121,19 @@ class MooncakeStore:
 
     def client(self) -> Any:
         client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 32 << 20, "tcp", "", f"127.0.0.1:{self.port}") == 0
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 128 << 20, "tcp", "", f"127.0.0.1:{self.port}") == 0
         return client
+
+    def put(self, name: str, value: bytes) -> None:
+        client = self.client()
+        assert client.put(name, value) == 0
+        client.close()
+
+    def has(self, name: str) -> bool:
+        client = self.client()
+        has: bool = client.is_exist(name) == 1
+        client.close()
+        return has
 
     def empty(self) -> None:
         client = self.client()

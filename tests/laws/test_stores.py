@@ -148,6 +148,46 @@ def test_a_value_that_is_not_the_record_is_a_miss_and_is_removed(make, server, c
     assert store(tier, 1) and load(tier, 1)
 
 
+TYPES = {
+    "list": lambda client, name: client.rpush(name, b"x"),
+    "set": lambda client, name: client.sadd(name, b"x"),
+    "hash": lambda client, name: client.hset(name, b"x", b"y"),
+    "stream": lambda client, name: client.xadd(name, {b"x": b"y"}),
+}
+
+
+@pytest.mark.parametrize("put", TYPES.values(), ids=TYPES)
+def test_a_key_of_another_type_is_one_miss_is_removed_and_pauses_nothing(make, server, put):
+    tier, client = make(server.url), server.client()
+    put(client, value_of(tier, 1))
+    assert found(tier, 1, 2) == [True, False] and not load(tier, 1)
+    assert tier.stats().errors == 1 and not client.exists(value_of(tier, 1)) and not is_left_alone(tier)
+    assert store(tier, 1) and load(tier, 1)
+
+
+def test_a_wrong_record_that_the_store_does_not_remove_pauses_nothing(make, server):
+    tier, client = make(server.url), server.client()
+    client.set(value_of(tier, 1), b"wrong")
+    client.acl_setuser("default", commands=["-unlink"])
+    assert found(tier, 1) == [True] and not load(tier, 1)
+    assert not is_left_alone(tier) and store(tier, 2) and load(tier, 2)
+
+
+@both
+def test_a_value_that_is_too_long_is_not_read_and_is_removed(make, start, kind, monkeypatch):
+    with start() as server:
+        tier, got = make(server.url, kind), []
+        get = tier.get
+        monkeypatch.setattr(tier, "get", lambda name: got.append(get(name)) or got[-1])
+        server.put(value_of(tier, 1), bytes(80 * RECORD_BYTES // 2))
+        assert found(tier, 1) == [True] and not load(tier, 1)
+        assert len(got[0]) != shared.VALUE_BYTES and len(got[0]) < 2 * shared.VALUE_BYTES
+        assert tier.stats().errors == 1 and not is_left_alone(tier)
+        until(lambda: not server.has(value_of(tier, 1)))
+        assert store(tier, 1) and load(tier, 1)
+        tier.close()
+
+
 def test_a_record_under_the_name_of_another_is_a_miss(make, server):
     """As if names of two namespaces met."""
     tier, client = make(server.url), server.client()

@@ -40,6 +40,9 @@ _HEADER: Final = struct.Struct("<8sQI")
 
 _MAGIC: Final = b"vmmkv 1\0"
 
+VALUE_BYTES: Final = _HEADER.size + RECORD_BYTES
+"""Length of a value that is a record."""
+
 _KNOWN_S: Final = 30.0
 """Time for which the answer that a record is there is believed."""
 
@@ -115,7 +118,11 @@ class SharedTier(ThreadedTier):
 
     @abstractmethod
     def get(self, name: str) -> Any:
-        """A value, as a buffer. Raises MissedError if it is not there."""
+        """A value, as a buffer. Raises MissedError if it is not there.
+
+        What is no value of VALUE_BYTES need not be read: any other bytes tell that it is no record. An error means that the
+        store does not answer, and must not depend on the value.
+        """
 
     @abstractmethod
     def put(self, name: str, header: bytes, record: memoryview) -> None:
@@ -123,7 +130,7 @@ class SharedTier(ThreadedTier):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a value."""
+        """Delete a value. Raises Refused if the store answers and does not do it."""
 
     def complaint_of(self, error: Exception) -> str | None:
         """What a store that answers said against this client, and what would work, without passwords; None for no answer."""
@@ -191,9 +198,11 @@ class SharedTier(ThreadedTier):
         if len(record) == len(data) and header == _HEADER.pack(_MAGIC, len(data), checksum_of(key, record)):
             data[:] = record
             return
-        self._learn([key], [False])
-        with self._call():
-            self.remove(_name(key))
+        try:
+            with self._call():
+                self.remove(_name(key))
+        finally:
+            self._learn([key], [False])
         raise OSError(f"{self.where} gave {len(value)} bytes for {_name(key)} that are not the record")
 
     def close(self) -> None:
@@ -338,9 +347,14 @@ class RedisTier(SharedTier):
         return [bool(number) for number in pipeline.execute()]
 
     def get(self, name: str) -> bytes:
-        """See SharedTier.get."""
-        value: bytes | None = self._client.get(name)
-        if value is None:
+        """See SharedTier.get. Of a longer value one byte more than a record's is read."""
+        try:
+            value: bytes = self._client.getrange(name, 0, VALUE_BYTES)
+        except self._errors.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return b""  # a list, say, that another program has put there
+            raise
+        if not value and not self._client.exists(name):
             raise MissedError(name)
         return value
 
@@ -356,7 +370,10 @@ class RedisTier(SharedTier):
 
     def remove(self, name: str) -> None:
         """See SharedTier.remove."""
-        self._client.unlink(name)
+        try:
+            self._client.unlink(name)
+        except self._errors.ResponseError as error:
+            raise Refused(str(error)) from error
 
     def complaint_of(self, error: Exception) -> str | None:
         """See SharedTier.complaint_of."""
@@ -406,10 +423,13 @@ class MooncakeTier(SharedTier):
     def get(self, name: str) -> Any:
         """See SharedTier.get."""
         value = self._connected().get_buffer(name)
-        if value is None:
-            self.ask([])  # or does the master not answer?
-            raise MissedError(name)
-        return value
+        if value is not None:
+            return value
+        size_bytes = self._connected().get_size(name)
+        if size_bytes >= 0 and size_bytes != VALUE_BYTES:
+            return b""  # it does not fit into the client's buffer
+        self.ask([])  # or does the master not answer?
+        raise MissedError(name)
 
     def put(self, name: str, header: bytes, record: memoryview) -> None:
         """See SharedTier.put."""
