@@ -24,6 +24,7 @@ import torch
 from tests.laws.faulty_tier import FaultyDisk, FaultyTier
 from tests.stores import mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
+from vmmkv.tiers import disk as disk_module
 from vmmkv.tiers import open_store
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import ThreadedTier, _Pinned, host_memory
@@ -380,6 +381,38 @@ def test_a_changed_entry_is_no_entry(tmp_path, at):
     again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
     assert again.stats().held_bytes == 0
     again.close()
+
+
+@pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1])
+def test_an_entry_that_no_tier_writes_is_said_once_and_the_tier_goes_on(tmp_path, caplog, generation):
+    with_one(tmp_path)
+    fields = disk_module._ENTRY.pack(generation, key_of(2), 0)
+    entry = (fields + disk_module._own_checksum(3, fields)).ljust(disk_module._ENTRY_BYTES, b"\0")
+    with open(tmp_path / "tier" / "index", "r+b") as index:
+        index.seek(disk_module._entry_at(3))
+        index.write(entry)
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'tier'}: 1 entries of its index are damaged; their records are lost"
+    ]
+    assert load(again, 1) and found(again, 2) == [False]
+    assert all(store(again, number) and load(again, number) for number in range(20, 20 + NUM_RECORDS))
+    assert again.stats().errors == 0
+    again.close()
+
+
+def test_an_index_of_something_else_is_said_once_and_begun_anew(tmp_path, caplog):
+    with_one(tmp_path)
+    index = tmp_path / "tier" / "index"
+    index.write_bytes(b"x" + index.read_bytes()[1:])
+    for _ in range(2):
+        again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+        again.open(CPU)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{tmp_path / 'tier'}: its index is damaged, or of another version: the tier begins empty"
+        ]
+        again.close()
 
 
 def with_one(tmp_path):

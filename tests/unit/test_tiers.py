@@ -3,8 +3,10 @@
 That bytes are right under any order of calls and failures is proved in tests/laws.
 """
 
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -779,3 +781,87 @@ def test_what_cannot_be_restored_is_refused_and_leaves_nothing(cache, pool, tmp_
     assert cache.stats().num_sequences == 0
     cache.drain()
     assert pool.stats().held_bytes == 0
+
+
+HEADERS = {
+    "no tokens": {"num_tokens": 0},
+    "fewer than none": {"num_tokens": -1},
+    "tokens that are no number": {"num_tokens": "100"},
+    "tokens that are a truth": {"num_tokens": True},
+    "tokens that the file has not": {"num_tokens": 200},
+    "more tokens than there are": {"num_tokens": 2**40},
+    "a start before the slot": {"starts": [-1]},
+    "a start behind the end": {"starts": [2**31]},
+    "a start of a group without a window": {"starts": [1]},
+    "a start that is no whole number": {"starts": [0.5]},
+    "no starts": {"starts": None},
+    "starts of two groups": {"starts": [0, 0]},
+    "positions of no row": {"positions": [0]},
+    "positions of more rows": {"positions": [*range(102)]},
+    "positions before the first": {"positions": [-5, 3]},
+    "positions that fall": {"positions": [5, 4]},
+    "positions that repeat": {"positions": [5, 5]},
+    "positions past all": {"positions": [2**63]},
+    "positions that are no list": {"positions": "abc"},
+    "no positions": {"positions": None},
+    "another identity": {"identity": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"[" * 10_000, b'"\xff"', b"{}", b"1" * 5_000, *HEADERS.values()],
+    ids=["nothing", "a list", "deep", "no text", "no field", "a long number", *HEADERS],
+)
+def test_a_header_that_is_not_that_of_a_sequence_is_refused_and_leaves_nothing(cache, pool, tmp_path, text):
+    sequence = cache.open()
+    write(sequence, PROMPT)
+    sequence.save(tmp_path / "one")
+    sequence.close()
+    cache.drain()
+    whole = (tmp_path / "one").read_bytes()
+    (size,) = struct.unpack_from("<I", whole, 16)
+    if isinstance(text, dict):
+        text = json.dumps(json.loads(whole[20 : 20 + size]) | text).encode()
+    header = struct.pack("<I", len(text)) + text + struct.pack("<I", zlib.crc32(text))
+    (tmp_path / "one").write_bytes(whole[:16] + header + whole[24 + size :])
+    with pytest.raises(ValueError, match=r"one (is damaged|was saved from a cache of another layout)") as refused:
+        cache.restore(tmp_path / "one")
+    assert type(refused.value) is ValueError
+    assert cache.stats().num_sequences == 0 and pool.stats().held_bytes == 0
+
+
+def test_a_header_that_says_it_is_longer_than_any_is_not_read(cache, tmp_path):
+    (tmp_path / "one").write_bytes(b"vmmkv sequence 1" + struct.pack("<I", 2**32 - 1))
+    with pytest.raises(
+        ValueError, match=r"is damaged, or its sequence is longer than this cache's slots, which have 512 tokens"
+    ):
+        cache.restore(tmp_path / "one")
+
+
+def test_a_start_that_a_window_has_not_passed_is_damage(pool, tmp_path):
+    with KVCache(WINDOWED, pool, slots=2, max_tokens=256) as cache:
+        sequence = cache.open()
+        write(sequence, PROMPT)
+        sequence.save(tmp_path / "one")
+        whole = (tmp_path / "one").read_bytes()
+        (size,) = struct.unpack_from("<I", whole, 16)
+        fields = json.loads(whole[20 : 20 + size])
+        (windowed,) = (index for index, group in enumerate(WINDOWED.groups) if group.window is not None)
+        needed = WINDOWED.start_for(WINDOWED.groups[windowed], len(PROMPT))
+        for start, said in ((needed, "bytes, and its header says"), (needed + 1, "rows that it needs begin at")):
+            fields["starts"][windowed] = start
+            text = json.dumps(fields).encode()
+            header = struct.pack("<I", len(text)) + text + struct.pack("<I", zlib.crc32(text))
+            (tmp_path / "one").write_bytes(whole[:16] + header + whole[24 + size :])
+            with pytest.raises(ValueError, match=said):
+                cache.restore(tmp_path / "one")
+
+
+def test_positions_of_a_compacted_sequence_come_back(cache, tmp_path):
+    sequence = cache.open()
+    write(sequence, PROMPT)
+    sequence.compact([0, 1, 50, 99])
+    sequence.save(tmp_path / "one")
+    again = cache.restore(tmp_path / "one")
+    assert again.positions().tolist() == [0, 1, 50, 99] and again.position == sequence.position == 100

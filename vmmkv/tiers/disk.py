@@ -10,13 +10,14 @@ higher generation counts.
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,9 +31,14 @@ from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES, checksum_of
 from vmmkv.tiers.tier import MissedError, RecordListener, ThreadedTier, Transfer, touch
 from vmmkv.units import format_bytes
 
+log = logging.getLogger(__name__)
+
 _HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
 _ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
 """Generation, key, and checksum of the record; a checksum of these and the slot's number follows."""
+
+_GENERATIONS: Final = range(1, 1 << 63)
+"""Those that an entry can have: a tier does not come to the end of them."""
 
 _ENTRY_BYTES: Final = 64
 """From one entry to the next: none lies in two sectors."""
@@ -260,13 +266,25 @@ class DiskTier(ThreadedTier):
     # the index
 
     def _read_index(self) -> None:
-        """Find the records that are there. An index of another version is begun anew."""
+        """Find the records that are there. An index of another version is begun anew. The log says once what is damaged."""
         self._records.clear()
         content = (self.path / "index").read_bytes()
         if not content.startswith(_HEADER):
+            if any(content):
+                log.warning("%s: its index is damaged, or of another version: the tier begins empty", self.path)
             self.write_at(self._index_fd, memoryview(_HEADER + bytes(len(content) - len(_HEADER))), 0)
             return
-        for key, slot in sorted(_entries(content), key=lambda entry: entry[1].generation):
+        num_damaged, found = 0, []
+        for number, at in enumerate(range(len(_HEADER), len(content), _ENTRY_BYTES)):
+            entry = content[at : at + _ENTRY_BYTES]
+            known = _entry(number, entry)
+            if known is not None:
+                found.append(known)
+            elif any(entry):
+                num_damaged += 1
+        if num_damaged:
+            log.warning("%s: %d entries of its index are damaged; their records are lost", self.path, num_damaged)
+        for key, slot in sorted(found, key=lambda entry: entry[1].generation):
             self._records.pop(key, None)
             self._records[key] = slot
             self._generation = slot.generation
@@ -323,10 +341,10 @@ def _own_checksum(number: int, fields: bytes) -> bytes:
     return struct.pack("<I", zlib.crc32(fields, number))
 
 
-def _entries(content: bytes) -> Iterator[tuple[bytes, _Slot]]:
-    """The entries of an index that are whole."""
-    for number, at in enumerate(range(len(_HEADER), len(content), _ENTRY_BYTES)):
-        fields, own = content[at : at + _ENTRY.size], content[at + _ENTRY.size : at + _ENTRY.size + 4]
-        if own == _own_checksum(number, fields):
-            generation, key, checksum = _ENTRY.unpack(fields)
-            yield key, _Slot(number, generation, checksum)
+def _entry(number: int, entry: bytes) -> tuple[bytes, _Slot] | None:
+    """Key and slot of an entry of the index; None for one that is not whole, or that no tier writes."""
+    fields = entry[: _ENTRY.size]
+    if entry[_ENTRY.size :] != _own_checksum(number, fields).ljust(_ENTRY_BYTES - _ENTRY.size, b"\0"):
+        return None
+    generation, key, checksum = _ENTRY.unpack(fields)
+    return (key, _Slot(number, generation, checksum)) if generation in _GENERATIONS else None

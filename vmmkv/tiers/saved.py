@@ -11,6 +11,7 @@ Host memory holds the same chunks. Pages that sequences of a batch share are kep
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import struct
@@ -18,9 +19,10 @@ import tempfile
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv.driver.base import DONE, Fence, retried
@@ -30,7 +32,7 @@ from vmmkv.memory.pool import Extent
 from vmmkv.memory.sharing import Pages
 from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import host_memory
-from vmmkv.units import MIB, PAGE_BYTES, counted
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
 
 if TYPE_CHECKING:
     from vmmkv import cache as caches
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 _MAGIC: Final = b"vmmkv sequence 1"
 _NUMBER: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 32 * MIB
+
+_MOST_TOKENS: Final = 2**31
+"""Positions are less."""
+
+_POSITION_BYTES: Final = len(json.dumps([_MOST_TOKENS - 1, _MOST_TOKENS - 1])) - len(json.dumps([_MOST_TOKENS - 1]))
+"""Of one position in a header, at most."""
+
+_HEADER_BYTES: Final = 64 << 10
+"""Of a header without positions, at most."""
 
 
 class _Part(NamedTuple):
@@ -148,12 +159,8 @@ def restore(
     buffer = host_memory(_CHUNK_BYTES, cache.device)
     sequence: caches.Sequence | None = None
     with open(path, "rb") as file:
-        header = _read_header(file, path)
-        if header["identity"] != Keys(cache.layout, fingerprint).identity.hex():
-            raise ValueError(
-                f"{path} was saved from a cache of another layout, or with another fingerprint than {fingerprint!r}"
-            )
-        num_tokens: int = header["num_tokens"]
+        header = _read_header(file, path, cache, fingerprint)
+        num_tokens = header.num_tokens
         copies: list[tuple[int, int, int]] = []
         """Group, size in bytes, and target address: they follow without the lock."""
         try:
@@ -163,13 +170,12 @@ def restore(
                 if num_tokens > end:
                     raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
                 slot = cache.clear_run(1)
-                cache.memory.table.starts[:, slot] = header["starts"]
-                bare: list[Pages] = [{} for _ in header["starts"]]
+                cache.memory.table.starts[:, slot] = header.starts
+                bare: list[Pages] = [{} for _ in header.starts]
                 sequence = cache.open_with(
                     slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append((group, *rest))
                 )
-                if "positions" in header:
-                    sequence.known_positions = np.array(header["positions"])
+                sequence.known_positions = header.positions
             for group, size_bytes, target in copies:
                 for at, chunk_bytes in _chunks(0, size_bytes):
                     data = buffer[:chunk_bytes].numpy().data
@@ -186,13 +192,64 @@ def restore(
     return sequence
 
 
-def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
-    if file.read(len(_MAGIC)) == _MAGIC and len(size := file.read(_NUMBER.size)) == _NUMBER.size:
-        text = file.read(_NUMBER.unpack(size)[0])
-        if file.read(_NUMBER.size) == _NUMBER.pack(zlib.crc32(text)):
-            header: dict[str, Any] = json.loads(text)
-            return header
-    raise ValueError(f"{path} holds no sequence as Sequence.save writes it")
+class _Header(NamedTuple):
+    """What a file says of its sequence; each field is one that a sequence of the cache can have."""
+
+    num_tokens: int
+    starts: list[int]
+    positions: npt.NDArray[np.int64] | None
+
+
+def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprint: str) -> _Header:
+    """The header of a file whose rows are as long as it says. Raises: ValueError for anything else."""
+    if file.read(len(_MAGIC)) != _MAGIC or len(size := file.read(_NUMBER.size)) != _NUMBER.size:
+        raise ValueError(f"{path} holds no sequence as Sequence.save writes it")
+    (size_bytes,) = _NUMBER.unpack(size)
+    if size_bytes > _HEADER_BYTES + _POSITION_BYTES * (cache.max_tokens + 1):
+        raise ValueError(
+            f"{path} is damaged, or its sequence is longer than this cache's slots, which have {cache.max_tokens} tokens: its "
+            f"header has {counted(size_bytes, 'byte')}"
+        )
+    text = file.read(size_bytes)
+    fields: Any = None
+    if file.read(_NUMBER.size) == _NUMBER.pack(zlib.crc32(text)):
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(text)
+    if not isinstance(fields, dict) or not {"identity", "num_tokens", "starts"} <= fields.keys():
+        raise ValueError(f"{path} is damaged: it has no header of a sequence")
+    if fields["identity"] != Keys(cache.layout, fingerprint).identity.hex():
+        raise ValueError(f"{path} was saved from a cache of another layout, or with another fingerprint than {fingerprint!r}")
+    num_tokens, starts, positions = fields["num_tokens"], fields["starts"], fields.get("positions")
+    groups = cache.layout.groups
+    if not _are_whole([num_tokens], range(1, _MOST_TOKENS)):
+        raise ValueError(f"{path} is damaged: no sequence has num_tokens={num_tokens!r:.40}")
+    if not _are_whole(starts, range(num_tokens), len(groups)) or any(
+        start > cache.layout.start_for(group, num_tokens) for group, start in zip(groups, starts, strict=True)
+    ):
+        raise ValueError(
+            f"{path} is damaged: in no sequence of {num_tokens} tokens do the rows that it needs begin at {starts!s:.80}"
+        )
+    if "positions" in fields and (
+        not _are_whole(positions, range(_MOST_TOKENS))
+        or not 1 < len(positions) <= num_tokens + 1
+        or any(position >= following for position, following in itertools.pairwise(positions))
+        or any(group.window is not None for group in groups)
+    ):
+        raise ValueError(f"{path} is damaged: its positions are not those of the rows of a sequence")
+    rows_bytes = [(num_tokens - start) * group.row_bytes for group, start in zip(groups, starts, strict=True)]
+    end_bytes = file.tell() + sum(each + _NUMBER.size * ceil_div(each, _CHUNK_BYTES) for each in rows_bytes)
+    if os.fstat(file.fileno()).st_size != end_bytes:
+        raise ValueError(f"{path} is damaged: it has {os.fstat(file.fileno()).st_size} bytes, and its header says {end_bytes}")
+    return _Header(num_tokens, starts, None if positions is None else np.array(positions))
+
+
+def _are_whole(values: Any, allowed: range, count: int | None = None) -> TypeGuard[list[int]]:
+    """Is this a list of whole numbers that are allowed, and of so many?"""
+    return (
+        isinstance(values, list)
+        and count in (None, len(values))
+        and all(type(value) is int and value in allowed for value in values)
+    )
 
 
 # in host memory
