@@ -5,6 +5,7 @@ written for its tokens in its namespace, and nothing that was not confirmed is s
 """
 
 import contextlib
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import strategies as st
@@ -59,6 +60,8 @@ class PrefixMachine(LawMachine):
         self.said: list[tuple[str, list[int]]] = [("red", [5, 5, 5])]
         """What was inserted, in which namespace; the newest last."""
         self.pinned = False
+        self.pins: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}
+        """By namespace and tokens: where the full extents end that were there when these were pinned, by group."""
 
     def new_prefix(self, seed: int) -> PrefixCache:
         return PrefixCache(self.cache)
@@ -276,10 +279,23 @@ class PrefixMachine(LawMachine):
         prompt = self.said[-1 - pick % len(self.said)][1][:common]
         if ttl_s == "unpin":
             self.prefix.unpin(prompt, namespace=namespace)
+            self.pins.pop((namespace, tuple(prompt)), None)
             return
         pinned = self.prefix.pin(prompt, namespace=namespace, ttl_s=ttl_s)
         self.pinned |= pinned > 0
+        if ttl_s != 1e-9:
+            self.pins.setdefault((namespace, tuple(prompt)), set()).update(self.ends_of_extents(namespace, prompt))
         assert pinned <= self.texts.num_confirmed(namespace, prompt)
+
+    def ends_of_extents(self, namespace: str, prompt: Iterable[int]) -> set[tuple[int, int]]:
+        path, num_tokens = self.prefix._index.tree.match(namespace, list(prompt))
+        pieces = [piece for node in path for piece in node.pieces]
+        return {(piece.group, piece.end_token) for piece in pieces if piece.end_token <= num_tokens}
+
+    @invariant()
+    def full_extents_stay_while_they_are_pinned(self):
+        for (namespace, prompt), ends in self.pins.items():
+            assert ends <= self.ends_of_extents(namespace, prompt)
 
     @rule(num_pages=st.none() | st.integers(0, 3))
     def evict(self, num_pages):

@@ -27,7 +27,7 @@ spaces = st.sampled_from(["red", "blue"])
 prompts = st.lists(st.integers(0, 1), max_size=MAX_TOKENS).map(tuple)
 picks = st.integers(0, 30)
 places = st.sets(st.tuples(st.integers(1, MAX_TOKENS), st.integers(0, 1)), max_size=8).map(sorted)
-untils = st.none() | st.just(math.inf) | st.integers(-1, 12)
+untils = st.just(math.inf) | st.integers(-1, 12)
 
 
 @dataclass
@@ -36,7 +36,6 @@ class Mark:
 
     stamp: int
     locks: int = 0
-    until: float | None = None
     residents: set[int] = field(default_factory=set)
 
 
@@ -45,7 +44,10 @@ def is_prefix(short: Path, long: Path) -> bool:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """`marks` has the nodes, `held` the pieces by path and group, `values` where each value is that was ever made."""
+    """`marks` has the nodes, `held` the pieces by path and group, `values` where each value is that was ever made.
+
+    `pins` says until when, by the path that is kept and the path that was asked for.
+    """
 
     @initialize()
     def make(self):
@@ -55,6 +57,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.tree: RadixTree[int] = RadixTree(self.tick, lambda: self.time)
         self.marks: dict[Path, Mark] = {}
         self.held: dict[tuple[Path, int], int] = {}
+        self.pins: dict[tuple[Path, Path], float] = {}
         self.num_values = 0
         self.returned: Counter[int] = Counter()
         self.lookups: list[tuple[Path, Lookup[int]]] = []
@@ -95,14 +98,15 @@ class RadixMachine(RuleBasedStateMachine):
         left = dict(self.marks)
         gone = []
         while True:
-            free = [end for end in self.leaves(left) if not left[end].locks and not self.is_pinned(left[end])]
+            free = [end for end in self.leaves(left) if not left[end].locks and self.pinned_until(end) is None]
             if not free:
                 return gone
             gone.append(min(free, key=lambda end: left[end].stamp))
             del left[gone[-1]]
 
-    def is_pinned(self, mark: Mark) -> bool:
-        return mark.until is not None and mark.until > self.time
+    def pinned_until(self, path: Path) -> float | None:
+        """By the pins that have not ended."""
+        return max((until for (kept, _), until in self.pins.items() if kept == path and until > self.time), default=None)
 
     # the tree
 
@@ -217,13 +221,28 @@ class RadixMachine(RuleBasedStateMachine):
         self.tree.unlock(self.nodes()[path])
         self.marks[path].locks -= 1
 
-    @precondition(lambda self: self.marks)
-    @rule(pick=picks, until=untils)
-    def pin(self, pick, until):
-        path, node = self.pick(pick)
-        until = until if until is None else self.time + until
-        self.tree.pin(node, until)
-        self.marks[path].until = until
+    @rule(space=spaces, tokens=prompts, until=untils)
+    def pin(self, space, tokens, until):
+        known = self.known((space, tokens))
+        assert self.tree.pin(space, list(tokens), self.time + until) == known
+        if known:
+            kept = (space, tokens[:known])
+            self.cut(kept)
+            self.use(kept)
+            self.keep(kept, (space, tokens), self.time + until)
+
+    def keep(self, kept: Path, asked: Path, until: float) -> None:
+        self.pins[kept, asked] = max(until, self.pins.get((kept, asked), until))
+
+    @rule(space=spaces, tokens=prompts)
+    def unpin(self, space, tokens):
+        self.tree.unpin(space, list(tokens))
+        self.pins = {(kept, asked): until for (kept, asked), until in self.pins.items() if asked != (space, tokens)}
+
+    @precondition(lambda self: self.pins)
+    @rule(pick=picks)
+    def unpin_what_is_pinned(self, pick):
+        self.unpin(*sorted(asked for _, asked in self.pins)[pick % len(self.pins)])
 
     @rule(seconds=st.integers(1, 8))
     def wait(self, seconds):
@@ -254,6 +273,10 @@ class RadixMachine(RuleBasedStateMachine):
         start = self.start(path)
         self.give_back(path, start, self.tree.remove(node))
         del self.marks[path]
+        for kept, asked in [pin for pin in self.pins if pin[0] == path]:
+            until = self.pins.pop((kept, asked))
+            if start:
+                self.keep((path[0], path[1][:start]), asked, until)
 
     # always
 
@@ -265,7 +288,8 @@ class RadixMachine(RuleBasedStateMachine):
         for path, node in nodes.items():
             mark = self.marks[path]
             assert (node.start, node.end) == (self.start(path), len(path[1]))
-            assert (node.locks, node.pinned_until) == (mark.locks, mark.until)
+            until = node.pinned_until if self.tree.is_pinned(node) else None
+            assert (node.locks, until) == (mark.locks, self.pinned_until(path))
             assert node.residents.keys() == mark.residents
             assert node.stamp == mark.stamp if node.is_leaf else node.stamp <= mark.stamp
         assert self.tree.num_nodes == len(self.marks)
@@ -287,8 +311,9 @@ class RadixMachine(RuleBasedStateMachine):
         for path, node in self.nodes().items():
             for _ in range(self.marks[path].locks):
                 self.tree.unlock(node)
-            self.tree.pin(node, None)
-            self.marks[path].locks, self.marks[path].until = 0, None
+            self.marks[path].locks = 0
+        self.tree.unpin_all()
+        self.pins.clear()
         self.evict(len(self.marks))
         assert self.tree.num_nodes == self.tree.num_tokens == 0
         assert self.returned == Counter(range(self.num_values))

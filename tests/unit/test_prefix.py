@@ -422,6 +422,54 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned_or_its_time_is_over(prefix):
     assert [prefix.match([number] * 33) for number in (1, 2, 3)] == [0, 0, 32]
 
 
+def test_unpin_takes_back_the_pin_of_exactly_these_tokens(prefix):
+    pinned, other = [*PROMPT[:48], 300], [PROMPT[0], *range(400, 447)]
+    for tokens in (pinned, other):
+        park(prefix, tokens)
+    prefix.pin(pinned)
+    prefix.pin(PROMPT[:32])
+    for tokens in (other, PROMPT[:40], PROMPT[:1], [*pinned, 1], []):
+        prefix.unpin(tokens)
+        prefix.evict()
+        assert prefix.match([*pinned, 1]) == 49, f"gone by unpin of {len(tokens)} other tokens"
+    prefix.unpin(pinned)
+    prefix.evict()
+    assert prefix.match(PROMPT) == 32
+    prefix.unpin(PROMPT[:32])
+    prefix.evict()
+    assert prefix.match(PROMPT) == 0
+
+
+def test_unpin_finds_a_pin_of_tokens_that_were_not_all_known(prefix):
+    park(prefix, PROMPT[:40])
+    assert prefix.pin(PROMPT[:60]) == 40
+    park(prefix, PROMPT[:60])
+    prefix.evict()
+    assert prefix.match(PROMPT) == 40
+    prefix.unpin(PROMPT[:60])
+    prefix.evict()
+    assert prefix.match(PROMPT) == 0
+
+
+@pytest.mark.parametrize("lives", [(None, 1e-9), (1e-9, None)])
+def test_of_two_pins_the_one_that_ends_later_counts(prefix, lives):
+    park(prefix, PROMPT[:32])
+    for ttl_s in lives:
+        prefix.pin(PROMPT[:32], ttl_s=ttl_s)
+    prefix.evict()
+    assert prefix.match(PROMPT) == 32
+
+
+def test_a_pin_keeps_what_is_left_of_its_tokens(prefix, cache):
+    park(prefix, PROMPT[:16])
+    park(prefix, PROMPT[:30])  # its last rows are in no full page
+    prefix.pin(PROMPT[:30])
+    for parked in cache.parked():
+        cache.evict(parked)
+    prefix.evict()
+    assert prefix.match(PROMPT) == 16
+
+
 def test_a_batch_spares_pinned_slots_while_others_can_be_taken(prefix, cache):
     for number in range(4):
         park(prefix, [number] * 20)

@@ -95,7 +95,7 @@ def test_leaves_that_are_removed_out_of_order_leave_nothing_behind(tree: Tree) -
     assert len(tree.eviction._heap) < 100
     tree.check()
     leaves = [tree.insert("red", [token]).node for token in range(3000)]
-    tree.pin(leaves[0], float("inf"))
+    tree.pin("red", [0], float("inf"))
     tree.eviction.oldest()  # looks past it
     for leaf in reversed(leaves):
         tree.remove(leaf)

@@ -388,26 +388,21 @@ class PrefixCache:
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
         """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None). Returns its length.
 
-        Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken.
+        Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken. What is
+        pinned a second time is kept until the later of the two ends.
         """
         tokens, namespace = _checked(tokens), owner("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
             self.cache.check_open()
-            match = self._index.tree.match(namespace, tokens)
-            if not match.num_tokens:
-                return 0
-            node = self._index.tree.insert(namespace, tokens[: match.num_tokens]).node
-            self._index.tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
-            return match.num_tokens
+            return self._index.tree.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
-        """Let these tokens and their pinned prefixes be evicted again."""
+        """Take back what `pin` did for exactly these tokens. Other pins stay, also those of prompts that begin alike."""
         tokens, namespace = _checked(tokens), owner("namespace", namespace)
         with self.cache.pool.lock:
-            for node in self._index.tree.match(namespace, tokens).path:
-                self._index.tree.pin(node, None)
+            self._index.tree.unpin(namespace, tokens)
 
     def evict(self, num_pages: int | None = None) -> int:
         """Evict the least recently used leaves, at least `num_pages` pages if there are so many (all by default)."""

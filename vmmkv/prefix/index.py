@@ -317,9 +317,7 @@ class PrefixIndex:
         if self.sealed is not None:
             self.sealed.close()
             self.sealed = None
-        for node in self.tree.nodes():
-            if node.pinned_until is not None:
-                self.tree.pin(node, None)
+        self.tree.unpin_all()
         while (leaf := self.tree.eviction.oldest()) is not None:
             self.evict_leaf(leaf)
         return fences
@@ -404,12 +402,12 @@ class PrefixIndex:
     def _tidy(self, node: Node[Placed]) -> None:
         """Cut a leaf without residents back to where its extents end, remove it if it has none, and go on with its parent."""
         while node.parent is not None and node.is_leaf and not node.locks and not node.residents:
-            parent = node.parent
             last = node.pieces[-1].end_token if node.pieces else node.start
             if last == node.end:
                 return
             if last > node.start:
-                self.tree.pin(self.tree.split(node, last), node.pinned_until)
+                self.tree.split(node, last)
+            parent = node.parent
             self._drop(self.tree.remove(node))
             node = parent
 

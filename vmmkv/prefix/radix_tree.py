@@ -40,6 +40,7 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any]
 TOKEN_BYTES: Final = 4
 
 _NO_SLOTS: Final[Mapping[int, None]] = MappingProxyType({})
+_NO_PINS: Final[Mapping[bytes, float]] = MappingProxyType({})
 
 
 class Piece(NamedTuple, Generic[T]):
@@ -85,7 +86,7 @@ class Node(Generic[T]):
     """
 
     __slots__ = (
-        "below", "edge", "end", "is_queued", "locks", "parent", "pieces", "pinned_until", "residents", "stamp", "start"
+        "below", "edge", "end", "is_queued", "locks", "parent", "pieces", "pins", "residents", "stamp", "start"
     )  # fmt: skip
 
     def __init__(self, parent: "Node[T] | None", edge: bytes, start: int, stamp: int) -> None:
@@ -105,8 +106,8 @@ class Node(Generic[T]):
         """Running sequences that use the path up to here. While there are any, neither it nor an ancestor is evicted."""
         self.stamp = stamp
         """The last use of the node itself, or of a descendant that has been removed since."""
-        self.pinned_until: float | None = None
-        """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
+        self.pins: Mapping[bytes, float] = _NO_PINS
+        """By the packed tokens with which the pinned ones go on past the node: when the pin ends, as `RadixTree.pin` says."""
         self.is_queued = False
         """Has it an entry in the heap of `EvictionOrder`?"""
         self.residents: Mapping[int, None] = _NO_SLOTS
@@ -115,6 +116,11 @@ class Node(Generic[T]):
     def __repr__(self) -> str:
         state = f", {self.locks} locks" * (self.locks > 0) + f", pinned until {self.pinned_until}" * bool(self.pinned_until)
         return f"<Node [{self.start}, {self.end}), {len(self.children)} children, {len(self.pieces)} pieces{state}>"
+
+    @property
+    def pinned_until(self) -> float | None:
+        """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
+        return max(self.pins.values()) if self.pins else None
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -403,7 +409,8 @@ class RadixTree(Generic[T]):
     def remove(self, leaf: Node[T]) -> list[Piece[T]]:
         """Remove an unlocked leaf, pinned or not; its pieces are the caller's again.
 
-        Its parent may become a leaf, with the later stamp of the two. A namespace goes with its last node.
+        Its parent may become a leaf, with the later stamp of the two, and gets the pins: they keep what is left of their
+        tokens. A namespace goes with its last node.
         """
         parent = leaf.parent
         assert parent is not None, f"{leaf} is in no tree"
@@ -417,6 +424,8 @@ class RadixTree(Generic[T]):
         self.eviction.drop(leaf, self.num_nodes)
         if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
+            for rest, until in leaf.pins.items():
+                self._pin(parent, leaf.edge + rest, until)
             self.eviction.add(parent)
         elif parent.is_leaf:
             del self._roots[parent.namespace]
@@ -440,11 +449,37 @@ class RadixTree(Generic[T]):
         node.locks -= 1
         self.eviction.add(node)
 
-    def pin(self, node: Node[T], until: float | None) -> None:
-        """Keep a node and its ancestors from being evicted until then (inf: for ever; None: not pinned)."""
-        assert node.parent is not None, f"{node} is in no tree"
-        node.pinned_until = until
-        self.eviction.add(node)
+    def pin(self, namespace: Hashable, tokens: Tokens, until: float) -> int:
+        """Keep the known prefix of some tokens from being evicted until then (inf: for ever); its length. It is a use, too.
+
+        The pin is these tokens' own: others that begin alike have others. Of two for the same tokens the later end counts.
+        Raises ValueError for anything but token ids.
+        """
+        packed, num_tokens = pack(tokens), self.match(namespace, tokens).num_tokens
+        if num_tokens:
+            self._pin(self.insert(namespace, tokens[:num_tokens]).node, packed[num_tokens * TOKEN_BYTES :], until)
+        return num_tokens
+
+    def unpin(self, namespace: Hashable, tokens: Tokens) -> None:
+        """Take back the pin of exactly these tokens, however many of them were known then. ValueError as `pin`."""
+        packed, (path, num_tokens) = pack(tokens), self.match(namespace, tokens)
+        for node in path:
+            rest = packed[node.end * TOKEN_BYTES :]
+            if node.end <= num_tokens and rest in node.pins:
+                node.pins = {each: until for each, until in node.pins.items() if each != rest} or _NO_PINS
+                self.eviction.add(node)
+
+    def unpin_all(self) -> None:
+        """Take back every pin."""
+        for node in self.nodes():
+            if node.pins:
+                node.pins = _NO_PINS
+                self.eviction.add(node)
+
+    def _pin(self, node: Node[T], rest: bytes, until: float) -> None:
+        """Add a pin, and forget those that have ended."""
+        now, pins = self._now(), [*node.pins.items(), (rest, max(until, node.pins.get(rest, until)))]
+        node.pins = {each: end for each, end in pins if end > now} or _NO_PINS
 
     def is_pinned(self, node: Node[T]) -> bool:
         """Has it a pin that has not expired?"""
