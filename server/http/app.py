@@ -394,7 +394,7 @@ async def _render(service: Service, request: Request, body: schemas.GenerationRe
 
     def write() -> str:
         texts = [
-            responses.RenderedRequest.of(body, prompt, own, id_prefix).model_dump_json()
+            responses.RenderedRequest.of(body, prompt, own, model=service.model, id_prefix=id_prefix).model_dump_json()
             for prompt, own in zip(prompts, params, strict=True)
         ]
         return texts[0] if isinstance(body, schemas.ChatRequest) else f"[{','.join(texts)}]"
@@ -523,6 +523,5 @@ def _document(app: FastAPI, model: str) -> dict[str, Any]:
     whole: dict[str, Any] = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
     for schema in whole["components"]["schemas"].values():
         if schema["title"].endswith("Request") and "model" in schema["properties"]:
-            names = [model] if "model" in schema.get("required", ()) else [model, None]
-            schema["properties"]["model"] = {"enum": names, "title": "Model"}
+            schema["properties"]["model"] = {"enum": [model, None], "title": "Model"}
     return whole

@@ -240,14 +240,16 @@ class RenderedRequest(BaseModel):
     kv_transfer_params: None = None
 
     @classmethod
-    def of(cls, body: GenerationRequest, prompt: list[int], params: SamplingParams, id_prefix: str) -> "RenderedRequest":
+    def of(
+        cls, body: GenerationRequest, prompt: list[int], params: SamplingParams, *, model: str, id_prefix: str
+    ) -> "RenderedRequest":
         """From a request, one of its prompts and that one's sampling parameters."""
         sampling = {name: getattr(params, name) for name in _RENDERED}
         return cls.model_construct(
             request_id=f"{id_prefix}-{uuid.uuid4().hex}",
             token_ids=prompt,
             sampling_params=sampling | {"logit_bias": dict(params.logit_bias)},
-            model=body.model,
+            model=model,
             stream=bool(body.stream),
             stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
             cache_salt=body.cache_salt,

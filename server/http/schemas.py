@@ -130,27 +130,48 @@ RESERVED: Final = frozenset(
 """Template variables that the renderer sets itself; another template, for one, would be the client's program."""
 
 
+def _as_whole(value: Any) -> Any:
+    """3.0 is 3: languages with one kind of number write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _as_prompts(value: Any) -> list[Prompt]:
     """A list of prompts from any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
-    if isinstance(value, str) or (value and _are_token_ids(value)):
+    if isinstance(value, str):
         return [value]
+    if value and (ids := _token_ids(value)) is not None:
+        return [ids]
     if isinstance(value, list) and value:
         if len(value) > MAX_CHOICES:
             many = f"it has {len(value)} prompts and a request may have {MAX_CHOICES}; send the others in further requests"
             raise refusal("", many)
-        if all(isinstance(item, str) for item in value) or all(map(_are_token_ids, value)):
+        if all(isinstance(item, str) for item in value):
             return value
+        lists: list[Prompt] = [ids for item in value if (ids := _token_ids(item)) is not None]
+        if len(lists) == len(value):
+            return lists
     raise refusal("", "it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
-def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+def _token_ids(value: Any) -> list[int] | None:
+    """A list of token ids; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    ids = value if set(map(type, value)) <= {int} else list(map(_as_whole, value))
+    return ids if set(map(type, ids)) <= {int} else None
 
 
 def _as_policy(value: Any) -> Any:
     if not isinstance(value, dict | str):
         raise refusal("", 'it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}')
-    return value if isinstance(value, str) else {name: option for name, option in value.items() if option is not None}
+    if isinstance(value, str):
+        return value
+    return {name: _as_whole(option) for name, option in value.items() if option is not None}
+
+
+def _as_num_logprobs(value: Any) -> Any:
+    """vLLM's completions take a chat's true for 1; false asks for none."""
+    return (1 if value else None) if isinstance(value, bool) else value
 
 
 def _as_stops(value: Any) -> Any:
@@ -203,10 +224,16 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
     return value
 
 
+_WHOLE: Final = BeforeValidator(_as_whole)
+"""Of each integer of a request."""
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-TokenId = Annotated[int, Field(ge=0, lt=MAX_INDEX)]
+TokenId = Annotated[int, Field(ge=0, lt=MAX_INDEX), _WHOLE]
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
+NumLogprobs = Annotated[
+    _NumLogprobs | None, BeforeValidator(_as_num_logprobs, json_schema_input_type=_NumLogprobs | bool | None)
+]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0), _WHOLE]], Field(min_length=1)]
 _UpToMost = Field(min_length=1, max_length=MAX_CHOICES)
 Prompts = Annotated[
     list[Prompt],
@@ -337,7 +364,7 @@ def _wire_field(param: "dataclasses.Field[Any]") -> Any:
     if interval is None:
         form: Any = param.type
     elif interval.kind is int:
-        form = Annotated[int, Field(ge=interval.least, lt=interval.end)]
+        form = Annotated[int, Field(ge=interval.least, lt=interval.end), _WHOLE]
     else:
         gt, ge = (interval.least, None) if interval.is_open else (None, interval.least)
         form = Annotated[float, Field(gt=gt, ge=ge, le=_OPENAI_MOST.get(param.name, interval.end), allow_inf_nan=False)]
@@ -363,10 +390,11 @@ class GenerationRequest(_SamplingFields):
     is_continued: ClassVar[bool] = False
     """Whether the answer goes on in the prompt's text."""
 
-    model: str
-    n: Annotated[int, Field(ge=1)] = 1
+    model: str | None = None
+    """The served one; no other is there."""
+    n: Annotated[int, Field(ge=1), _WHOLE] = 1
     """Choices for each prompt: sampled with consecutive seeds, or the best of a beam search."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
     stop: Stops = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     stream: bool | None = None
@@ -379,13 +407,13 @@ class GenerationRequest(_SamplingFields):
     """JSON, of a schema or any object. OpenAI has it for chats alone, vLLM for completions too."""
 
     # vLLM's additions.
-    priority: Annotated[int, Field(ge=-MAX_INDEX, lt=MAX_INDEX)] = 0
+    priority: Annotated[int, Field(ge=-MAX_INDEX, lt=MAX_INDEX), _WHOLE] = 0
     """Lower ones run first."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     """Only requests of one salt, or those without, share cached prefixes. Those of different API keys never do."""
     use_beam_search: bool = False
     """Search for the likeliest answers instead of sampling. Stop strings cut the texts that the search found."""
-    beam_width: Annotated[int, Field(ge=1)] | None = None
+    beam_width: Annotated[int, Field(ge=1), _WHOLE] | None = None
     """Beams of the search; `n` by default."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, a regular expression, choices or a grammar that the answer follows."""
@@ -528,10 +556,10 @@ class CompletionRequest(GenerationRequest):
     default_tokens = 16  # OpenAI's
     is_continued = True
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
     """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
+    logprobs: NumLogprobs = None
+    """The log-probability of each token of the answer, and of so many of the likeliest at its place; true for 1."""
     echo: bool | None = None
     """Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."""
 
@@ -594,10 +622,10 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template_kwargs: TemplateVariables | None = None
     """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
     logprobs: bool | None = None
     """Have the log-probability of each token of the answer."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE] | None = None
     """And of so many of the likeliest at its place."""
 
     @model_validator(mode="before")
@@ -658,7 +686,7 @@ class DetokenizeRequest(WireRequest):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], BeforeValidator(lambda value: _token_ids(value) or value)]
 
 
 class ResetRequest(WireRequest):
@@ -668,5 +696,5 @@ class ResetRequest(WireRequest):
 class ResizeRequest(WireRequest):
     """POST /kv/resize."""
 
-    budget_bytes: Annotated[int, Field(ge=1, lt=1 << 62)]
+    budget_bytes: Annotated[int, Field(ge=1, lt=1 << 62), _WHOLE]
     """The new value of --kv-budget."""

@@ -16,16 +16,16 @@ from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
 OF_BOTH: dict[str, list[Any]] = {
     "n": [0, 129, 1.5],
     "max_tokens": [-1, 1.5, True],
-    "min_tokens": [-1, 1.0],
+    "min_tokens": [-1, 1.5, False],
     "temperature": [-0.1, 2.1, "hot", math.nan],
     "top_p": [0, 1.5],
-    "top_k": [-2, 1.0],
+    "top_k": [-2, 1.5, True],
     "min_p": [1.5, -0.1],
     "presence_penalty": [2.5],
     "frequency_penalty": [-2.5],
     "repetition_penalty": [0, 101],
     "logit_bias": [{"five": 1}, {"-5": 1}, {"5": 100.5}, {"5": "1"}, {"258": 1}, [5], {str(each): 1 for each in range(1025)}],
-    "seed": [1 << 63],
+    "seed": [1 << 63, 1e19],
     "stop": ["a" * 4097, ["a" * 4096, "b"], ["a", ""], "", 3, [3], "\ud800"],
     "stop_token_ids": [[10**30], [-1], [258], [1] * 65],
     "use_beam_search": [1],
@@ -47,13 +47,13 @@ OF_BOTH: dict[str, list[Any]] = {
     "made_up": [1],
 }
 OF_COMPLETIONS: dict[str, list[Any]] = {
-    "logprobs": [True],
+    "logprobs": [1.5],
     "echo": ["yes"],
     "suffix": ["end"],
     "max_tokens": [0],
     "min_tokens": [17],  # max_tokens is 16 unless given
     "prompt": [
-        *("", [], [[]], ["ok", ""], [1, "two"], [-1], [258], None),
+        *("", [], [[]], ["ok", ""], [1, "two"], [1.5], [True], [[1], None], [-1], [258], None),
         *(["a"] * 129, [[1]] * 129, "\ud800", "a" * 5000 + "\udfff"),
     ],
 }
@@ -217,6 +217,15 @@ def test_another_model_is_not_found(server: Running) -> None:
     assert caught.value.code == "model_not_found"
     for path, body in ((CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         assert server.post(path, {"model": "\ud800", **body}).status_code == 404
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_model_left_out_is_the_served_one(server: Running, path: str) -> None:
+    asked = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
+    for body in (asked, asked | {"model": None}, asked | {"model": "tiny"}):
+        assert server.post(path, body).json()["model"] == "tiny"
+        rendered = server.post(f"{path}/render", body).json()
+        assert (rendered if path == CHAT else rendered[0])["model"] == "tiny"
 
 
 def test_every_error_has_openais_form(server: Running) -> None:

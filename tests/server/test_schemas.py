@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.server.support import HELLO
 from vmmkv.server.http.schemas import (
@@ -23,8 +24,8 @@ from vmmkv.server.http.schemas import (
 
 LEAST: dict[type[WireRequest], dict[str, Any]] = {
     ChatMessage: HELLO[0],
-    ChatRequest: {"model": "tiny", "messages": HELLO},
-    CompletionRequest: {"model": "tiny", "prompt": "a"},
+    ChatRequest: {"messages": HELLO},
+    CompletionRequest: {"prompt": "a"},
     DetokenizeRequest: {"tokens": [1]},
     JsonSchema: {"schema": {"type": "null"}},
     ResetRequest: {},
@@ -53,6 +54,52 @@ def test_null_is_the_default_of_all_that_may_be_left_out(form: type[WireRequest]
     assert form.model_validate(nulls) == form.model_validate(least)
     for name, field in schema.get("properties", {}).items():
         assert (name in schema.get("required", ())) == ({"type": "null"} not in field.get("anyOf", ())), name
+
+
+def refuses(form: type[WireRequest], name: str, value: Any) -> bool:
+    """Whether a field refuses a value, whatever others say of it."""
+    try:
+        form.model_validate(LEAST[form] | {name: value})
+    except ValidationError as error:
+        return any(each["loc"][:1] == (name,) for each in error.errors())
+    return False
+
+
+@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, DetokenizeRequest, ResizeRequest])
+def test_a_whole_number_may_be_written_as_a_float_and_no_bool_is_one(form: type[WireRequest]) -> None:
+    """Languages with one kind of number write 3.0."""
+    checked = set()
+    for name, field in form.model_json_schema()["properties"].items():
+        parts = [each for part in (field, *field.get("anyOf", ())) for each in (part, *part.get("anyOf", ()))]
+        types = {each.get("type") for each in parts}
+        lists = [each["items"] for each in parts if each.get("type") == "array"]
+        for each, form_of in [
+            *((part, lambda value: value) for part in parts),
+            *((part, lambda value: [value]) for part in lists),
+        ]:
+            if each.get("type") == "integer":
+                checked.add(name)
+                assert not refuses(form, name, form_of(float(max(1, each.get("minimum", 1))))), name
+                assert refuses(form, name, form_of(1.5)), name
+                assert refuses(form, name, form_of(True)) or "boolean" in types, name
+    assert checked >= {
+        ChatRequest: {"max_tokens", "n", "seed", "priority", "stop_token_ids", "top_k", "top_logprobs", "beam_width"},
+        CompletionRequest: {"prompt", "logprobs", "min_tokens"},
+        DetokenizeRequest: {"tokens"},
+        ResizeRequest: {"budget_bytes"},
+    }[form]  # fmt: skip
+
+
+def test_floats_that_are_whole_are_token_ids_and_options_of_a_policy() -> None:
+    policy = {"type": "tova", "budget": 9, "every": 3}
+    asked = CompletionRequest(model=None, prompt=[1.0, 2], kv_policy=policy | {"every": 3.0}, stop_token_ids=[7.0])  # type: ignore[arg-type]
+    assert asked.prompt == [[1, 2]] and asked.params.kv_policy == policy and asked.params.stop_token_ids == (7,)
+    assert CompletionRequest(prompt=[[1.0], [2]]).prompt == [[1], [2]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(True, 1), (False, None), (None, None), (0, 0), (2.0, 2)])
+def test_true_asks_a_completion_for_one_likeliest_token_at_each_place(given: Any, wanted: int | None) -> None:
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": given}).params.logprobs == wanted
 
 
 def test_null_is_the_default_of_a_policys_options() -> None:
