@@ -30,6 +30,7 @@ from vmmkv.errors import (
     RowsUnmapped,
     SequenceTooLong,
     TierUnavailable,
+    ViewNotCloned,
     VmmkvError,
 )
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
@@ -86,6 +87,7 @@ __all__ = [
     "Tier",
     "TierStats",
     "TierUnavailable",
+    "ViewNotCloned",
     "VmmkvError",
 ]
 

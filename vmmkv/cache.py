@@ -138,7 +138,8 @@ class Sequence(Planes, Closing, Unique):
 
     def __init__(self, cache: "KVCache", slot: int, max_tokens: int, tenant: Hashable) -> None:
         self.cache = cache
-        self._rows: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._rows: dict[int, tuple[tuple[int, int], torch.Tensor, int]] = {}
+        """Of each group the rows [start, limit) of the last view, and their address."""
         self.slot = slot
         self.max_tokens = max_tokens
         self.tenant = tenant
@@ -330,7 +331,8 @@ class Sequence(Planes, Closing, Unique):
 
         Its storage ends with the last mapped row, so torch itself refuses to go past it. Take a new view after `grow`,
         `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: touching unmapped
-        addresses ends the process, or loses the CUDA context.
+        addresses ends the process, or loses the CUDA context. What torch saves, pickles, deep-copies or sends of it is the
+        storage, which has all layers: clone() it first. `share_memory_` makes a copy of it, with a warning.
         Cost: 3 us; no driver call, no copy.
         Raises: LayoutError for a layer or plane that the layout does not have.
         """
@@ -339,8 +341,9 @@ class Sequence(Planes, Closing, Unique):
         arena = self.cache.memory.arena_of(layer)
         bounds = int(table.starts[arena.index, self.slot]), int(table.limits[self.slot])
         known = self._rows.get(arena.index)
-        if known is None or known[0] != bounds:
-            known = self._rows[arena.index] = bounds, arena.rows(self.slot, *bounds)
+        if known is None or known[0] != bounds or known[1].data_ptr() != known[2]:  # share_memory_ moves a storage
+            rows = arena.rows(self.slot, *bounds)
+            known = self._rows[arena.index] = bounds, rows, rows.data_ptr()
         return arena.view_rows(known[1], layer, plane)
 
     def park(self, num_tokens: int | None = None) -> ParkedSlot:
@@ -715,7 +718,8 @@ class KVCache(Planes, Closing, Unique):
         Slot 0 is the null slot: its first page is always mapped, read-only and zero. Kernels and launchers that look at the
         tensor's own address find memory there, and padding rows of a batch point to it. Most of the rest is not mapped:
         a kernel must load rows below each sequence's length only (plus the guard). Strides pass 2**31 elements. The view
-        is valid until the cache is closed. Cost: about 4 us; no driver call, no copy, no touch.
+        is valid until the cache is closed. To save, pickle, deep-copy or share it, or a part of it, raises ViewNotCloned:
+        clone() the rows that there are. Cost: about 4 us; no driver call, no copy, no touch.
         """
         self.check_open()
         return self.memory.arena_of(layer).view(layer, plane)

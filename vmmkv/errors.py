@@ -104,6 +104,10 @@ class RowsUnmapped(VmmkvError):
     """Rows that are not mapped, or no longer kept, were asked for."""
 
 
+class ViewNotCloned(VmmkvError):
+    """A view was to be saved, pickled, copied or shared with a storage that torch cannot take whole: clone() it first."""
+
+
 class Closed(VmmkvError):
     """A pool, cache or sequence was used after it was closed."""
 

@@ -26,6 +26,7 @@ from vmmkv.errors import OutOfAddresses
 from vmmkv.layout import Group
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.memory.storage import mapped, reserved
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 
@@ -291,7 +292,7 @@ class Arena:
         self.reserved_bytes = arena_bytes([group], slots, max_rows)
         self.address = address
         self.spans = [Span(slot, address + slot * self.slot_bytes, index, group) for slot in range(1 + slots)]
-        self._bytes = wrap(address, self.reserved_bytes, driver.device)
+        self._bytes = reserved(wrap(address, self.reserved_bytes, driver.device))
         self._driver = driver
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
@@ -310,7 +311,7 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8, device=self._driver.device)  # a storage that ends at once
         row_bytes = self.group.row_bytes
         size_bytes = (end_token - start_token) * row_bytes
-        return wrap(self.spans[slot].address + start_token * row_bytes, size_bytes, self._driver.device)
+        return mapped(wrap(self.spans[slot].address + start_token * row_bytes, size_bytes, self._driver.device))
 
     def view_rows(self, rows: torch.Tensor, layer: int, plane: str) -> torch.Tensor:
         """One plane of one layer of what `rows` gave: [tokens, heads, dim]."""

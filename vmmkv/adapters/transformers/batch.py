@@ -426,6 +426,14 @@ class WindowRows:
         first = self.first_token(num_past) - self.num_dropped
         return self._all_rows().rows(first, num_tokens - self.num_dropped - first).of_layer[layer]
 
+    def view_alone(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """What the next token sees of a layer if there is one sequence: as `view`, over a storage of mapped rows alone."""
+        (sequence,) = self.sequences
+        before = self.num_dropped + sequence.start(self.cache.layout.group_of[layer])
+        rows = slice(self.first_token(num_tokens) - before, num_tokens - before)
+        k_TKD, v_TKD = sequence.k(layer)[rows], sequence.v(layer)[rows]
+        return k_TKD.transpose(0, 1)[None], v_TKD.transpose(0, 1)[None]
+
     def _all_rows(self) -> BatchViews:
         if self._views is None:
             self._views = BatchViews(self.cache, self.sequences[0].slot, len(self.sequences))

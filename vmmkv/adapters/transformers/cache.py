@@ -421,14 +421,19 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     def states(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
 
-        A copy while equal prompts are kept once. Valid until the next call of the cache or the model.
+        A copy while equal prompts are kept once. Valid until the next call of the cache or the model; `clone()` keeps them.
+        torch saves, pickles and deep-copies a view with its whole storage: the rows of all layers if there is one sequence.
+        Views of several sequences raise ViewNotCloned there. `save` writes the cache to a file.
         """
         self._check_open()
         if not self._num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
         self._follow_stream()
         self.restore()
-        return self._seen(self._rows(layer_idx), layer_idx, 0)
+        rows = self._rows(layer_idx)
+        assert self._lineage is not None, "there are tokens"
+        is_alone = self._lineage.settled and self._lineage.num_sequences == 1
+        return rows.view_alone(layer_idx, self._num_tokens) if is_alone else self._seen(rows, layer_idx, 0)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Of each layer keys, values (see `states`; None before the first token) and window, as a DynamicCache gives them."""
