@@ -18,7 +18,7 @@ KV_EVENTS_PENDING: Final = 1 << 16
 """Changes of the prefix tree that may wait to be published."""
 KV_EVENTS_REPLAYED: Final = 10_000
 """The last batches of events, which are sent again on request."""
-KV_EVENTS_HWM: Final = 100_000
+KV_EVENTS_HWM: Final = 10_000
 """Batches that wait for a slow subscriber, before it loses some."""
 
 

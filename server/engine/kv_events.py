@@ -3,6 +3,8 @@
     tree ── stored, removed ───┬── pending, bounded ── thread: hash, pack ── PUB      topic, number, batch
     tiers ── described, held ──┘                             └── the last batches ── ROUTER      a number in, those since out
 
+A subscriber or client that does not read costs the batches of its queue, and over TCP after UNREAD_MS its connection.
+
 The tree has no blocks: an event names the blocks of BLOCK_TOKENS tokens whose last token came or went. Nor have tiers: a block
 is in a tier while all records with rows of it are. The engine's thread appends references to tokens and keys, and nothing else:
 beside a busy thread a driver call takes 5 ms, so this one works in pieces.
@@ -15,9 +17,11 @@ import itertools
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -44,6 +48,14 @@ LAST_NUMBER: Final = (-1).to_bytes(8, "big", signed=True)
 """In place of a batch's number: a replay has ended."""
 LINGER_MS: Final = 200
 """For the last batches to leave."""
+REPLAY_HWM: Final = 16
+"""Batches that wait for one client of a replay to read. The others follow as it reads."""
+REPLAY_PERIOD_MS: Final = 5
+"""Between two looks at whether a client has read."""
+UNREAD_MS: Final = 30_000
+"""A peer over TCP that reads nothing for so long, though there is something, loses its connection."""
+_MOST_ASKED_BYTES: Final = 1024
+"""Of one frame from a peer: a request has 8, a subscription its topic. A peer that sends more loses its connection."""
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +127,9 @@ class KVEventPublisher:
         """Of these, those of whose records something was lost: they tell all before a path is described."""
         self._number = -1
         """Of the last batch."""
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=KV_EVENTS_REPLAYED)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=KV_EVENTS_REPLAYED)
+        self._replays: dict[bytes, int] = {}
+        """By client: the number from which on it is still to get batches."""
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._context.linger = LINGER_MS
@@ -123,7 +137,8 @@ class KVEventPublisher:
             self._publisher, endpoint = self._open("kv_events", zmq.PUB, endpoint, KV_EVENTS_HWM)
             self._replayer = None
             if replay_endpoint is not None:
-                self._replayer, replay_endpoint = self._open("kv_events_replay", zmq.ROUTER, replay_endpoint, 0)
+                self._replayer, replay_endpoint = self._open("kv_events_replay", zmq.ROUTER, replay_endpoint, REPLAY_HWM)
+                self._replayer.router_mandatory = True  # a full queue is an error, not a loss
         except ValueError:
             self._context.destroy()
             raise
@@ -174,6 +189,8 @@ class KVEventPublisher:
     def _open(self, option: str, kind: int, endpoint: str, most_waiting: int) -> "tuple[zmq.Socket[bytes], str]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.set_hwm(most_waiting)
+        socket.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
         try:
             if "*" not in endpoint and "::" not in endpoint and not endpoint.startswith("ipc://"):
                 socket.connect(endpoint)
@@ -190,8 +207,10 @@ class KVEventPublisher:
         poller.register(self._replayer or self._publisher, zmq.POLLIN)  # a publisher is sent nothing, but no socket: no wait
         self._send([AllBlocksCleared()])
         while not self._is_closing:
-            if poller.poll(0 if self._pending else PERIOD_MS):
-                self._replay()
+            is_reading = self._replay()
+            idle_ms = REPLAY_PERIOD_MS if self._replays else PERIOD_MS
+            if poller.poll(0 if self._pending or is_reading else idle_ms):
+                self._hear()
             try:
                 events = self._next_events()
             except Exception:
@@ -206,9 +225,7 @@ class KVEventPublisher:
         events: list[Event] = []
         while True:
             for event in self._change:
-                if time.perf_counter() > self._resumed_s + PAUSE_S:
-                    time.sleep(PAUSE_S)
-                    self._resumed_s = time.perf_counter()
+                self._rest()
                 if event is not None:
                     events.append(event)
                 if len(events) == MOST_EVENTS:
@@ -225,23 +242,48 @@ class KVEventPublisher:
             else:
                 self._change = itertools.chain(change(), [None])
 
+    def _rest(self) -> None:
+        if time.perf_counter() > self._resumed_s + PAUSE_S:
+            time.sleep(PAUSE_S)
+            self._resumed_s = time.perf_counter()
+
     def _send(self, events: list[Event]) -> None:
         self._number += 1
-        number, batch = self._number.to_bytes(8, "big"), self._encoder.encode(Batch(time.time(), events))
-        self._publisher.send_multipart((self._topic, number, batch))
+        batch = self._encoder.encode(Batch(time.time(), events))
+        self._publisher.send_multipart((self._topic, self._number.to_bytes(8, "big"), batch))
         if self._replayer is not None:
-            self._sent.append((number, batch))
+            self._sent.append((self._number, batch))
 
-    def _replay(self) -> None:
-        """Answer one request for the batches from a number on. What is no such request has no answer."""
+    def _hear(self) -> None:
+        """Read one request for the batches from a number on, in place of the client's last; another message has no answer."""
         assert self._replayer is not None
         client, *frames = self._replayer.recv_multipart()
-        if len(frames) != 2 or len(frames[1]) != len(LAST_NUMBER):
-            return
-        for number, batch in self._sent:
-            if number >= frames[1]:
-                self._replayer.send_multipart((client, b"", self._topic, number, batch))
-        self._replayer.send_multipart((client, b"", b"", LAST_NUMBER, b""))
+        if len(frames) == 2 and not frames[0] and len(frames[1]) == len(LAST_NUMBER):
+            self._replays[client] = int.from_bytes(frames[1], "big")
+
+    def _replay(self) -> bool:
+        """Send each client that asked what fits into its queue. Is there one that had room for all it may have at once?"""
+        is_reading = False
+        for client, start in list(self._replays.items()):
+            first = bisect_left(self._sent, start, key=itemgetter(0))
+            try:
+                for number, batch in list(itertools.islice(self._sent, first, first + REPLAY_HWM)):
+                    self._rest()
+                    self._answer(client, self._topic, number.to_bytes(8, "big"), batch)
+                    self._replays[client] = number + 1
+                if first + REPLAY_HWM >= len(self._sent):
+                    self._answer(client, b"", LAST_NUMBER, b"")
+                    del self._replays[client]
+                is_reading = True
+            except zmq.Again:  # until it has read
+                continue
+            except zmq.ZMQError:  # it has gone
+                del self._replays[client]
+        return is_reading
+
+    def _answer(self, client: bytes, topic: bytes, number: bytes, batch: bytes) -> None:
+        assert self._replayer is not None
+        self._replayer.send_multipart((client, b"", topic, number, batch), zmq.NOBLOCK)
 
 
 def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event | None]:

@@ -583,3 +583,86 @@ def test_an_endpoint_that_is_taken_is_refused_and_port_0_is_any() -> None:
             KVEventPublisher(f"tcp://*:{port}")
         with pytest.raises(ValueError, match="kv_events_replay='tcp://here' cannot be had"):
             KVEventPublisher("tcp://*:0", "tcp://here")
+
+
+@contextlib.contextmanager
+def large_batches(endpoint: str, num_batches: int) -> Iterator[KVEventPublisher]:
+    """A publisher that has sent so many batches, each but the first of some 5 KiB."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*", endpoint)) as publisher,
+    ):
+        patch.setattr(kv_events, "MOST_EVENTS", 1)
+        patch.setattr(kv_events, "PERIOD_MS", 0)
+        num_tokens = (num_batches - 1) * kv_events.MOST_BLOCKS * BLOCK_TOKENS
+        publisher.stored(None, [np.arange(num_tokens, dtype=np.int32).tobytes()])
+        until(lambda: publisher._number == num_batches - 1)
+        yield publisher
+
+
+@contextlib.contextmanager
+def asking(publisher: KVEventPublisher, frames: list[bytes]) -> Iterator["zmq.Socket[bytes]"]:
+    """A client that asks for a replay, with room for one batch."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.set_hwm(1)
+        client.rcvbuf = 4096
+        client.connect(publisher.source.replay_endpoint or "")
+        client.send_multipart(frames)
+        yield client
+
+
+def replayed(client: "zmq.Socket[bytes]") -> list[int]:
+    """The numbers of the batches up to the end of a replay."""
+    numbers = []
+    while True:
+        assert client.poll(WAIT_S * 1000)
+        number = client.recv_multipart()[2]
+        if number == kv_events.LAST_NUMBER:
+            return numbers
+        numbers.append(int.from_bytes(number, "big"))
+
+
+def test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client(tmp_path: Path) -> None:
+    num_batches, asked = 600, [b"", bytes(8)]
+    with large_batches(f"ipc://{tmp_path}/replay", num_batches) as publisher:
+        with asking(publisher, asked) as deaf:
+            until(lambda: bool(publisher._replays))
+            for _ in range(60):
+                deaf.send_multipart(asked)
+            with asking(publisher, asked) as client:
+                assert replayed(client) == [*range(num_batches)]
+                client.send_multipart((b"", (num_batches - 2).to_bytes(8, "big")))
+                assert replayed(client) == [num_batches - 2, num_batches - 1]
+            (start,) = publisher._replays.values()
+            assert start < num_batches // 2, "a queue, and the buffers of the kernel"
+            numbers = replayed(deaf)
+            assert numbers[-1] == num_batches - 1 and len(numbers) < 2 * num_batches, (
+                "asking again begins anew, and adds nothing"
+            )
+        with asking(publisher, asked) as gone:
+            until(lambda: bool(publisher._replays))
+            gone.close()
+            until(lambda: not publisher._replays)
+
+
+@pytest.mark.parametrize("frames", [[b"", b"short"], [b"no", bytes(8)], [b"", bytes(8), b""], [b""], [b"", b"\xff" * 8]])
+def test_what_is_no_request_for_a_replay_has_no_answer_and_past_the_last_batch_is_the_end(
+    tmp_path: Path, frames: list[bytes]
+) -> None:
+    with large_batches(f"ipc://{tmp_path}/replay", 3) as publisher, asking(publisher, frames) as client:
+        client.send_multipart((b"", bytes(8)))
+        assert replayed(client) == ([] if frames[-1] == b"\xff" * 8 else [0, 1, 2])
+
+
+def test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "UNREAD_MS", 100)
+    with large_batches("tcp://127.0.0.1:*", 1500) as publisher:
+        assert publisher._replayer is not None
+        monitor = publisher._replayer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        with asking(publisher, [b"", bytes(8)]):
+            assert monitor.poll(WAIT_S * 1000) and monitor.recv_multipart()
+            until(lambda: not publisher._replays)
+        with asking(publisher, [b"", bytes(1 << 20)]):
+            assert monitor.poll(WAIT_S * 1000)
+        publisher._replayer.disable_monitor()

@@ -158,7 +158,7 @@ class TestRendering:
         with running_server(ready=msgspec.structs.replace(READY, kv_events=source)) as publishing:
             assert publishing.http.get("/kv_event_sources").json() == {
                 "0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://0.0.0.0:5557",
-                      "replay_endpoint": None, "topic": "kv", "buffer_steps": 10_000, "hwm": 100_000,
+                      "replay_endpoint": None, "topic": "kv", "buffer_steps": 10_000, "hwm": 10_000,
                       "max_queue_size": 65_536}
             }  # fmt: skip
 

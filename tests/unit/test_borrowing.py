@@ -17,6 +17,7 @@ from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, Process, start, wrong_rows
 from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
+from vmmkv.errors import HolderGone
 from vmmkv.holder import HolderClient, Sealed, SealedLog
 from vmmkv.holder.client import check_reach
 from vmmkv.prefix.borrowed import BorrowedPrefixes
@@ -287,16 +288,13 @@ def test_a_pool_lends_or_borrows_and_memory_is_of_a_device_within_reach(path, ho
         PrefixCache(cache)
 
 
-def test_an_engine_joins_once_as_one_or_the_other(path, holder):
-    borrower, owner = (HolderClient(path, torch.device("cpu"), borrows=borrows) for borrows in (True, False))
-    for client in (borrower, owner):
-        client._send("join", {"do": "borrow"})
-        assert client.held_bytes() == 0, "the next answer is to the next request"
-    borrower._send("join", {"do": "own"})
-    assert borrower.held_bytes() == 0 and owner.log.num_borrowers == 1
-    borrower.close()
-    engines.until(lambda: owner.log.num_borrowers == 0)
-    owner.close()
+@pytest.mark.parametrize(("first", "then"), [("own", "borrow"), ("borrow", "borrow"), ("borrow", "own")])
+def test_an_engine_joins_once_as_one_or_the_other(path, holder, first, then):
+    client = HolderClient(path, torch.device("cpu"), borrows=first == "borrow")
+    with pytest.raises(HolderGone), contextlib.closing(client):
+        client._ask("join", {"do": then})
+    with contextlib.closing(HolderClient(path, torch.device("cpu"))) as next_one:
+        assert next_one.log.num_borrowers == 0
 
 
 def test_the_socket_is_closed_to_others(path, holder):

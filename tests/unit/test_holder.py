@@ -210,25 +210,102 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(ope
         assert engine.pool.created_bytes == 16 * PAGE_BYTES, "nothing is given up for what cannot come"
 
 
+def connected(path):
+    """A connection to a holder, of which nothing was read."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(path))
+    return contextlib.closing(connection)
+
+
+def packets_left(connection):
+    """What there is to read of a connection that the other side ends."""
+    packets = []
+    while True:
+        with contextlib.suppress(ConnectionResetError):  # told once, before the packets: it had not read all that was sent
+            packets.append(connection.recv(1 << 16))
+            if not packets[-1]:
+                return packets[:-1]
+
+
 @pytest.mark.parametrize(
-    "packets",
+    "packet",
     [
-        [b'{"do": "create", "size_bytes": 2097152}'] * 20,
-        [b"no JSON"],
-        [b"7"],
-        [b"{}"],
-        [b'{"do": "no such thing"}'],
-        [b"[" * 60_000],
-        [b'{"do": "create", "size_bytes": Infinity}'],
+        b"no JSON",
+        b"7",
+        b"{}",
+        b'{"do": "no such thing"}',
+        b"[" * 60_000,
+        b'{"do": "create", "size_bytes": 2097152}',
+        b'{"do": "release", "serials": [1]}',
     ],
 )
-def test_a_holder_outlives_engines_that_read_no_answer_or_ask_nonsense(path, holder, packets):
-    engine = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    engine.connect(str(path))
-    for packet in packets:
+def test_a_holder_hangs_up_on_a_process_that_sends_what_is_no_request(path, holder, packet):
+    with connected(path) as engine:
+        engine.recv(1 << 16)
         engine.send(packet)
-    engine.close()
+        assert packets_left(engine) == []
+    assert "hung up on process" in holder.get()
     assert num_held(path) == 0
+
+
+def test_a_process_that_does_not_read_costs_the_holder_one_answer_and_no_time(path):
+    told = []
+    holder = process.Holder(path, BUDGET_BYTES, HostDriver(), told.append)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+    try:
+        with contextlib.ExitStack() as closing:
+            owner = closing.enter_context(contextlib.closing(HolderClient(path, CPU)))
+            deaf = [closing.enter_context(connected(path)) for _ in range(20)]
+            for number, connection in enumerate(deaf):
+                if number % 2:
+                    connection.recv(1 << 16)
+                connection.setblocking(False)
+                with contextlib.suppress(OSError):  # it was hung up on, or the holder is slower
+                    for _ in range(2000):
+                        connection.send(b'{"do": "count"}')
+                connection.setblocking(True)
+            os.close(owner.create(PAGE_BYTES)[1])
+            assert owner.held_bytes() == PAGE_BYTES
+            assert [len(packets_left(connection)) for connection in deaf] == [1] * 20
+        assert sum("asked again before it had read the answer" in line for line in told) == 20
+    finally:
+        holder.stop()
+        thread.join(60)
+        holder.close()
+
+
+def test_the_owners_end_is_heard_before_the_next_one_that_wants_to_own(path):
+    told, is_told, goes_on = [], threading.Event(), threading.Event()
+
+    def report(line):
+        told.append(line)
+        if "has come to borrow" in line:
+            is_told.set()
+            goes_on.wait(60)
+
+    holder = process.Holder(path, BUDGET_BYTES, HostDriver(), report)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+    try:
+        with connected(path) as next_one, connected(path) as borrower:
+            next_one.recv(1 << 16)  # it comes before the owner
+            owner = HolderClient(path, CPU)
+            serial, fd = owner.create(PAGE_BYTES)
+            os.close(fd)
+            borrower.recv(1 << 16)
+            borrower.send(b'{"do": "borrow"}')
+            assert is_told.wait(60), "the holder hears nothing now"
+            next_one.send(b'{"do": "own"}')
+            owner.release([serial])
+            owner.close()
+            goes_on.set()
+            assert next_one.recv(1 << 16) == b"{}", told
+    finally:
+        goes_on.set()
+        holder.stop()
+        thread.join(60)
+        holder.close()
 
 
 def test_an_engine_without_descriptors_leaves_no_handle_behind(path, holder, monkeypatch):

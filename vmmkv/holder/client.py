@@ -1,7 +1,7 @@
 """An engine's connection to a holder, and the messages between them.
 
 A message is JSON in one packet of a Unix socket, with file descriptors beside it. The holder speaks first: it welcomes engines
-of its user. Then the engine asks, and each request but `release` is answered.
+of its user. Then the engine asks, and each request but `release` is answered. It reads an answer before it asks again.
 
     {"do": "own"}                          {}, or {"error": ...}         once; one engine owns at a time
     {"do": "borrow"}                       {}                            or this, once
@@ -13,11 +13,13 @@ of its user. Then the engine asks, and each request but `release` is answered.
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import select
 import socket
+import termios
 import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -75,6 +77,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | Non
         if isinstance(error, ValueError):
             raise OSError(errno.EPROTO, "a message that is no JSON") from error
         raise
+
+
+def has_unread(connection: socket.socket) -> bool:
+    """Has the other side of a Unix socket still to read something that was sent?"""
+    return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
 
 
 def close_all(fds: Sequence[int]) -> None:

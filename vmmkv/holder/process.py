@@ -5,6 +5,8 @@
                  └─────> borrow ──> open, release ... ────────it ends──> free what the engine has given up meanwhile
 
 What the engine gives up and a borrower has stays, and counts, until the borrower gives it back or ends.
+A process that asks again before it has read the answer, or sends what is no request, loses its connection: no answer waits for
+room, and no more than one to be read.
 It never maps or writes the memory. The kernel tells it that an engine has ended, whichever way: the connection is closed.
 """
 
@@ -24,7 +26,7 @@ from typing import Any, Final
 
 from vmmkv.driver.base import Driver, Handle, check_budget
 from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDeviceMemory
-from vmmkv.holder.client import VERSION, close_all, device_identity, peer, receive, send
+from vmmkv.holder.client import VERSION, close_all, device_identity, has_unread, peer, receive, send
 from vmmkv.holder.sealed_log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -131,7 +133,6 @@ class Holder:
             self._spare_fd = os.dup(self._lock_fd)
             self._report(f"refused a process: {none_left.strerror}")
             return None
-        connection.settimeout(1.0)  # an engine that does not read cannot stop the holder
         pid, uid = peer(connection)
         error = f"it belongs to user {os.getuid()}, and process {pid} to {uid}" if uid != os.getuid() else ""
         try:
@@ -150,19 +151,22 @@ class Holder:
         return engine
 
     def _hear(self, engine: _Engine) -> bool:
-        """Answer an engine; False if it has ended."""
+        """Answer an engine; False if it has ended, or is to be."""
         try:
             heard = receive(engine.connection)
             if heard is None:
                 return False
             message, fds = heard
             close_all(fds)
+            if has_unread(engine.connection):
+                raise OSError("it asked again before it had read the answer")
             self._answer(engine, message)
+            return True
         except ConnectionError:  # it was killed before it had read an answer
             return False
         except Exception as error:
-            self._report(f"process {engine.pid} sent what is no request, or reads no answers: {error!r}")
-        return True
+            self._report(f"hung up on process {engine.pid}, which does not speak as an engine does: {error!r}")
+            return False
 
     def _leave(self, engine: _Engine) -> None:
         """An engine has ended."""
