@@ -22,10 +22,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from vmmkv.arguments import whole
 from vmmkv.errors import LayoutError
+from vmmkv.model_config import Attention, beside_rows, check_num_layers, described, read
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
 if TYPE_CHECKING:
@@ -91,9 +92,6 @@ PLANE_ALIGNMENT_BYTES = 16
 SECTOR_BYTES = 32
 """What a GPU reads of memory at the least: no trailing part of a layer lies in more of these than it must."""
 
-MAX_LAYERS = PAGE_BYTES // (2 * PLANE_ALIGNMENT_BYTES)
-"""More layers than this in a row never fit in a page, however small their K and V."""
-
 SCALES: Final = "scales"
 """The plane of the scales of quantised K and V: [heads, 2], K's first."""
 
@@ -105,35 +103,6 @@ _WHAT_WORKS: Final = (
     f"{' and '.join(_PAYLOADS)} are for those that are quantised, by dtype="
     f"{' or '.join(f'KVType({kind!r})' for kind in KV_KINDS)}"
 )
-
-_FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
-"""Model families whose older configurations leave out which layers have the window (transformers' own defaults)."""
-_WINDOW_IN_ALL: Final = frozenset({"ministral", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "starcoder2"})
-"""Model families whose `sliding_window` is that of every layer."""
-_WINDOW_IF_USED: Final = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-"""Model families without a window unless the file says `use_sliding_window`."""
-_STATE_BY_DEFAULT: Final = frozenset({"bamba", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next", "recurrent_gemma"})
-"""Model families in which some layers keep a state, also where the file leaves out which."""
-_UNREAD: Final = (
-    "attention_chunk_size",
-    "attention_window_size",
-    "attn_layer_indices",
-    "attn_layer_period",
-    "block_configs",
-    "block_types",
-    "compress_ratios",
-    "cross_attention_layers",
-    "full_attention_interval",
-    "full_attn_idxs",
-    "global_head_dim",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "index_head_dim",
-    "layers_block_type",
-    "num_kv_shared_layers",
-    "sparse_attention_config",
-)
-"""Fields of files by which layers keep something else than the keys and values of all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,60 +309,52 @@ class KVLayout:
         A `dtype` such as KVType("int4") keeps them quantised: planes k and v are the payload, and a plane of scales
         behind them holds two float16 for each head, K's and V's, unless the scales are static.
         """
-        layers = _check_layers(layers)
+        layers = _whole("layers", layers)
+        check_num_layers(layers)
         if windows is not None and len(windows) != layers:
             raise LayoutError(f"{counted(len(windows), 'window')} for {counted(layers, 'layer')}")
         kv_heads, head_dim = _whole("kv_heads", kv_heads), _whole("head_dim", head_dim)
-        planes = _kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
-        by_window: dict[int | None, list[int]] = {}
-        for layer in range(layers):
-            by_window.setdefault(windows[layer] if windows else None, []).append(layer)
-        return cls(groups=tuple(Group(layers=tuple(ids), planes=planes, window=window) for window, ids in by_window.items()))
+        planes = kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
+        return cls.of_rows({layer: (planes, windows[layer] if windows else None) for layer in range(layers)})
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[int, tuple[tuple[Plane, ...], int | None]]) -> KVLayout:
+        """The layout of layers by their planes and their window: layers that are alike in both are a group.
+
+        They are several groups of about equal size where a row of them all would be more than a page.
+        """
+        alike: dict[tuple[tuple[Plane, ...], int | None], list[int]] = {}
+        for layer, shape in rows.items():
+            alike.setdefault(shape, []).append(layer)
+        groups = []
+        for (planes, window), layers in alike.items():
+            fitting = max(1, PAGE_BYTES // Group(layers=(layers[0],), planes=planes).layer_bytes)
+            size = ceil_div(len(layers), ceil_div(len(layers), fitting))
+            parts = (tuple(layers[first : first + size]) for first in range(0, len(layers), size))
+            groups += [Group(layers=part, planes=planes, window=window) for part in parts]
+        return cls(groups=tuple(groups))
 
     @classmethod
     def from_config(cls, config: Any, dtype: torch.dtype | KVType) -> KVLayout:
         """The layout of a transformers configuration: an object such as `model.config`, or the dict of a config.json.
 
-        `dtype` is that of K and V, as in `uniform`; what type the weights have does not matter here.
+        Layers that read another layer's rows are in no group. `dtype` is that of K and V, as in `uniform`; what type the
+        weights have does not matter here.
+        Cost: see `vmmkv.model_config.read`.
+        Raises: LayoutError for what `read` refuses, and for layers that keep anything else than keys and values by token.
         """
-        get = config.get if isinstance(config, Mapping) else lambda name, default=None: getattr(config, name, default)
-        if get("text_config") is not None:
-            return cls.from_config(get("text_config"), dtype)
-        layers, heads = get("num_hidden_layers"), get("num_attention_heads")
-        if not layers or not heads:
-            raise LayoutError("the configuration has no num_hidden_layers or num_attention_heads: is it that of a decoder?")
-        if get("kv_lora_rank"):
+        rows: dict[int, tuple[tuple[Plane, ...], int | None]] = {}
+        model = read(config)
+        if others := beside_rows(model.layers):
             raise LayoutError(
-                "the configuration is of latent attention (kv_lora_rank): what is kept depends on the kernel; say it with "
-                "Group(planes=(Plane(name='latent', heads=1, dim=kv_lora_rank + qk_rope_head_dim, ...),), ...)"
+                f"the configuration ({model.family}) is of a model that keeps {described(others)}; only keys and values of all "
+                f"tokens or of a window are rows of a KVLayout yet; give KVLayout(groups=...) for other planes of your own"
             )
-        layers = _check_layers(layers)
-        if isinstance(config, Mapping):
-            _check_read(config, layers)
-        is_window_used = get("use_sliding_window")
-        if is_window_used is None:
-            is_window_used = get("model_type") not in _WINDOW_IF_USED
-        window = get("sliding_window") if is_window_used else None
-        layer_types = get("layer_types")
-        if layer_types is None:  # older files: every nth layer sees all, the others a window
-            every = get("sliding_window_pattern") or _FULL_ATTENTION_EVERY.get(str(get("model_type")), 0)
-            layer_types = [
-                "full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
-            ]
-        unknown = sorted({kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")})
-        if unknown:
-            raise LayoutError(
-                f"the configuration has layers of type {', '.join(unknown)}; only full_attention and sliding_attention keep "
-                f"their keys and values as rows of tokens"
-            )
-        windows = [window if kind == "sliding_attention" else None for kind in layer_types]
-        return cls.uniform(
-            layers=layers,
-            kv_heads=get("num_key_value_heads") or heads,
-            head_dim=get("head_dim") or get("hidden_size") // heads,
-            dtype=dtype,
-            windows=windows,
-        )
+        for layer, parts in enumerate(model.layers):
+            for part in parts:
+                if isinstance(part, Attention):
+                    rows[layer] = kv_planes(part.heads, part.key_dim, part.value_dim, dtype), part.window
+        return cls.of_rows(rows)
 
     @functools.cached_property
     def group_of(self) -> Mapping[int, int]:
@@ -446,7 +407,7 @@ class KVLayout:
         return bisect_right(range(2**31), num_pages, key=peak_pages) - 1
 
 
-def _kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:
+def kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:
     """K and V, and the scales of those that have them in the row."""
     import torch  # the command line reads this module without it
 
@@ -465,36 +426,3 @@ def _whole(name: str, value: Any) -> int:
         return whole(name, value)
     except TypeError as error:
         raise LayoutError(str(error)) from None
-
-
-def _check_layers(layers: int) -> int:
-    """Before anything is made for each of them."""
-    layers = _whole("layers", layers)
-    if not 1 <= layers <= MAX_LAYERS:
-        raise LayoutError(f"layers={layers}; a model has at least 1, and at most {MAX_LAYERS} have rows that fit in a page")
-    return layers
-
-
-def _check_read(config: Mapping[str, Any], layers: int) -> None:
-    """Raises: LayoutError for the dict of a config.json with fields that say what layers keep and that are not read."""
-
-    def refuse(reason: str) -> NoReturn:
-        raise LayoutError(f"the configuration ({family}) {reason}; give KVLayout(groups=...) what each layer keeps")
-
-    family, window = config.get("model_type"), config.get("sliding_window")
-    unread = [name for name in _UNREAD if config.get(name)]
-    if not config.get("num_key_value_heads"):
-        unread += [name for name in ("multi_query", "num_kv_heads") if config.get(name)]
-    if unread:
-        refuse(f"says what its layers keep by {', '.join(unread)}, which is not read here")
-    if config.get("layer_types"):
-        return
-    if family in _STATE_BY_DEFAULT:
-        refuse("does not say by layer_types which layers keep a state")
-    if not window or config.get("use_sliding_window") is False or config.get("sliding_window_pattern"):
-        return
-    if family in _WINDOW_IF_USED:
-        if config.get("use_sliding_window") and config.get("max_window_layers", layers) < layers:
-            refuse("has windows from max_window_layers on, which is not read here")
-    elif family is not None and family not in _WINDOW_IN_ALL and family not in _FULL_ATTENTION_EVERY:
-        refuse("does not say by layer_types which layers have its sliding_window")

@@ -260,6 +260,7 @@ class CachedAttention:
         k_NKD: torch.Tensor,
         v_NKD: torch.Tensor,
         *,
+        appends: bool = True,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         norm_eps: float = 0.0,
@@ -267,6 +268,7 @@ class CachedAttention:
     ) -> torch.Tensor:
         """Norm each head where weights [D] are given, rotate, append to the step's sequences, attend there. Returns [N, H, D].
 
+        appends: False for another layer that attends to the rows of `layer`, which has appended them in this step.
         q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. Queues launches, and waits for nothing.
         """
         step, rows, window, lse_NH = self._step, self._rows, self._windows.get(layer), None
@@ -276,7 +278,8 @@ class CachedAttention:
             q_out_NHD = q_NHD if step.queries_LBHD is None else step.queries_LBHD[layer]
             rotary = RotaryParams(q_NHD, q_out_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
         if rows.on_gpu:
-            rows.append(layer, k_NKD, v_NKD, step, rotary)
+            if appends:
+                rows.append(layer, k_NKD, v_NKD, step, rotary)
             q_NHD = q_NHD if rotary is None else rotary.q_out_NHD
             out_NHD = None
             if step.shared is not None and window is None:
@@ -291,7 +294,8 @@ class CachedAttention:
                 q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.rows_N if step.positions_N is None else step.positions_N)
                 if step.queries_LBHD is not None:
                     step.queries_LBHD[layer] = q_NHD
-            rows.write(layer, k_NKD, v_NKD, step)
+            if appends:
+                rows.write(layer, k_NKD, v_NKD, step)
             out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
             starts = range(len(q_NHD) + 1) if step.query_starts is None else step.query_starts.tolist()
             sequences = zip(step.slots_B.tolist(), step.lengths_B.tolist(), itertools.pairwise(starts), strict=True)

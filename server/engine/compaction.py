@@ -202,6 +202,8 @@ def refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
         return "needs memory that can be compacted"
     if any(group.window is not None for group in groups):
         return "is for full attention, and this model has sliding windows, which give memory back by themselves"
+    if len(groups) > 1:
+        return "is for models of which a token's rows fit in a page"
     if model.keys is None:
         return (
             "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "

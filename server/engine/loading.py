@@ -290,7 +290,13 @@ class ModelSource:
         refuse_own_attention(model)
         if collectives is not None:
             model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
-            num_kv = layout.groups[0].plane("k").heads
+            shapes = {(group.plane("k").heads, group.plane("k").dim) for group in layout.groups}
+            if len(shapes) > 1:
+                raise UnsupportedModel(
+                    f"a model of type {hf_config.model_type} cannot be split over {collectives.num_ranks} ranks: its layers "
+                    f"have keys of different heads; tensor_parallel_size=1 works"
+                )
+            ((num_kv, _),) = shapes
             share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
             split(model, share, collectives)
         self._transformers = model.eval().to(device)
@@ -395,9 +401,7 @@ def choose_layout(text_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
     try:
         return KVLayout.from_config(text_config, dtype)
     except LayoutError as error:
-        latent = "it keeps latents (kv_lora_rank), and this server keys and values"
-        cause = latent if getattr(text_config, "kv_lora_rank", None) else error
-        raise UnsupportedModel(f"a model of type {text_config.model_type} cannot be served: {cause}") from error
+        raise UnsupportedModel(f"a model of type {text_config.model_type} cannot be served: {error}") from error
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:

@@ -34,19 +34,30 @@ RIGHT: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     "mixtral": lambda: small(hf.MixtralConfig, num_local_experts=4, **EXPERTS),
     "olmoe": lambda: small(hf.OlmoeConfig, num_experts=4, **EXPERTS),
     "bert, a decoder": lambda: small(hf.BertConfig, num_key_value_heads=4, is_decoder=True),
-    "gpt-bigcode, one head of many in its configuration": lambda: small(hf.GPTBigCodeConfig, num_key_value_heads=4, n_inner=96),
+    "gpt-bigcode, one head for all queries": lambda: small(hf.GPTBigCodeConfig, num_key_value_heads=4, n_inner=96),
     OPT: lambda: small(hf.OPTConfig, num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64),
+    "gemma 3n, whose last layers read the rows of others": lambda: small(
+        hf.Gemma3nTextConfig,
+        head_dim=16,
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        sliding_window=16,
+        laurel_rank=8,
+        vocab_size_per_layer_input=199,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "phimoe, a window in its mask alone": lambda: small(hf.PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
 }
 REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
     "bert, an encoder": (
         lambda: small(hf.BertConfig, num_key_value_heads=4),
-        "asks for attention to later tokens too (is it an encoder?)",
+        "a model of type bert cannot be served: the configuration (bert) is an encoder",
     ),
     "doge, biases in its mask": (lambda: small(hf.DogeConfig), "DogeAttention asks for a mask of its own"),
     "deepseek-v3, latents": (
         lambda: small(hf.DeepseekV3Config, kv_lora_rank=16),
-        "a model of type deepseek_v3 cannot be served: it keeps latents (kv_lora_rank)",
+        "(deepseek_v3) is of a model that keeps latents (kv_lora_rank) in layers 0 to",
     ),
     "jetmoe, heads for each expert": (
         lambda: small(hf.JetMoeConfig, kv_channels=16, num_local_experts=4),

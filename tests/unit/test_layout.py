@@ -44,7 +44,10 @@ def test_rows_of_known_models(dtype: Any, llama_8b: int, smollm2: int) -> None:
 
 TINY = {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-QWEN = {**TINY, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}
+QWEN = {
+    **TINY, "num_key_value_heads": 2, "hidden_size": 128, "model_type": "qwen2", "use_sliding_window": True,
+    "sliding_window": 9,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,10 @@ QWEN = {**TINY, "model_type": "qwen2", "use_sliding_window": True, "sliding_wind
         ({**TINY, "sliding_window": 128}, {128: (0, 1, 2, 3)}),
         ({**TINY, "sliding_window": 128, "use_sliding_window": False}, {None: (0, 1, 2, 3)}),
         ({**TINY, "sliding_window": 128, **KINDS}, {128: (0, 2), None: (1, 3)}),
-        ({**TINY, "sliding_window": 128, "model_type": "gemma2"}, {128: (0, 2), None: (1, 3)}),
+        ({**TINY, "num_key_value_heads": 2, "sliding_window": 128, "model_type": "gemma2"}, {128: (0, 2), None: (1, 3)}),
+        ({**QWEN, "max_window_layers": 2}, {None: (0, 1), 9: (2, 3)}),
+        ({**QWEN, "model_type": "qwen3", "use_sliding_window": False}, {None: (0, 1, 2, 3)}),
+        ({**QWEN, "model_type": "cohere2"}, {9: (0, 1, 2), None: (3,)}),
         ({**TINY, "sliding_window": 128, "sliding_window_pattern": 4}, {128: (0, 1, 2), None: (3,)}),
     ],
 )
@@ -65,6 +71,29 @@ def test_layers_of_one_window_share_a_group(config: dict[str, Any], windows: dic
     for layer in range(4):
         assert layer in layout.groups[layout.group_of[layer]].layers
     assert layout.row_bytes == 4 * 2 * 2 * 64 * 2, "without key-value heads every head has its own"
+
+
+def test_layers_of_one_shape_share_a_group_and_readers_of_others_rows_have_none() -> None:
+    """Gemma 4: heads of another number and size in full layers, and the last layers read the rows of earlier ones."""
+    config = {
+        **TINY, "model_type": "gemma4_text", "num_key_value_heads": 2, "global_head_dim": 128, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    layout = KVLayout.from_config(config, torch.float16)
+    assert [(group.layers, group.window) for group in layout.groups] == [((0, 1, 3), 9), ((2,), None)]
+    assert [(group.plane("k").heads, group.plane("v").dim) for group in layout.groups] == [(2, 64), (1, 128)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "head_dim", "parts"),
+    [(80, 64, 128, [40, 40]), (64, 72, 128, [32, 32]), (7, 256, 1024, [2, 2, 2, 1])],
+)
+def test_rows_of_more_than_a_page_are_several_groups(layers: int, kv_heads: int, head_dim: int, parts: list[int]) -> None:
+    layout = uniform(layers, kv_heads, head_dim, windows=[100] * layers)
+    assert [len(group.layers) for group in layout.groups] == parts
+    assert [layer for group in layout.groups for layer in group.layers] == list(range(layers))
+    assert {group.window for group in layout.groups} == {100}
 
 
 def test_planes_stand_in_order_each_aligned() -> None:
@@ -202,8 +231,11 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: Group(layers=(0,), planes=()), "at least one plane"),
         (lambda: Group(layers=(0,), planes=(K, K)), "one name"),
         (lambda: Group(layers=(0,), planes=(K,), window=0), "at least 1 token"),
-        (lambda: uniform(layers=200, kv_heads=32, head_dim=128), "at most 128 layers"),
-        (lambda: uniform(layers=253, kv_heads=32, head_dim=128, dtype=KVType("int8")), "at most 252 layers"),
+        (
+            lambda: Group(layers=tuple(range(200)), planes=uniform(kv_heads=32, head_dim=128).groups[0].planes),
+            "at most 128 layers",
+        ),
+        (lambda: uniform(kv_heads=8192, head_dim=128), "more than a page of 2.0 MiB; use a smaller head count"),
         (lambda: uniform(layers=1, kv_heads=4096, head_dim=256), "smaller head count"),
         (lambda: KVLayout(groups=()), "at least one group"),
         (lambda: KVLayout(groups=(Group(layers=(0, 1), planes=(K,)), Group(layers=(1,), planes=(K,)))), r"two groups: \[1\]"),
@@ -237,15 +269,21 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: Plane(name="k", heads=1, dim=8.0, dtype=torch.float16), "dim=8.0 is not a whole number"),
         (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
         (lambda: KVLayout.from_config({**TINY, "kv_lora_rank": 512}, torch.float16), "kv_lora_rank"),
-        (lambda: KVLayout.from_config({**TINY, "layer_types": ["conv"] * 4}, torch.float16), "layers of type conv"),
+        (lambda: KVLayout.from_config({**TINY, "layer_types": ["fog"] * 4}, torch.float16), "layers of type fog"),
+        (lambda: KVLayout.from_config({**TINY, "layer_types": ["conv"] * 4}, torch.float16), "that keep a state"),
         (
             lambda: KVLayout.from_config({**TINY, "hybrid_override_pattern": "M*M-"}, torch.float16),
             "by hybrid_override_pattern",
         ),
-        (lambda: KVLayout.from_config({**TINY, "num_kv_shared_layers": 2}, torch.float16), "by num_kv_shared_layers"),
-        (lambda: KVLayout.from_config({**TINY, "model_type": "qwen3_next"}, torch.float16), "which layers keep a state"),
-        (lambda: KVLayout.from_config({**TINY, "sliding_window": 9, "model_type": "cohere2"}, torch.float16), "by layer_types"),
-        (lambda: KVLayout.from_config({**QWEN, "max_window_layers": 2}, torch.float16), "from max_window_layers on"),
+        (
+            lambda: KVLayout.from_config({**TINY, "num_kv_shared_layers": 2, **KINDS, "mamba_d_state": 16}, torch.float16),
+            "by mamba_d_state",
+        ),
+        (
+            lambda: KVLayout.from_config({**QWEN, "model_type": "qwen3_next"}, torch.float16),
+            r"keeps a state \(gated delta rule\) in layers 0 to 2;",
+        ),
+        (lambda: KVLayout.from_config({**QWEN, "model_type": "fog"}, torch.float16), "does not say by layer_types"),
         (lambda: KVLayout.from_config({**TINY, "multi_query": True}, torch.float16), "by multi_query"),
     ],
 )

@@ -230,7 +230,7 @@ def test_of_windows_only_the_rows_that_are_needed_are_loaded(plan: Plan) -> None
         (["--layers", "0", *LARGE[2:], "fp16"], "at least 1"),
         (["--layers", "1000000000", *LARGE[2:], "fp16"], "at most 65536"),
         (["--layers", "1000000000", *LARGE[2:], "fp16", "--window", "64"], "at most 65536"),
-        (["--layers", "80", "--kv-heads", "64", "--head-dim", "256"], "more than a page"),
+        (["--layers", "80", "--kv-heads", "8192", "--head-dim", "128"], "more than a page"),
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_is_right(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, KVLayout, KVType
+from vmmkv.model_config import check_num_layers
 from vmmkv.server.models import KNOWN_CONFIGS
 from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
@@ -393,8 +394,8 @@ def _uniform(
     layers: int | None, kv_heads: int | None, head_dim: int | None, window: int | None, dtype: "torch.dtype | KVType"
 ) -> KVLayout:
     assert layers is not None and kv_heads is not None and head_dim is not None, "the numbers have been checked"
-    (group,) = KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype).groups
-    return KVLayout(groups=(dataclasses.replace(group, window=window),))
+    check_num_layers(layers)
+    return KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, windows=[window] * layers)
 
 
 def _kv_cache_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":

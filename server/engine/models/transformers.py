@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 
 from vmmkv.errors import VmmkvError
 from vmmkv.kernels.quantise import kind_of
+from vmmkv.model_config import read, shared_rows
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.kv_backend import EngineCache
@@ -49,7 +50,9 @@ class TransformersModel:
         refuse_own_attention(model)
         self._model = model
         layout = cache.layout
-        self._groups = {layer: layout.groups[index] for layer, index in layout.group_of.items()}
+        self._owners = {layer: layer for layer in layout.group_of} | shared_rows(read(model.config).layers)
+        """By layer the one whose rows it reads: its own, or another's."""
+        self._groups = {layer: layout.groups[layout.group_of[owner]] for layer, owner in self._owners.items()}
         windows = {layer: group.window for layer, group in self._groups.items() if group.window is not None}
         self._attention = CachedAttention(rows, windows=windows)
         self._calls: Counter[int] = Counter()
@@ -131,7 +134,7 @@ class TransformersModel:
 
         A layer with its own attention sees all runs of a step as one sequence. One that attends twice overwrites its rows.
         """
-        others = {layer: self._calls[layer] for layer in self._groups if self._calls[layer] != 1}
+        others = {layer: self._calls[layer] for layer in self._owners if self._calls[layer] != 1}
         if others:
             raise UnsupportedModel(
                 f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
@@ -166,10 +169,11 @@ class TransformersModel:
         self._check_window(module, layer, sliding_window)
         if (share := getattr(module, "own_heads", None)) is not None:  # of all, which the ranks have joined
             query, key, value = share.of_queries(query, 1), share.of_kv(key, 1), share.of_kv(value, 1)
-        key, value = self._in_rows(module, layer, key, value)
+        owner = self._owners[layer]
+        self._check_shapes(module, layer, key, value)
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling)[None], None
+        return self._attention(owner, q_NHD, k_NKD, v_NKD, appends=owner == layer, scale=scaling)[None], None
 
     def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
         """Raise UnsupportedModel unless the layer's window, as an argument or as a mask, is that of its group."""
@@ -181,19 +185,16 @@ class TransformersModel:
                 f"{_last_rows(kept)}, and no others are kept"
             )
 
-    def _in_rows(
-        self, module: torch.nn.Module, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the shape of the layer's rows. One head may stand for all, as in GPT-BigCode."""
+    def _check_shapes(self, module: torch.nn.Module, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise UnsupportedModel unless keys and values have the heads of the layer's rows."""
         planes = [self._groups[layer].plane(name) for name in ("k", "v")]
         # Two elements of int4 lie in a byte.
         kept = [(plane.heads, plane.dim * (2 if kind_of(plane.dtype) == "int4" else 1)) for plane in planes]
         given = [(side.shape[1], side.shape[3]) for side in (key, value)]
-        if any(dim != of_rows[1] or heads not in (1, of_rows[0]) for (heads, dim), of_rows in zip(given, kept, strict=True)):
+        if given != kept:
             raise UnsupportedModel(
                 f"{type(module).__name__} gives {_heads(given)} in layer {layer}, where the configuration says {_heads(kept)}"
             )
-        return key.expand(-1, kept[0][0], -1, -1), value.expand(-1, kept[1][0], -1, -1)
 
 
 @contextlib.contextmanager

@@ -326,15 +326,12 @@ class WindowRows:
         self._take(self.cache.open_batch(num_sequences), dropped)
 
     def _layout(self, k_BKTD: Tensor, v_BKTD: Tensor) -> KVLayout:
-        """All layers in one row if a page holds that, else in as few rows as it takes."""
+        """The layout of these layers, which are alike."""
         planes = tuple(
             Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
             for name, states in (("k", k_BKTD), ("v", v_BKTD))
         )
-        fitting = max(1, PAGE_BYTES // Group(layers=(0,), planes=planes).layer_bytes)
-        per_group = ceil_div(len(self.layers), ceil_div(len(self.layers), fitting))
-        parts = (self.layers[start : start + per_group] for start in range(0, len(self.layers), per_group))
-        return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=self.window) for part in parts))
+        return KVLayout.of_rows(dict.fromkeys(self.layers, (planes, self.window)))
 
     def fork(self, parents: Seq[int]) -> list[Sequence]:
         """Forks of the sequence that each entry names, in adjacent slots."""

@@ -51,6 +51,7 @@ from vmmkv.errors import Closed, LayoutError, OutOfPages
 from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
+from vmmkv.model_config import Attention, Latent, beside_rows, described, read
 from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import counted
 
@@ -112,8 +113,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             raise ValueError(f"max_tokens={max_tokens}, slots={slots}: both must be at least 1")
         by_window: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, RowLayer):
-                by_window.setdefault(layer.sliding_window, []).append(index)
+            by_window.setdefault(layer.sliding_window, []).append(index)
         self.pool = pool
         self.max_tokens = max_tokens
         self._config = config
@@ -641,10 +641,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if lineage is not None:
             self._lineage = lineage.share(self._num_tokens)
         memo[id(self)] = other = copy.copy(self)
-        other.layers = [
-            RowLayer(other, index, layer.sliding_window) if isinstance(layer, RowLayer) else layer
-            for index, layer in enumerate(self.layers)
-        ]
+        other.layers = [RowLayer(other, index, layer.sliding_window) for index, layer in enumerate(self.layers)]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
         other._written, other._indices, other._replaced = set(), {}, []
         other._eviction = copy.copy(self._eviction)
@@ -770,35 +767,26 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
-    """The layers of a cache for a model: a RowLayer for each layer of which transformers keeps keys and values.
+    """The layers of a cache for a model: a RowLayer for each layer that keeps keys and values of its own.
 
-    Layers that only read another layer's rows stay transformers' own. Raises: LayoutError, naming unsupported layers.
+    Layers that read another layer's rows come last, and have none. Raises: LayoutError, naming unsupported layers.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}")
-    if getattr(config, "is_encoder_decoder", False):
+    model = read(config)
+    if others := beside_rows([part for part in parts if not isinstance(part, Attention | Latent)] for parts in model.layers):
         raise LayoutError(
-            f"{config.model_type} is an encoder and a decoder, and their cross-attention has a cache of another kind; VmmCache "
-            f"is for decoders: leave past_key_values to transformers here"
+            f"{config.model_type} keeps more than keys and values by token: {described(others)}. VmmCache is for layers of "
+            f"full and of sliding-window attention; use DynamicCache(config=model.config) here"
         )
-    placeholder = getattr(cache_utils, "DummyLayer", ())  # of layers that keep nothing; not every release has it
-    layers: list[Any] = []
-    others: dict[str, list[int]] = {}
-    for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers):
-        if type(layer) is cache_utils.DynamicLayer:
-            layers.append(RowLayer(cache, index, None))
-        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            layers.append(RowLayer(cache, index, layer.sliding_window))
-        elif isinstance(layer, placeholder):
-            layers.append(layer)
-        else:
-            others.setdefault(type(layer).__name__, []).append(index)
-    if others:
-        kinds = "; ".join(f"{kind} in layers {', '.join(map(str, numbers))}" for kind, numbers in others.items())
-        raise LayoutError(
-            f"{config.model_type} keeps more than keys and values by token: {kinds}. VmmCache is for layers of full and of "
-            f"sliding-window attention; use DynamicCache(config=model.config) here"
-        )
-    if not any(isinstance(layer, RowLayer) for layer in layers):
+    layers = []
+    for index, parts in enumerate(model.layers):
+        for part in parts:
+            if isinstance(part, Attention):
+                # The mask of a chunk hides what is before it, and the window of its length has all that it shows.
+                layers.append(RowLayer(cache, index, part.window or part.chunk))
+            elif isinstance(part, Latent):  # which the model expands to keys and values before it hands them on
+                layers.append(RowLayer(cache, index, part.window))
+    if not layers:
         raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
     return layers

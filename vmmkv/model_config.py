@@ -1,0 +1,653 @@
+"""The one reader of a model's configuration: what each of its layers keeps of the tokens that it has seen.
+
+`read` takes a configuration of transformers, or the dict of a config.json, and gives a `ModelConfig`: for each layer the parts
+that it keeps. `KVLayout.from_config`, `VmmCache`, the engine and `vmmkv plan` all go by it.
+
+    Attention       keys and values by token, of all tokens, of a window or of a chunk
+    SharedRows      none of its own: it reads those of another layer
+    Latent          one vector by token, which stands for the keys and values of all heads
+    IndexKeys       keys by which an indexer chooses the tokens to attend to
+    Compressed      one vector for several tokens
+    CrossAttention  keys and values of another input, such as an image
+    State           bytes of a sequence that every token overwrites: a recurrent state, the last inputs of a convolution
+
+A dict is read by transformers' own class, which knows the defaults of its type; one of a type that transformers does not know
+by its fields. A type, a kind of layer or a field that is not known here is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias
+
+from vmmkv.arguments import whole
+from vmmkv.errors import LayoutError
+
+MAX_LAYERS: Final = 65_536
+"""No model has more; a wrong number would fill the memory with lists of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Keys and values of each token: `heads` vectors of `key_dim` and of `value_dim` elements."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    """Last tokens that the layer attends to; None for all."""
+    chunk: int | None = None
+    """Tokens of a chunk, if the layer attends only within the chunk that a token is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """No rows of its own: the layer attends to those of layer `layer`."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """One vector of `dim` elements for each token: multi-head latent attention."""
+
+    dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """A key of `dim` elements for each token. `scaled`: kept as float8 with a float32 scale for each 128 elements."""
+
+    dim: int
+    scaled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A vector of `dim` elements for each `num_tokens` tokens."""
+
+    dim: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Keys and values of another input than the tokens: `heads` of `dim` each."""
+
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a sequence keeps whatever its length. `kind`: its name in sentences."""
+
+    kind: str
+    num_elements: int
+    """Of the recurrent state."""
+    dtype: str
+    """Its type in torch."""
+    num_conv_elements: int = 0
+    """Inputs of a convolution that its next output needs, in the type of K and V."""
+
+    def size_bytes(self, kv_itemsize: int) -> int:
+        """Bytes for a sequence, where an element of K and V has `kv_itemsize` bytes."""
+        return self.num_elements * _ITEMSIZES[self.dtype] + self.num_conv_elements * kv_itemsize
+
+
+Part: TypeAlias = Attention | SharedRows | Latent | IndexKeys | Compressed | CrossAttention | State
+
+_ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What was read of a configuration: that of the text decoder, for a model of several kinds of input."""
+
+    family: str | None
+    """The `model_type`."""
+    layers: tuple[tuple[Part, ...], ...]
+    """By layer what it keeps; nothing of a layer without attention and state."""
+    num_heads: int
+    """Attention heads of queries; the most that ranks can share."""
+    max_tokens: int | None
+    """The longest sequence that the model was made for."""
+    dtype: str | None
+    """That of the weights, by its name in torch."""
+
+
+def read(config: Any) -> ModelConfig:
+    """Read the configuration of transformers, an object such as `model.config`, or the dict of a config.json.
+
+    Cost: a dict of most types imports transformers, seconds once.
+    Raises: LayoutError, naming the type, the kind of layer or the field that is not known.
+    """
+    fields = _Fields.of(config)
+    if fields.get("is_encoder_decoder"):
+        fields.refuse("is an encoder and a decoder, whose cross-attention keeps rows of the source too; only decoders are read")
+    if fields.family in _ENCODERS and not fields.get("is_decoder"):
+        fields.refuse("is an encoder, which keeps nothing of the tokens; with is_decoder it is read as a decoder")
+    layers = _layers(fields)
+    fields.check_all_read()
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    if dtype is None and isinstance(config, Mapping):  # a model of several kinds of input says it once
+        dtype = config.get("dtype") or config.get("torch_dtype")
+    return ModelConfig(
+        family=fields.family,
+        layers=layers,
+        num_heads=fields.get("num_attention_heads") or 1,
+        max_tokens=next(filter(None, map(fields.get, _MAX_TOKENS)), None),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+    )
+
+
+def shared_rows(layers: Sequence[Sequence[Part]]) -> dict[int, int]:
+    """Layers that read the rows of another, and which."""
+    return {layer: part.layer for layer, parts in enumerate(layers) for part in parts if isinstance(part, SharedRows)}
+
+
+def beside_rows(layers: Iterable[Sequence[Part]]) -> dict[str, list[int]]:
+    """What layers keep beside the keys and values of all tokens or of a window: the layers, by its name in sentences."""
+    others: dict[str, list[int]] = {}
+    for layer, parts in enumerate(layers):
+        for part in parts:
+            if name := _name_beside_rows(part):
+                others.setdefault(name, []).append(layer)
+    return others
+
+
+def _name_beside_rows(part: Part) -> str:
+    match part:
+        case Attention(chunk=None) | SharedRows():
+            return ""
+        case Attention(chunk=chunk):
+            return f"keys and values of chunks of {chunk} tokens"
+        case Latent():
+            return "latents (kv_lora_rank)" if part.window is None else "one vector for keys and values"
+        case IndexKeys():
+            return "index keys"
+        case Compressed():
+            return "compressed rows"
+        case CrossAttention():
+            return "keys and values of another input (cross-attention)"
+        case State():
+            return f"a state ({part.kind})"
+
+
+def described(others: Mapping[str, Sequence[int]]) -> str:
+    """What `beside_rows` gave, as words: `latents (kv_lora_rank) in layers 0 to 3, 5`."""
+    return "; ".join(
+        f"{name} in {'layer' if len(layers) == 1 else 'layers'} {_runs(layers)}" for name, layers in others.items()
+    )
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers as words, runs of three or more by their ends."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(words)
+
+
+# the fields of a configuration
+
+
+_NESTED: Final = ("text_config", "llm_config", "language_config")
+"""Fields with the configuration of the text decoder of a model of several kinds of input."""
+
+_MAX_TOKENS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+_ALIASES: Final[Mapping[str, str]] = {
+    "deepseek_v3_2": "deepseek_v32",
+    "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+    "minimax_m3": "minimax_m3_vl_text",
+    "minimax_text_01": "minimax",
+}
+"""Types of published files, by the type of transformers that has the same layers."""
+
+_AS_WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
+    "llama": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings"),
+    "qwen3": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+}
+"""Types whose files say all that is kept, if they have these fields and no window: transformers is not imported for them."""
+
+_ENCODERS: Final = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Types that are decoders only if their file says `is_decoder`."""
+
+_KINDS_OF_LAYERS: Final = frozenset({
+    "attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_layers", "attn_type_list", "block_types",
+    "full_attention_interval", "full_attn_idxs", "hybrid_layer_pattern", "hybrid_override_pattern", "layer_types",
+    "layers_block_type", "linear_attn_config", "sliding_window_pattern",
+})  # fmt: skip
+"""Fields that name a kind for each layer: where one is read, the others say the same."""
+
+_TELLING: Final = _KINDS_OF_LAYERS | {
+    "attention_chunk_size", "attention_window_size", "block_configs", "compress_rates", "compress_ratios", "conv_L_cache",
+    "cross_attention_layers", "global_head_dim", "index_head_dim", "index_kpool", "indexer_head_dim", "indexer_types",
+    "kv_lora_rank", "linear_head_dim", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "lru_width",
+    "mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_num_heads", "multi_query", "multi_query_attention",
+    "multi_query_group_num", "n_mamba_heads", "num_global_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads",
+    "num_kv_shared_layers", "sliding_window", "sparse_attention_config", "ssm_cfg", "ssm_state_size", "swa_head_dim",
+    "swa_num_key_value_heads", "swa_v_head_dim",
+}  # fmt: skip
+"""Fields by which layers keep something else than keys and values of all heads: one that is not read is refused."""
+
+
+_READ_BY_CLASS: Final[Mapping[str, tuple[str, ...]]] = {
+    "deepseek_v4": ("compress_ratios",),
+    "gemma4_text": ("global_head_dim",),
+    "gemma4_unified_text": ("global_head_dim",),
+    "minimax_m3_vl_text": ("sparse_attention_config",),
+}
+"""Fields of these that transformers' class of a type turns into others, which are read."""
+
+
+class _Fields:
+    """The fields of a text decoder's configuration, an object or a dict, and the names of those that were read."""
+
+    def __init__(self, config: Any, family: str | None, written: Mapping[str, Any] | None = None) -> None:
+        """`written`: the dict that `config` was read from, if it is an object made from one."""
+        self._config = config
+        self._written = written or {}
+        self.family = family
+        self._was_read: set[str] = set()
+
+    @classmethod
+    def of(cls, config: Any) -> _Fields:
+        """Those of the text decoder. Raises: LayoutError if transformers' class of its type cannot read it."""
+        if not isinstance(config, Mapping):
+            nested = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else _nested(config)
+            return cls(nested, getattr(nested, "model_type", None))
+        own = config
+        while (inner := _nested(own)) is not own:
+            own = inner
+        outer, family = config.get("model_type"), own.get("model_type")
+        if config.get("is_encoder_decoder"):
+            return cls(config, outer)
+        family = _ALIASES.get(family, family) if isinstance(family, str) else None
+        as_written = _AS_WRITTEN.get(family or "")
+        if as_written and all(own.get(name) for name in as_written) and not own.get("sliding_window"):
+            return cls(own, family)
+        if isinstance(outer, str) and (read := _by_transformers(outer, config, own)) is not None:
+            return cls(read, read.model_type, own)
+        if family is not None and (read := _by_transformers(family, own, own)) is not None:
+            return cls(read, read.model_type, own)
+        return cls(own, family)
+
+    def get(self, name: str, layer: int | None = None) -> Any:
+        """The value of a field, None if there is none; of one layer, where transformers keeps a configuration for each."""
+        config = self._config
+        if isinstance(config, Mapping):
+            value = config.get(name)
+        else:
+            if layer is not None and getattr(config, "is_heterogeneous", False):
+                config = config.per_layer_config[layer]
+            value = getattr(config, name, None)
+        if value is not None:
+            self._was_read.add(name)
+        return value
+
+    def whole(self, name: str, layer: int | None = None) -> int | None:
+        """The value of a field as an int, None if there is none. Raises: LayoutError for anything else."""
+        value = self.get(name, layer)
+        try:
+            return None if value is None else whole(name, value)
+        except TypeError as error:
+            raise LayoutError(str(error)) from None
+
+    def need(self, *names: str, layer: int | None = None) -> int:
+        """The first of these fields that is there and not 0. Raises: LayoutError naming them."""
+        for name in names:
+            if value := self.whole(name, layer):
+                return value
+        raise LayoutError(f"the configuration{self._of_family} has no {' or '.join(names)}: is it that of a decoder?")
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise LayoutError."""
+        raise LayoutError(f"the configuration{self._of_family} {reason}")
+
+    @property
+    def of_transformers(self) -> bool:
+        """Has a class of transformers filled in what the file leaves out?"""
+        return type(self._config).__module__.startswith("transformers.models.")
+
+    @property
+    def _of_family(self) -> str:
+        return f" ({self.family})" if self.family else ""
+
+    def check_all_read(self) -> None:
+        """Raises: LayoutError for fields that say what layers keep, and that were not read."""
+        if self._was_read & _KINDS_OF_LAYERS:
+            self._was_read |= _KINDS_OF_LAYERS
+        known = self._was_read.union(_READ_BY_CLASS.get(self.family or "", ()))
+        if self.get("use_sliding_window") is False or "layer_types" in self._was_read:
+            known.add("sliding_window")
+        if self.of_transformers and "layer_types" in self._was_read:
+            known |= {"attention_chunk_size", "index_head_dim", "indexer_types"}  # those of kinds that no layer has
+        if self.get("attention_k_eq_v"):
+            known.add("num_global_key_value_heads")
+        own = self._config if isinstance(self._config, Mapping) else vars(self._config)
+        unread = [name for name in sorted(_TELLING - known) if self._written.get(name) or own.get(name)]
+        if unread:
+            self.refuse(
+                f"says what its layers keep by {', '.join(unread)}, which is not known here; give KVLayout(groups=...) what "
+                f"each layer keeps, or vmmkv plan --layers, --kv-heads and --head-dim"
+            )
+
+
+def _nested(config: Any) -> Any:
+    """The text decoder's part of a configuration of several kinds of input; itself, if it has none."""
+    parts = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in _NESTED)
+    return next((part for part in parts if part is not None), config)
+
+
+def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """The text decoder's configuration as transformers' class of this type reads it.
+
+    None for a type that transformers does not know, and for a file without the parts that its class has: the class would fill
+    in a decoder of its own. `own`: the fields of the decoder in the file.
+    Raises: LayoutError if the class cannot read it.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return None
+    if family not in CONFIG_MAPPING:
+        return None
+    check_num_layers(own.get("num_hidden_layers"))
+    try:
+        known = CONFIG_MAPPING[family].from_dict({**config, "model_type": family})
+        read = known.get_text_config(decoder=True)
+    except Exception as error:  # each of its classes has errors of its own
+        reason = " ".join(str(error).split())
+        raise LayoutError(f"transformers cannot read it as the configuration of a {family}: {reason}") from error
+    if read is not known and own is config:  # a file of one part, and a class of several
+        given = {
+            name: own[name]
+            for name in ("num_hidden_layers", "num_attention_heads", "layer_types", "hidden_size")
+            if name in own
+        }
+        if any(getattr(read, name, None) != value for name, value in given.items()):
+            return None
+    return read
+
+
+def check_num_layers(num_layers: Any) -> None:
+    """Before anything is made for each of them. Raises: LayoutError."""
+    if isinstance(num_layers, int) and not 1 <= num_layers <= MAX_LAYERS:
+        raise LayoutError(f"layers={num_layers}; a model has at least 1 layer, and at most {MAX_LAYERS}")
+
+
+# the layers
+
+
+def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
+    if fields.get("block_configs"):
+        return _of_blocks(fields)
+    num_layers = 2 * fields.need("num_layers") if fields.family == "longcat_flash" else fields.need("num_hidden_layers")
+    check_num_layers(num_layers)
+    kinds = _kinds(fields, num_layers)
+    if len(kinds) != num_layers:
+        fields.refuse(f"has {num_layers} layers, and says a kind for {len(kinds)}")
+    if unknown := sorted({str(kind) for kind in kinds if kind not in _PARTS}):
+        fields.refuse(f"has layers of type {', '.join(unknown)}; known are {', '.join(_PARTS)}")
+    num_own = num_layers - (fields.whole("num_kv_shared_layers") or 0)
+    crossing = fields.get("cross_attention_layers") or ()
+    layers: list[tuple[Part, ...]] = []
+    for layer, kind in enumerate(kinds):
+        if layer >= num_own > 0:
+            if kind not in kinds[:num_own]:
+                fields.refuse(f"has layer {layer} read the rows of another of type {kind}, and there is none")
+            layers.append((SharedRows(num_own - 1 - kinds[num_own - 1 :: -1].index(kind)),))
+        elif layer in crossing:
+            rows = _attention(fields, layer)
+            layers.append((CrossAttention(rows.heads, rows.key_dim),))
+        else:
+            layers.append(tuple(_PARTS[kind](fields, layer)))
+    return tuple(layers)
+
+
+def _kinds(fields: _Fields, num_layers: int) -> list[str]:
+    """The kind of each layer, by the names of transformers."""
+    if fields.family == "mimo_v2_flash" and (pattern := fields.get("hybrid_layer_pattern")):
+        fields.get("attention_chunk_size")  # the window once more
+        return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    if fields.family == "recurrent_gemma":
+        blocks = fields.get("block_types")
+        fields.get("attention_window_size")  # transformers calls it sliding_window too
+        kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+        return [kinds.get(blocks[layer % len(blocks)], blocks[layer % len(blocks)]) for layer in range(num_layers)]
+    if fields.family == "rwkv":
+        return ["linear_attention"] * num_layers
+    if fields.family == "minimax" and (pattern := fields.get("attn_type_list")):
+        return ["full_attention" if full else "linear_attention" for full in pattern]
+    if (named := fields.get("layer_types")) is not None:
+        return [_OTHER_NAMES.get(kind, kind) for kind in named]
+    if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
+        every = fields.get("sliding_window_pattern")
+        if isinstance(every, int) and every > 0:
+            return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+        if not (fields.of_transformers or fields.family is None):
+            fields.refuse("does not say by layer_types which layers have its sliding_window")
+        return ["sliding_attention"] * num_layers
+    if fields.of_transformers and fields.get("attention_chunk_size"):
+        return ["chunked_attention"] * num_layers
+    return ["full_attention"] * num_layers
+
+
+_OTHER_NAMES: Final[Mapping[str, str]] = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Kinds of layers in older files, by their names in transformers."""
+
+
+def _of_blocks(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
+    """The layers of a model whose file describes each: `block_configs` (Nemotron-NAS)."""
+    blocks: Sequence[Any] = fields.get("block_configs")
+    layers: list[tuple[Part, ...]] = []
+    heads = fields.need("num_attention_heads")
+    head_dim = fields.whole("head_dim") or fields.need("hidden_size") // heads
+    for layer, block in enumerate(blocks):
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if attention is None:
+            fields.refuse(f"does not say by block_configs what the attention of layer {layer} is")
+        if odd := [name for name in ("num_sink_tokens", "sparsify", "unshifted_sink") if attention.get(name)]:
+            fields.refuse(f"says by {', '.join(odd)} of block_configs what layer {layer} keeps, which is not known here")
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            layers.append(())
+        else:
+            sharing = attention.get("n_heads_in_group")
+            if not isinstance(sharing, int) or not 1 <= sharing <= heads:
+                fields.refuse(f"has n_heads_in_group={sharing!r} in layer {layer} of block_configs, of {heads} heads")
+            num_kv = heads // sharing
+            layers.append((Attention(num_kv, head_dim, head_dim, window=attention.get("window_length")),))
+    return tuple(layers)
+
+
+# the parts of a layer
+
+
+def _attention(fields: _Fields, layer: int, window: int | None = None, chunk: int | None = None) -> Attention:
+    heads = fields.need("num_attention_heads", layer=layer)
+    prefix = "swa_" if window is not None and fields.family == "mimo_v2_flash" else ""
+    dim = fields.whole(f"{prefix}head_dim", layer) or fields.whole("kv_channels", layer) or fields.whole("dim_head")
+    dim = dim or fields.need("hidden_size", layer=layer) // heads
+    read_num_kv = _NUM_KV_HEADS.get(fields.family or "")
+    num_kv = None if read_num_kv is None else read_num_kv(fields)
+    num_kv = num_kv or fields.whole(f"{prefix}num_key_value_heads", layer) or heads
+    return Attention(num_kv, dim, fields.whole(f"{prefix}v_head_dim", layer) or dim, window, chunk)
+
+
+def _of_falcon(fields: _Fields) -> int | None:
+    num_kv, multi_query = fields.whole("num_kv_heads"), fields.get("multi_query")
+    if fields.get("new_decoder_architecture"):
+        return num_kv
+    return 1 if multi_query else None
+
+
+def _of_mpt(fields: _Fields) -> None:
+    attention = fields.get("attn_config")
+    kind = attention.get("attn_type") if isinstance(attention, Mapping) else getattr(attention, "attn_type", None)
+    if kind not in (None, "multihead_attention"):
+        fields.refuse(f"has attn_type {kind!r} in attn_config, which is not known here")
+
+
+_NUM_KV_HEADS: Final[Mapping[str, Callable[[_Fields], int | None]]] = {
+    "falcon": _of_falcon,
+    "gpt_bigcode": lambda fields: 1 if fields.get("multi_query") else None,
+    "mpt": _of_mpt,
+}
+"""KV heads of types that have no num_key_value_heads; None for one of each query head."""
+
+
+def _full(fields: _Fields, layer: int) -> Iterable[Part]:
+    if rank := fields.whole("kv_lora_rank"):
+        return (Latent(rank + (fields.whole("qk_rope_head_dim") or 0)),)
+    return (_attention(fields, layer),)
+
+
+def _windowed(fields: _Fields, layer: int) -> Iterable[Part]:
+    window = fields.whole("sliding_window", layer)
+    if fields.family == "deepseek_v4":
+        return (Latent(fields.need("head_dim"), window),)
+    if rank := fields.whole("kv_lora_rank"):
+        return (Latent(rank + (fields.whole("qk_rope_head_dim") or 0), window),)
+    return (_attention(fields, layer, window=window),)
+
+
+def _chunked(fields: _Fields, layer: int) -> Iterable[Part]:
+    return (_attention(fields, layer, chunk=fields.need("attention_chunk_size")),)
+
+
+def _indexed(fields: _Fields, layer: int) -> Iterable[Part]:
+    """Attention to the tokens that an indexer chooses; a layer may go by the choice of the one before."""
+    kinds = fields.get("indexer_types")
+    yield from _full(fields, layer)
+    if kinds is None or kinds[layer] == "full":
+        yield IndexKeys(fields.need("index_head_dim"), scaled=True)
+
+
+def _block_sparse(fields: _Fields, layer: int) -> Iterable[Part]:
+    return *_full(fields, layer), IndexKeys(fields.need("index_head_dim"), scaled=False)
+
+
+def _compressed(fields: _Fields, layer: int, kind: str) -> Iterable[Part]:
+    """DeepSeek-V4: a window, compressed rows behind it, and the inputs of the next of these."""
+    dim, index_dim = fields.need("head_dim"), fields.need("index_head_dim")
+    num_tokens = fields.get("compress_rates")[kind]
+    yield Latent(dim, fields.need("sliding_window"))
+    yield Compressed(dim, num_tokens)
+    overlap, dims = 1, [dim]
+    if kind == "compressed_sparse_attention":  # its indexer has compressed keys too, and both overlap
+        yield Compressed(index_dim, num_tokens)
+        overlap, dims = 2, [dim, index_dim]
+    inputs = sum(2 * overlap * num_tokens * overlap * each for each in dims)
+    yield State("inputs of a compressor", inputs, "float32")
+
+
+def _state(fields: _Fields, layer: int) -> Iterable[Part]:
+    read_state = _STATES.get(fields.family or "")
+    if read_state is None:
+        fields.refuse("has layers that keep a state, and what a state of this type of model takes is not known here")
+    return (read_state(fields),)
+
+
+def _gated_delta(fields: _Fields) -> State:
+    keys = fields.need("linear_num_key_heads") * fields.need("linear_key_head_dim")
+    num_heads, dim = fields.need("linear_num_value_heads"), fields.need("linear_value_head_dim")
+    inputs = (2 * keys + num_heads * dim) * (fields.need("linear_conv_kernel_dim") - 1)
+    state = num_heads * fields.need("linear_key_head_dim") * dim
+    return State("gated delta rule", state, fields.get("mamba_ssm_dtype") or "float32", inputs)
+
+
+def _delta_attention(fields: _Fields) -> State:
+    num_heads, dim = fields.need("linear_num_heads"), fields.need("linear_head_dim")
+    inputs = 3 * num_heads * dim * (fields.need("linear_conv_kernel_dim") - 1)
+    return State("Kimi delta attention", num_heads * dim * dim, "float32", inputs)
+
+
+def _mamba_2(fields: _Fields) -> State:
+    num_heads = fields.need("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    dim = fields.need("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    size = fields.need("mamba_d_state", "ssm_state_size", "state_size")
+    groups = fields.need("mamba_n_groups", "mamba_ngroups", "n_groups")
+    kernel = fields.need("mamba_d_conv", "conv_kernel")
+    inputs = (num_heads * dim + 2 * groups * size) * (kernel - 1)
+    return State("Mamba-2", num_heads * dim * size, fields.get("mamba_ssm_cache_dtype") or "float32", inputs)
+
+
+def _mamba_1(fields: _Fields) -> State:
+    fields.get("n_mamba_heads")  # which share the width
+    width = fields.whole("intermediate_size") if fields.family in ("mamba", "falcon_mamba") else None
+    width = width or fields.need("mamba_expand") * fields.need("hidden_size")
+    kernel = fields.need("mamba_d_conv", "conv_kernel")
+    return State("Mamba", width * fields.need("mamba_d_state", "state_size"), "float32", width * (kernel - 1))
+
+
+def _short_convolution(fields: _Fields) -> State:
+    return State("short convolution", 0, "float32", fields.need("hidden_size") * (fields.need("conv_L_cache") - 1))
+
+
+def _lightning(fields: _Fields) -> State:
+    num_heads = fields.need("num_attention_heads")
+    dim = fields.whole("head_dim") or fields.need("hidden_size") // num_heads
+    return State("lightning attention", num_heads * dim * dim, "float32")
+
+
+def _recurrent(fields: _Fields) -> State:
+    width = fields.need("lru_width")
+    return State("RG-LRU", width, "float32", width * (fields.need("conv1d_width") - 1))
+
+
+def _rwkv(fields: _Fields) -> State:
+    width = fields.need("attention_hidden_size", "hidden_size")
+    return State("RWKV", 3 * width, "float32", 2 * fields.need("hidden_size"))
+
+
+_STATES: Final[Mapping[str, Callable[[_Fields], State]]] = {
+    "bamba": _mamba_2,
+    "falcon_h1": _mamba_2,
+    "falcon_mamba": _mamba_1,
+    "granitemoehybrid": _mamba_2,
+    "jamba": _mamba_1,
+    "kimi_linear": _delta_attention,
+    "lfm2": _short_convolution,
+    "lfm2_moe": _short_convolution,
+    "mamba": _mamba_1,
+    "mamba2": _mamba_2,
+    "minimax": _lightning,
+    "nemotron_h": _mamba_2,
+    "olmo_hybrid": _gated_delta,
+    "qwen3_5_moe_text": _gated_delta,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_next": _gated_delta,
+    "recurrent_gemma": _recurrent,
+    "rwkv": _rwkv,
+    "zamba": _mamba_1,
+    "zamba2": _mamba_2,
+}
+"""What a layer's state takes, by type of model. A convolution keeps the inputs of its kernel but the newest."""
+
+_PARTS: Final[Mapping[str, Callable[[_Fields, int], Iterable[Part]]]] = {
+    "full_attention": _full,
+    "sliding_attention": _windowed,
+    "chunked_attention": _chunked,
+    "deepseek_sparse_attention": _indexed,
+    "minimax_m3_sparse": _block_sparse,
+    "compressed_sparse_attention": lambda fields, layer: _compressed(fields, layer, "compressed_sparse_attention"),
+    "heavily_compressed_attention": lambda fields, layer: _compressed(fields, layer, "heavily_compressed_attention"),
+    "linear_attention": _state,
+    "conv": _state,
+    "hybrid": lambda fields, layer: (*_full(fields, layer), *_state(fields, layer)),
+    "moe": lambda fields, layer: (),
+    "mlp": lambda fields, layer: (),
+}
+"""What a layer keeps, by its kind."""
