@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from vmmkv import KVCache, VmmkvError
-from vmmkv.memory.memory_map import SlotMap, SlotState
+from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import Forget, FromEngine, Manage, Managed, MemoryMap, Resize, Sleep
@@ -108,7 +108,7 @@ class MapMaker:
             for found in self._cache.slot_maps(some):
                 if any(found.groups):
                     self._slots.append(found)
-                if found.state is SlotState.LIVE and (name := self._request_in(found.slot)) is not None:
+                if (name := self._request_in(found.slot)) is not None:
                     self._requests[found.slot] = name
             now_s = time.perf_counter()
             self._slot_us = max(self._slot_us, (now_s - some_began_s) * 1e6 / len(some))

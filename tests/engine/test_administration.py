@@ -3,8 +3,10 @@
 import dataclasses
 import gc
 import math
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,11 +15,13 @@ from tests.server.fake_engine import READY
 from tests.unit.holder_engines import Process, start_holder
 from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.memory_map import SlotMap
+from vmmkv.server.engine import administration
 from vmmkv.server.engine.__main__ import freeze_survivors
-from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
+from vmmkv.server.engine.administration import REST, SLICE_US, MapMaker, manage
 from vmmkv.server.engine.kv_backend import SlotBackend
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import (
+    Forget,
     FromEngine,
     Managed,
     MemoryMap,
@@ -106,16 +110,29 @@ def test_the_map_has_every_mapped_page_and_names_the_requests(harness: MakeHarne
     one.run()
 
 
-def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(harness: MakeHarness) -> None:
-    mapper, maps = maker(harness())
+def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1.0]
+    monkeypatch.setattr(administration, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    one = harness()
+    mapper, maps = maker(one)
+    real = one.cache.taken_slots
+    monkeypatch.setattr(one.cache, "taken_slots", lambda: (now_s.append(now_s.pop() + 0.25), real())[1])
     mapper.ask()
     mapper.work(1e6)
-    mapper._rest_until_s = time.perf_counter() + 60
+    assert len(maps) == 1 and maps[0].took_us == 0.25e6
     mapper.ask()
-    mapper.work(1e6)
-    assert len(maps) == 1
+    for pause_s in (0.0, 0.9 * REST * 0.25):
+        now_s[0] += pause_s
+        mapper.work(1e6)
+        assert len(maps) == 1
     mapper.work(math.inf)
     assert len(maps) == 2
+    mapper.ask()
+    now_s[0] += 1.1 * REST * 0.25
+    mapper.work(1e6)
+    assert len(maps) == 3
 
 
 def test_the_first_answer_says_how_long_it_was_queued(harness: MakeHarness) -> None:
@@ -163,7 +180,9 @@ def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
     monkeypatch.setattr(one.cache, "slot_maps", slow)
     mapper.ask()
     while not maps:
+        before = len(looked)
         mapper.work(SLICE_US)
+        assert len(looked) == before + 1, "a slice ends when its time is over"
         one.engine.step()
     assert looked == [1] * 8 and len(maps[0].slots) == 8
     looked.clear()
@@ -184,6 +203,45 @@ def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness
     one.step()
     assert one.engine.num_running == 2
     one.run()
+
+
+def test_a_larger_budget_that_an_operator_gives_admits_requests_that_found_no_room(harness: MakeHarness) -> None:
+    one = harness(slots=4, budget_pages=16, step_tokens=4096, open_memory=SlotBackend.open)
+    loaded = Loaded(one.engine, READY, one.memory)
+    least_bytes = int(re.findall(r"the least is (\d+) bytes", str(manage(loaded, Resize(budget_bytes=1)).error))[0])
+    assert manage(loaded, Resize(budget_bytes=least_bytes)).error is None
+    prompts = {str(seed): prompt_of(least_bytes // 2**21 * PAGE_TOKENS * 2 // 3, seed) for seed in range(2)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 20)
+    one.step(3)
+    assert one.engine.num_running == 1 and one.engine._scheduler.waiting
+    assert manage(loaded, Resize(budget_bytes=16 * PAGE_BYTES)).error is None
+    one.step()
+    assert one.engine.num_running == 2
+    one.run()
+
+
+def test_what_goes_back_to_the_device_and_what_to_the_pool_counts_as_freed(harness: MakeHarness) -> None:
+    one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open)
+    loaded = Loaded(one.engine, READY, one.memory)
+    one.said(prompt_of(500))
+    held_bytes = one.pool.held_bytes
+    assert manage(loaded, Forget()).freed_bytes == held_bytes - one.pool.held_bytes > 0
+    created_bytes = one.pool.created_bytes
+    assert manage(loaded, Sleep()).freed_bytes == created_bytes > 0 == one.pool.held_bytes
+
+
+def test_a_sleep_stores_what_a_tier_has_not_had_time_to_take(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(64 * PAGE_BYTES)
+    one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open, tiers=[tier])
+    with monkeypatch.context() as patch:
+        patch.setattr(one.engine, "poll_tiers", lambda *_: True)
+        one.said(prompt_of(500))
+    assert not tier.stats().held_bytes
+    assert manage(Loaded(one.engine, READY, one.memory), Sleep()).error is None
+    assert tier.stats().held_bytes == 7 * PAGE_BYTES, "each full page"
+    one.close()
+    tier.close()
 
 
 @pytest.mark.parametrize("has_tier", [False, True])

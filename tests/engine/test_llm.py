@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,10 +23,13 @@ from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, Closed, DriverUnavailable, HolderUnavailable, VmmkvError
 from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
+from vmmkv.server.console import GenerationProgress
 from vmmkv.server.engine import loading
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Failed
+from vmmkv.server.llm import CompletionOutput, _Answer
+from vmmkv.server.protocol import Failed, Generate, Output
+from vmmkv.server.tokenizer import Tokenizer
 
 VOCABULARY = 258
 """The bytes, and two special tokens."""
@@ -157,9 +161,13 @@ def test_answers_of_one_prompt_have_the_seeds_that_follow(engine: LLM) -> None:
 
 def test_without_a_seed_requests_differ_and_a_run_of_the_program_does_not(directory: Path) -> None:
     runs = []
-    for _ in range(2):
+    for refused in ([], ["a", []]):
         with LLM(directory, seed=5, **OPTIONS) as one:
-            runs.append(answers(one.generate(["a", "a"])) + answers(one.generate(["a"])))
+            first = answers(one.generate(["a", "a"]))
+            if refused:
+                with pytest.raises(ValueError, match="prompt 1"):  # and the seed of prompt 0 is not used up
+                    one.generate(refused)
+            runs.append(first + answers(one.generate(["a"])))
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) == 3
 
@@ -207,6 +215,27 @@ def test_a_stop_string_ends_an_answer_and_only_that(engine: LLM, n: int) -> None
         assert other.token_ids == one.token_ids[: len(other.token_ids)]
         assert other.finish_reason == ("stop" if stop in one.text else "length")
     assert len(cut[0].token_ids) < 40
+
+
+def test_what_comes_behind_a_stop_string_or_with_an_end_token_is_not_the_answers(directory: Path) -> None:
+    def answer(*outputs: Output, stop: str | None = None) -> CompletionOutput:
+        own = CompletionOutput(logprobs=[], top_logprobs=[])
+        request = Generate(request_id="a", prompt=[97], params=GREEDY)
+        detokenizer = None if stop is None else Tokenizer.load(directory).detokenizer((stop,), [])
+        growing = _Answer(request, RequestOutput(prompt_token_ids=[97], outputs=[own]), own, [], detokenizer)
+        for output in outputs:
+            growing.feed(output)
+        return own
+
+    scores, ids = [-1.0, -2.0, -3.0, -4.0], token_ids("abcd")
+    tops = tuple(((97, score),) for score in scores)
+    several = Output(request_id="a", token_ids=tuple(ids), logprobs=tuple(scores), top_logprobs=tops)
+    cut = answer(several, stop="bc")
+    assert (cut.text, cut.token_ids, cut.finish_reason) == ("a", ids[:3], "stop")
+    assert cut.logprobs == scores[:3] and cut.top_logprobs == [dict(top) for top in tops[:3]]
+    ended = answer(msgspec.structs.replace(several, token_ids=tuple(ids[:3]), finish_reason="stop"))
+    assert (ended.token_ids, ended.finish_reason, ended.logprobs) == (ids[:3], "stop", scores[:3])
+    assert ended.top_logprobs == [dict(top) for top in tops[:3]]
 
 
 def test_what_a_policy_dropped_is_said(engine: LLM) -> None:
@@ -292,8 +321,8 @@ def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
     assert len(good.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 8
 
 
-def after_steps(engine: LLM, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
-    """Have the engine do `act` once, within a step, when it has done so many."""
+def after_steps(engine: LLM, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> list[int]:
+    """Have the engine do `act` once, within a step, when it has done so many. Returns a list with the number of its steps."""
     core = engine._open().engine
     step, done = core.step, [0]
 
@@ -304,6 +333,7 @@ def after_steps(engine: LLM, monkeypatch: pytest.MonkeyPatch, count: int, act: A
         step()
 
     monkeypatch.setattr(core, "step", counted)
+    return done
 
 
 def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
@@ -311,9 +341,10 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind itself ignore it
     try:
-        after_steps(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        done = after_steps(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[number] for number in range(30)], SamplingParams(max_tokens=500))
+        assert done[0] < 10, "those that ran are aborted"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -415,6 +446,25 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: LLM, capsys: pyte
     engine.generate(["a", "b"], GREEDY, progress=True)
     shown = capsys.readouterr().err
     assert "2 of 2 requests" in shown and "tok/s out" in shown
+
+
+def test_progress_counts_the_prompt_tokens_that_were_computed(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(GenerationProgress, "update", lambda _, done, prompt, new, **at_end: counted.append(prompt))
+    prompt = [token % 251 for token in range(2100)]  # a page of 2,048 tokens, and a rest
+    for num_computed in (2100, 1):  # the second time in the slot that has them
+        engine.generate([prompt], GREEDY)
+        assert counted[-1] == num_computed
+
+
+def test_what_a_tier_lacks_is_stored_when_an_llm_ends(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**OPTIONS, "kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 64 * MIB}
+    prompt = [token % 251 for token in range(4500)]  # two pages of 2,048 tokens, and a rest
+    with LLM(directory, **options) as one, monkeypatch.context() as patch:
+        patch.setattr(one._open().engine, "poll_tiers", lambda *_: True)
+        one.generate([prompt], GREEDY)
+    with LLM(directory, **options) as one:
+        assert sum(tier.held_bytes for tier in one._open().engine._prefix.stats().tiers) == 4 * MIB
 
 
 def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> None:
