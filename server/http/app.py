@@ -131,7 +131,7 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     """The application over one service."""
-    app = FastAPI(title="vmmkv", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app = FastAPI(title="vmmkv", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     # Made once: it takes a tenth of a second of the event loop.
     app.openapi = functools.cache(lambda: _document(app, service.model))  # type: ignore[method-assign]
     # For the document alone: keys are checked in Guard.
@@ -143,11 +143,15 @@ def create_app(service: Service) -> FastAPI:
         state = service.health()
         return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
 
-    app.include_router(_generation_routes(service), dependencies=needs_key)
-    app.include_router(_server_routes(service), dependencies=needs_key)
-    app.include_router(page.routes(service.engine, service.dashboard, service.queue), dependencies=needs_key)
-    app.include_router(_admin_routes(service.engine, service.queue), dependencies=needs_key)
-    errors.install(app)
+    routers = (
+        _generation_routes(service),
+        _server_routes(service),
+        page.routes(service.engine, service.dashboard, service.queue),
+        _admin_routes(service.engine, service.queue),
+    )
+    for router in routers:
+        app.include_router(router, dependencies=needs_key)
+    errors.install(app, [route for router in (app, *routers) for route in router.routes])
     refused = service.metrics.refused
     app.add_middleware(
         Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()

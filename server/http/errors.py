@@ -1,6 +1,9 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
-from collections.abc import Mapping
+import difflib
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
@@ -8,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route
 
 from vmmkv.server.engine_client import EngineDead, EngineNotReady, MapUnavailable, RequestFailed
 from vmmkv.units import counted
@@ -90,17 +94,53 @@ def not_the_administrator() -> ApiError:
     return ApiError(403, message, code="insufficient_permissions")
 
 
-def install(app: FastAPI) -> None:
-    """Give every error of `app` this form, also those that FastAPI and Starlette raise themselves."""
+def install(app: FastAPI, routes: Iterable[BaseRoute]) -> None:
+    """Give every error of `app` this form, also those that FastAPI and Starlette raise themselves.
+
+    A 404 names what its client may have meant of `routes`.
+    """
+    paths = defaultdict[str, list[str]](list)
+    for route in routes:
+        if isinstance(route, Route) and "{" not in route.path:
+            for method in route.methods or ():
+                paths[method].append(route.path)
     for kind in (ApiError, *_OF_THE_ENGINE, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, _response)
+        app.add_exception_handler(kind, functools.partial(_response, paths))
 
 
-async def _response(request: Request, error: Exception) -> JSONResponse:
+async def _response(paths: Mapping[str, Sequence[str]], request: Request, error: Exception) -> JSONResponse:
+    """`paths`: those of the routes, by method."""
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, message, headers=error.headers)
+        method, path = request.method, request.scope["path"]
+        remedy = ""
+        if error.status_code == 404:
+            remedy = f"; {_instead(path, paths.get(method, ()))}"
+        elif error.status_code == 405:
+            remedy = f"; send {(error.headers or {}).get('Allow', 'another method')}"
+        error = ApiError(error.status_code, f"{method} {path}: {error.detail}{remedy}", headers=error.headers)
     return from_exception(error).response()  # Starlette logs the traceback of what is unexpected
+
+
+_OTHER_APIS: Final = {
+    **dict.fromkeys(("/responses", "/messages", "/api/chat"), "/v1/chat/completions"),
+    **dict.fromkeys(("/generate", "/completion", "/api/generate"), "/v1/completions"),
+}
+"""Paths of other APIs, without /v1, and the route here that does the same."""
+
+
+def _instead(path: str, routes: Sequence[str]) -> str:
+    """What a client may have meant by a path that is no route: one with more or less before it, one that does the same, or
+    one that is spelt alike.
+    """
+    for route in sorted(routes, key=len):
+        if route != "/" and (route.endswith(path) or path.endswith(route)):
+            return f"did you mean {route}?"
+    tails, tail = {route.removeprefix("/v1"): route for route in routes}, path.removeprefix("/v1")
+    if (instead := _OTHER_APIS.get(tail)) in routes:
+        return f"this server has {instead} instead"
+    if near := difflib.get_close_matches(tail[:64], tails, n=1):
+        return f"did you mean {tails[near[0]]}?"
+    return "the routes of this server are in /openapi.json"
 
 
 def from_exception(error: Exception) -> ApiError:

@@ -265,8 +265,9 @@ class RequestState:
 
 
 class Guard:
-    """ASGI middleware before every route. `on_refused` is called with the status of each refusal on the counted paths.
+    """ASGI middleware before every route, which sees a path without slashes at its end.
 
+    `on_refused` is called with the status of each refusal on the counted paths.
     `hosts` are names that the Host header may say, besides addresses and those under localhost; None for any.
     """
 
@@ -283,6 +284,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # A redirect would lose the body of a POST.
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = dict(scope["headers"])
         given = headers.get(_REQUEST_ID, b"")
         name = given.decode() if _GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

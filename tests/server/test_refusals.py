@@ -231,8 +231,8 @@ def test_a_model_left_out_is_the_served_one(server: Running, path: str) -> None:
 def test_every_error_has_openais_form(server: Running) -> None:
     http, json = server.http, {"Content-Type": "application/json"}
     for response, status, said in (
-        (http.get("/v2"), 404, "Not Found"),
-        (http.get(COMPLETIONS), 405, "Method Not Allowed"),
+        (http.get("/nothing-here"), 404, "GET /nothing-here: Not Found; the routes of this server are in /openapi.json"),
+        (http.get(COMPLETIONS), 405, "Method Not Allowed; send POST"),
         (http.get("/v1/models/other"), 404, "'tiny'"),
         (http.post(COMPLETIONS, content="{", headers=json), 400, "not valid JSON"),
         (http.post(COMPLETIONS, headers=json), 400, "must be a JSON object"),
@@ -242,6 +242,39 @@ def test_every_error_has_openais_form(server: Running) -> None:
     ):
         assert response.status_code == status and said in response.json()["error"]["message"], response.text
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/v1/responses", "this server has /v1/chat/completions instead"),
+        ("POST", "/responses", "this server has /v1/chat/completions instead"),
+        ("POST", "/v1/messages", "this server has /v1/chat/completions instead"),
+        ("POST", "/generate", "this server has /v1/completions instead"),
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/completions", "did you mean /v1/completions?"),
+        ("POST", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/tokenize", "did you mean /tokenize?"),
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/models/", "did you mean /v1/models?"),
+        ("POST", "/v1/embeddings", "the routes of this server are in /openapi.json"),
+    ],
+)
+def test_an_unknown_path_names_what_there_is(server: Running, method: str, path: str, said: str) -> None:
+    response = server.http.request(method, path)
+    wanted = f"{method} {path.rstrip('/')}: Not Found; {said}"
+    assert (response.status_code, response.json()["error"]["message"]) == (404, wanted)
+
+
+def test_a_path_with_a_slash_at_its_end_is_the_same_without_a_redirect(server: Running) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    for path, methods in paths.items():
+        for method in methods:
+            if path not in ("/events", "/kv", "/metrics", "/health", "/") and "{" not in path:
+                plain, slash = (server.http.request(method, each) for each in (path, f"{path}/"))
+                assert slash.status_code == plain.status_code, path
+    answer = server.post(f"{CHAT}/", {"messages": HELLO})
+    assert answer.status_code == 200 and len(server.generates) == 1
 
 
 def test_a_parameter_with_a_name_of_megabytes_is_compared_by_its_beginning() -> None:
