@@ -205,7 +205,7 @@ def test_a_tier_stays_within_its_budget_and_keeps_the_newest(tier):
 def test_a_record_is_stored_once(tier):
     found(tier, 1)
     first = tier.store(key_of(1))
-    assert tier.store(key_of(1)) is None
+    assert tier.store(key_of(1)) is None and found(tier, 1) == [False], "its bytes have still to come"
     tier.drop(first)
     assert not load(tier, 1), "a store that was dropped leaves nothing"
     assert store(tier, 1) and load(tier, 1)
@@ -231,7 +231,9 @@ def test_a_store_for_which_no_buffer_is_free_is_refused_and_counts_once(tier):
     assert 0 < len(lent) < 100 and tier.stats().refused_records == 100 - len(lent)
     assert tier.store(key_of(99)) is tier.store(lent[0].key) is None
     assert tier.stats().refused_records == 100 - len(lent)
-    for transfer in lent:
+    loading = tier.load(key_of(99))
+    assert loading is not None, "requests wait for loads: stores leave them buffers"
+    for transfer in (*lent, loading):
         tier.drop(transfer)
     assert store(tier, 99) and tier.stats().refused_records == 100 - len(lent)
 
@@ -287,7 +289,8 @@ def test_a_listener_hears_what_becomes_of_each_record(tier):
     tier.listen(lambda keys, is_held: heard.update(dict.fromkeys(keys, is_held)))
     for _ in range(200):
         tier.fault = chance.choice([None, None, None, "error", "corrupted"])
-        chance.choice([store, store, load, drop])(tier, chance.choice(numbers))
+        act, number = chance.choice([store, store, load, drop]), chance.choice(numbers)
+        assert not (act(tier, number) and act is store) or key_of(number) in heard, "a store that fails is heard of too"
         assert [heard.get(key_of(number), False) for number in numbers] == found(tier, *numbers)
     assert False in heard.values() and True in heard.values()
 
