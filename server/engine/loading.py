@@ -35,9 +35,10 @@ from vmmkv.server.engine.kv_backend import (
     check_lengths,
 )
 from vmmkv.server.engine.models import EngineModel
+from vmmkv.server.engine.models.checkpoint import INSTEAD, load_by_transformers, quantised_by, refuse_codes
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv.server.engine.models.shard import Shard, Share, split
-from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
+from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
 from vmmkv.server.engine.ranks import Ranks
@@ -171,7 +172,7 @@ def assemble(
         parallel = model if ranks is None else ranks.model(model, cache)
         runner = Runner(parallel, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
         longest = min(step_tokens, max_tokens - 1, memory.num_tokens)
-        with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
+        with refusing(model.name) if isinstance(model, TransformersModel) else contextlib.nullcontext():
             prefill = warm_up(runner, cache, longest)
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
             log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
@@ -243,7 +244,8 @@ class ModelSource:
         self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
         directory = Path(config.model)
         self._configuration = (directory / "config.json").read_bytes()
-        hf_config = from_directory(transformers.AutoConfig, directory)
+        with refusing(f"the model in {directory}"):
+            hf_config = from_directory(transformers.AutoConfig, directory)
         self.text_config = hf_config.get_text_config()
         layout = choose_layout(self.text_config, self.kv_dtype)
         self.layout: Final = layout.of_rank(config.tensor_parallel_size)
@@ -260,6 +262,7 @@ class ModelSource:
         self._decoder: Decoder | None = None
         self._transformers: Any = None
         is_random = config.load_format == "dummy"
+        refuse_codes(directory, hf_config, is_random=is_random)
         if config.model_impl != "transformers":
             try:
                 whole = DecoderConfig.of(hf_config)
@@ -281,12 +284,14 @@ class ModelSource:
             raise UnsupportedModel(
                 f"a model of type {hf_config.model_type} cannot be served: transformers has no decoder of text of this type"
             )
-        auto = transformers.AutoModelForCausalLM
-        if is_random:
-            torch.manual_seed(config.seed)
-            model = auto.from_config(hf_config, dtype=dtype)
-        else:
-            model = from_directory(auto, directory, dtype=dtype)
+        method = quantised_by(directory, hf_config)
+        what, instead = (", quantised by " + method, INSTEAD) if method else ("", None)
+        with refusing(f"a model of type {hf_config.model_type}{what}", instead):
+            if is_random:
+                torch.manual_seed(config.seed)
+                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            else:
+                model = load_by_transformers(directory, hf_config, dtype)
         refuse_own_attention(model)
         if collectives is not None:
             model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it

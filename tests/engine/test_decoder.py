@@ -18,9 +18,10 @@ from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
+from vmmkv.server.engine.models.checkpoint import WeightsMismatch
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, empty, head_part, joined
 from vmmkv.server.engine.models.shard import Shard
-from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
+from vmmkv.server.engine.models.weights import load, random
 
 CPU = torch.device("cpu")
 

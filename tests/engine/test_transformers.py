@@ -22,7 +22,7 @@ from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.loading import choose_max_tokens
 from vmmkv.server.engine.models.decoder import DecoderModel
-from vmmkv.server.engine.models.transformers import NAME, TransformersModel
+from vmmkv.server.engine.models.transformers import NAME, TransformersModel, refusing
 from vmmkv.server.models import UnsupportedModel
 
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
@@ -144,15 +144,18 @@ def test_a_mask_of_later_tokens_is_refused_even_if_layers_say_causal(tmp_path: P
         pass
 
 
-def test_an_error_of_the_first_step_is_the_models_but_for_want_of_memory(harness: MakeHarness) -> None:
-    model = harness().runner.model
-    assert isinstance(model, TransformersModel)
-    reason = "LlamaForCausalLM cannot be served: IndexError: list index out of range"
-    with pytest.raises(UnsupportedModel, match=reason), model.refusing():
-        raise IndexError("list index out of range")
-    for error in (OutOfPages("none is free"), torch.OutOfMemoryError("none is left"), MemoryError()):
-        with pytest.raises(type(error)), model.refusing():
+def test_an_error_of_transformers_is_the_models_but_for_want_of_memory() -> None:
+    with (
+        pytest.raises(UnsupportedModel, match=r"Llama cannot be served: IndexError: list index out of range; use another$"),
+        refusing("Llama", "use another"),
+    ):
+        raise IndexError("list index\n  out of range")
+    for error in (OutOfPages("none is free"), torch.OutOfMemoryError("none is left"), MemoryError(), OSError("no such file")):
+        with pytest.raises(type(error)) as raised, refusing("Llama"):
             raise error
+        assert raised.value is error
+    with pytest.raises(MemoryError, match="4503599627370496 bytes"), refusing("Llama"):
+        torch.empty(2**50)  # a RuntimeError
 
 
 def test_the_option_that_a_model_of_any_length_wants_is_named() -> None:

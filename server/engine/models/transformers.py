@@ -32,10 +32,34 @@ NAME: Final = "vmmkv-engine"
 _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 
 
+_CPU_IS_FULL: Final = "DefaultCPUAllocator: can't allocate memory"
+"""In torch's error for want of memory on a CPU, which has no type of its own."""
+
+
 def refuse_own_attention(model: Any) -> None:
     """Raises: UnsupportedModel for a model of transformers that calls no attention function by name."""
     if not model._supports_attention_backend:
         raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
+
+
+@contextlib.contextmanager
+def refusing(what: str, instead: str | None = None) -> Iterator[None]:
+    """Within it, errors of transformers become UnsupportedModel: what cannot be served, the cause, and what would work.
+
+    Errors of files, of the driver, of memory, and of other ranks are raised as they are.
+    """
+    works = "" if instead is None else f"; {instead}"
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise type(error)(f"{what} cannot be served: {error}") from error
+    except (VmmkvError, EngineDied, OSError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if _CPU_IS_FULL in str(error):
+            raise MemoryError(str(error)) from error
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UnsupportedModel(f"{what} cannot be served: {cause}{works}") from error
 
 
 class TransformersModel:
@@ -49,6 +73,7 @@ class TransformersModel:
     def __init__(self, model: Any, cache: EngineCache, rows: KVRows) -> None:
         refuse_own_attention(model)
         self._model = model
+        self.name: Final = type(model).__name__
         layout = cache.layout
         self._owners = {layer: layer for layer in layout.group_of} | shared_rows(read(model.config).layers)
         """By layer the one whose rows it reads: its own, or another's."""
@@ -112,22 +137,6 @@ class TransformersModel:
         with _giving(self._model.base_model, output):
             logits_WV: torch.Tensor = self._model(input_ids=zeros, position_ids=zeros, use_cache=False).logits[0]
         return logits_WV
-
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Around the first steps of a model: its errors become UnsupportedModel, naming the model and the cause.
-
-        Errors of the driver, of memory, and of other ranks are raised as they are.
-        """
-        name = type(self._model).__name__
-        try:
-            yield
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{name} cannot be served: {error}") from error
-        except (VmmkvError, EngineDied, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
         """Did every layer attend once in the last forward pass? Raises: UnsupportedModel.

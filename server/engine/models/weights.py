@@ -1,48 +1,20 @@
 """Weights of a decoder: from the safetensors of a directory by the names of transformers, or at random."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from vmmkv.server.engine.models.checkpoint import FLOATS, INDEX, SINGLE, Stored, headers, refuse_misfits
 from vmmkv.server.engine.models.decoder import DecoderConfig, DecoderWeights, Unsupported, empty
 from vmmkv.server.engine.models.shard import Shard
-
-_FLOATS: Final = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the types that weights may have. Others are quantised, and need more than a copy."""
-
-_COMPUTED: Final = ".rotary_emb.inv_freq"
-"""Older checkpoints have these tensors, which follow from the configuration."""
-
-_NAMED: Final = 4
-"""Tensors that an error names of each kind: where one layer's are missing all layers' are."""
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 _HEAD: Final = "lm_head.weight"
-
-
-class WeightsMismatch(ValueError):
-    """The tensors of a directory are not those of the model that its configuration describes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a file, not read yet."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.name)
-        return tensor
 
 
 def load(directory: Path, shard: Shard, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
@@ -51,7 +23,9 @@ def load(directory: Path, shard: Shard, device: torch.device, dtype: torch.dtype
     All names and shapes are checked before any memory is taken; the host holds one tensor at a time beside the page cache.
     Raises: Unsupported without such files; WeightsMismatch, naming the tensors; ValueError for a file that is cut off; OSError.
     """
-    stored = _headers(directory)
+    stored = headers(directory)
+    if not stored:
+        raise Unsupported(f"{directory} has neither {SINGLE} nor {INDEX}; transformers' save_pretrained writes them")
     if shard.whole.tied and _HEAD in stored:
         shard = replace(shard, whole=_settle_tie(shard.whole, stored))
     _check(directory, stored, empty(shard.whole, torch.device("meta"), dtype).named(shard.whole))
@@ -86,28 +60,7 @@ def random(shard: Shard, device: torch.device, dtype: torch.dtype, seed: int) ->
     return weights
 
 
-def _headers(directory: Path) -> dict[str, _Stored]:
-    """What tensors the directory has, by name; none is read."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        paths = [single]
-    elif index.is_file():
-        paths = [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-    else:
-        raise Unsupported(f"{directory} has neither {single.name} nor {index.name}; transformers' save_pretrained writes them")
-    stored: dict[str, _Stored] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    header = file.get_slice(name)
-                    stored[name] = _Stored(path, name, tuple(header.get_shape()), header.get_dtype())
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file: {error}; copy or download it again") from error
-    return {name: tensor for name, tensor in stored.items() if not name.endswith(_COMPUTED)}
-
-
-def _settle_tie(config: DecoderConfig, stored: dict[str, _Stored]) -> DecoderConfig:
+def _settle_tie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
     """A tied model has an output matrix of its own: do as transformers, and believe the tensors.
 
     If the embedding is another, they are not tied; else the one serves as both, whichever name it has.
@@ -118,26 +71,20 @@ def _settle_tie(config: DecoderConfig, stored: dict[str, _Stored]) -> DecoderCon
     return config
 
 
-def _check(directory: Path, stored: Mapping[str, _Stored], wanted: Mapping[str, torch.Tensor]) -> None:
+def _check(directory: Path, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor]) -> None:
     """Raise WeightsMismatch, naming what is missing, unexpected, or of another shape or type."""
     both = sorted(stored.keys() & wanted.keys())
     shapes = {name: tuple(wanted[name].shape) for name in both}
-    problems = {
-        "missing": sorted(wanted.keys() - stored.keys()),
-        "unexpected": sorted(stored.keys() - wanted.keys()),
-        "of another shape": [
-            f"{name} is {stored[name].shape}, wanted {shapes[name]}" for name in both if stored[name].shape != shapes[name]
-        ],
-        "of a type that is no plain float": [
-            f"{name} is {stored[name].dtype}" for name in both if stored[name].dtype not in _FLOATS
-        ],
-    }
-    found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
-    if found:
-        raise WeightsMismatch(f"the tensors in {directory} are not those of the model in its config.json. {found}")
-
-
-def _some(names: list[str]) -> str:
-    """The first few of them, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    refuse_misfits(
+        directory,
+        {
+            "missing": sorted(wanted.keys() - stored.keys()),
+            "unexpected": sorted(stored.keys() - wanted.keys()),
+            "of another shape": [
+                f"{name} is {stored[name].shape}, wanted {shapes[name]}" for name in both if stored[name].shape != shapes[name]
+            ],
+            "of a type that is no plain float": [
+                f"{name} is {stored[name].dtype}" for name in both if stored[name].dtype not in FLOATS
+            ],
+        },
+    )
