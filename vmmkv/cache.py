@@ -1042,7 +1042,12 @@ class KVCache(Planes, Closing, Unique):
             parked.fence = retried(self.memory.fence)  # copies may have been launched
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """End a sequence and reclaim its memory. Cost: the limit's write, which gives the fence, or a fence."""
+        """End a sequence and reclaim its memory, or park its slot with rows that are pinned and in no other.
+
+        Cost: the limit's write, which gives the fence, or a fence.
+        """
+        if self.prefix is not None and self.prefix.park_pinned(sequence):
+            return
         slot = sequence.slot
         fence = self.memory.lower_limit(slot, 0)
         self._clear_slot(sequence, SlotState.CLOSING)
@@ -1085,12 +1090,11 @@ class KVCache(Planes, Closing, Unique):
 
     def _run_to_clear(self, count: int) -> int:
         """The first of `count` adjacent slots that run no sequence, without pinned ones if possible; one: the oldest parked."""
-        if count == 1 and self.parked_slots:
-            parked_slots = self.parked_slots.values()
-            return next(self.unpinned(parked_slots), next(iter(parked_slots))).slot
+        if count == 1 and (parked := next(self.unpinned(self.parked_slots.values()), None)) is not None:
+            return parked.slot
         pinned = [slot for slot in self.parked_slots if self.is_pinned(slot)]
         states = SlotState.FREE, SlotState.PARKED, SlotState.CLOSING
-        for spared in (pinned, ()):
+        for spared in (pinned, pinned[1:], ()):
             first = self.table.run_of(count, *states, without=spared)
             if first is not None:
                 return first
@@ -1102,6 +1106,11 @@ class KVCache(Planes, Closing, Unique):
     def is_pinned(self, slot: int) -> bool:
         """Does the prefix cache keep this parked slot before others?"""
         return self.prefix is not None and self.prefix.is_pinned(slot)
+
+    def can_spare_pinned(self) -> bool:
+        """Is there another slot than pinned ones for one more sequence?"""
+        can_clear = self.table.num(SlotState.FREE, SlotState.CLOSING) > 0
+        return can_clear or next(self.unpinned(self.parked_slots.values()), None) is not None
 
     def unpinned(self, parked_slots: Iterable[ParkedSlot]) -> Iterator[ParkedSlot]:
         """Those without pinned rows, in the same order. Cost: grows with the pinned ones that come first."""

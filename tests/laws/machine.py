@@ -326,7 +326,15 @@ class LawMachine(RuleBasedStateMachine):
         live = self.live[pick % len(self.live)]
         self.verify([live])
         self.attempt(live.sequence.close)
-        self.ended(live)
+        self.over(live)
+
+    def over(self, live: Live) -> None:
+        """A sequence has ended, and its slot is free, or parked with what is pinned."""
+        parked = next((each for each in live.cache.parked() if each.slot == live.sequence.slot), None)
+        if parked is None:
+            self.ended(live)
+        else:
+            self.rests(live, parked)
 
     def ended(self, live: Live) -> None:
         """A sequence is over, and refuses everything but `close`."""

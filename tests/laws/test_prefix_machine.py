@@ -341,7 +341,7 @@ class PrefixMachine(LawMachine):
             self.rests(live, next(each for each in self.cache.parked() if each.slot == live.sequence.slot))
             assert self.kept[-1].tokens == tokens
         else:
-            self.ended(live)
+            self.over(live)
 
     @precondition(lambda self: self.pick_live(0, known=True))
     @rule(pick=picks, more=st.none() | counts)
@@ -351,7 +351,7 @@ class PrefixMachine(LawMachine):
     def release_known(self, live: Live, more: int | None) -> None:
         tokens = [] if more is None else self.confirm(live, more)
         self.attempt(lambda: self.prefix.release(live.sequence, tokens))
-        self.ended(live)
+        self.over(live)
 
     def confirm(self, live: Live, more: int) -> list[int]:
         """What is inserted with some more tokens."""

@@ -470,6 +470,72 @@ def test_a_pin_keeps_what_is_left_of_its_tokens(prefix, cache):
     assert prefix.match(PROMPT) == 16
 
 
+@pytest.mark.parametrize("end", ["release", "close", "truncate", "compact"])
+def test_the_last_rows_of_a_pinned_prompt_do_not_go_with_a_sequence_that_continues_it(prefix, end):
+    park(prefix, PROMPT[:40])  # the last 8 rows are in no full page
+    prefix.pin(PROMPT[:40])
+    sequence = prefix.attach(PROMPT[:50]).sequence
+    assert_reads(sequence, range(40))
+    write(sequence, 50)
+    if end == "truncate":
+        sequence.truncate(4)
+    elif end == "compact":
+        sequence.compact(range(1, 50))
+    if end == "close":
+        sequence.close()
+    else:
+        prefix.release(sequence)
+    assert_reads(prefix.attach(PROMPT[:41]).sequence, range(40))
+
+
+@pytest.mark.parametrize("end", ["release", "close", "compact"])
+def test_a_running_prompt_that_is_pinned_keeps_its_last_rows_when_it_ends(prefix, cache, pool, end):
+    sequence = begin(prefix, PROMPT[:60])
+    prefix.pin(PROMPT[:40])
+    if end == "compact":
+        sequence.compact([*range(45), *range(50, 60)])
+    if end == "close":
+        sequence.close()
+    else:
+        prefix.release(sequence)
+    cache.check()
+    assert [(parked.length, parked.num_pages) for parked in cache.parked()] == [(40, 3)]
+    prefix.evict()
+    again = prefix.attach(PROMPT[:60]).sequence
+    assert_reads(again, range(40))
+    write(again, 60)
+    prefix.insert(again, PROMPT[:60])
+
+
+def test_a_sequence_ends_for_good_where_another_slot_has_the_pinned_rows(prefix, cache):
+    first, second = begin(prefix, PROMPT[:40]), begin(prefix, PROMPT[:50])
+    prefix.pin(PROMPT[:40])
+    prefix.release(first)
+    assert not cache.parked()
+    prefix.unpin(PROMPT[:40])
+    prefix.release(second)
+    assert not cache.parked()
+
+
+def test_a_pinned_slot_is_adopted_where_there_is_no_other(prefix, cache):
+    park(prefix, PROMPT[:40])
+    prefix.pin(PROMPT[:40])
+    others = [cache.open() for _ in range(3)]
+    assert prefix.attach(PROMPT[:50]).method is AttachMethod.ADOPT
+    others[0].close()
+    assert prefix.attach(PROMPT[:41]).num_tokens == 40
+
+
+def test_a_closing_slot_is_taken_before_a_pinned_one(prefix, cache):
+    park(prefix, PROMPT[:40])
+    prefix.pin(PROMPT[:40])
+    for sequence in [cache.open() for _ in range(3)]:
+        sequence.grow(16)
+        sequence.close()  # its page is not unmapped yet
+    cache.open()
+    assert prefix.match(PROMPT) == 40
+
+
 def test_a_batch_spares_pinned_slots_while_others_can_be_taken(prefix, cache):
     for number in range(4):
         park(prefix, [number] * 20)

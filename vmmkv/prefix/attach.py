@@ -203,8 +203,9 @@ class Attacher:
         parked = [each for each in parked if each.length - hit.num_tokens <= most_lost]
         # Nearly always the first can be adopted.
         parked.sort(key=lambda each: (each.length, -each.stamp))
-        fits = (each for each in parked if hit.is_in(each.slot) and self._index.is_free_past(each.slot, hit.num_tokens))
-        return next(fits, None)
+        index, spares = self._index, self._cache.can_spare_pinned()
+        fits = (each for each in parked if hit.is_in(each.slot) and index.is_free_past(each.slot, hit.num_tokens))
+        return next((each for each in fits if not (spares and index.keeps_pinned(each.slot))), None)
 
     def _adopt(self, parked: ParkedSlot, num_tokens: int, end: int) -> Attached:
         """The nodes past the match are removed, for their rows will be overwritten. Their extents are the slot's alone."""

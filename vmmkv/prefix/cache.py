@@ -207,23 +207,16 @@ class PrefixCache:
         """End a sequence: insert its tokens, and keep its slot, which a prompt that continues them can adopt."""
         with self.cache.pool.lock:
             self.cache.check_capture()
-            node, slot = self._insert(sequence, tokens), sequence.slot
-            if node is None:
+            if self._insert(sequence, tokens) is None:
                 self.cache.end_sequence(sequence)
-                return
-            del self._index.running[slot]  # else parking would take its rows for gone
-            try:
-                self.cache.park_sequence(sequence, node.end)
-            except BaseException:
-                self._index.running[slot] = node
-                raise
-            self._index.tree.unlock(node)
-            self._index.keep(slot, node)
+            else:
+                self._index.park(sequence)
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
         """End or preempt a sequence: insert its tokens, and free its slot. Full extents stay in the tree.
 
-        Rows in a page that is not full are lost; `park` keeps those too. If this raises, the sequence still runs.
+        Rows in a page that is not full are lost; `park` keeps those too. If they are pinned, and in no other slot, this one is
+        parked with them. If this raises, the sequence still runs.
         """
         with self.cache.pool.lock:
             self.cache.check_capture()
@@ -388,8 +381,9 @@ class PrefixCache:
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
         """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None). Returns its length.
 
-        Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken. What is
-        pinned a second time is kept until the later of the two ends.
+        Full extents are never evicted. Rows in a page that is not full are kept, in a parked slot, until no other slot or page
+        can be taken: a prompt that continues them aliases, and does not adopt that slot. What is pinned a second time is kept
+        until the later of the two ends.
         """
         tokens, namespace = _checked(tokens), owner("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vmmkv.cache import KVCache, ParkedSlot
+from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.driver.base import Fence
 from vmmkv.layout import Group
 from vmmkv.memory.pool import Evictable, Extent
@@ -326,6 +326,45 @@ class PrefixIndex:
         """Give back the memory of tiers behind copies that have ended."""
         if self.transfers is not None:
             self.transfers.finish()
+
+    def park(self, sequence: Sequence) -> ParkedSlot:
+        """End a running sequence and keep its slot, with the rows that were inserted. There are some."""
+        slot, node = sequence.slot, self.running.pop(sequence.slot)  # else parking would take its rows for gone
+        assert node is not None, "nothing was inserted"
+        try:
+            parked = self._cache.park_sequence(sequence, node.end)
+        except BaseException:
+            self.running[slot] = node
+            raise
+        self.tree.unlock(node)
+        self.keep(slot, node)
+        return parked
+
+    def park_pinned(self, sequence: Sequence) -> bool:
+        """Park a running sequence with the pinned rows that no other slot has; False, and it runs, if there are none."""
+        slot, last = sequence.slot, self.running.get(sequence.slot)
+        nodes = () if last is None else reversed(last.path())
+        kept = next((node for node in nodes if self._keeps(slot, node, node.residents)), None)
+        if kept is None:
+            return False
+        parked = self.park(sequence)
+        parked.positions = None  # rows that a compaction has moved are behind those inserted
+        self.shorten(slot, kept.end)
+        self._cache.cut_parked(slot, kept.end)
+        return True
+
+    def keeps_pinned(self, slot: int) -> bool:
+        """Has a parked slot pinned rows that no other parked slot has?"""
+        path = self.parked_at[slot].path()
+        return any(self._keeps(slot, node, filter(self.parked_at.__contains__, node.residents)) for node in path)
+
+    def _keeps(self, slot: int, node: Node[Placed], residents: Iterable[int]) -> bool:
+        """Is a node pinned, and this the only one of these residents that has the rows which a prompt behind it sees?"""
+        if not self.tree.is_pinned(node):
+            return False
+        starts = [self._layout.start_for(group, node.end) for group in self._layout.groups]
+        having = (each for each in residents if (self._memory.table.starts[:, each] <= starts).all())
+        return next(having, None) == slot and next(having, None) is None
 
     def keep(self, slot: int, node: Node[Placed]) -> None:
         """A parked slot's rows end at a node: it is evicted with the tree's leaves, not by itself."""
