@@ -17,6 +17,8 @@ by its fields. A type, a kind of layer or a field that is not known here is refu
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
@@ -232,15 +234,25 @@ _KINDS_OF_LAYERS: Final = frozenset({
 """Fields that name a kind for each layer: where one is read, the others say the same."""
 
 _TELLING: Final = _KINDS_OF_LAYERS | {
-    "attention_chunk_size", "attention_window_size", "block_configs", "compress_rates", "compress_ratios", "conv_L_cache",
-    "cross_attention_layers", "global_head_dim", "index_head_dim", "index_kpool", "indexer_head_dim", "indexer_types",
-    "kv_lora_rank", "linear_head_dim", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "lru_width",
-    "mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_num_heads", "multi_query", "multi_query_attention",
-    "multi_query_group_num", "n_mamba_heads", "num_global_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads",
-    "num_kv_shared_layers", "sliding_window", "sparse_attention_config", "ssm_cfg", "ssm_state_size", "swa_head_dim",
-    "swa_num_key_value_heads", "swa_v_head_dim",
+    "attention_chunk_size", "attention_window_size", "block_configs", "cla_share_factor", "compress_rates",
+    "compress_ratios", "conv_L_cache", "cross_attention_layers", "global_head_dim", "index_head_dim", "index_kpool",
+    "indexer_head_dim", "indexer_types", "kv_lora_rank", "kv_reuse_group", "layer_group_size", "linear_head_dim",
+    "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "lru_width", "mamba_d_conv", "mamba_d_state",
+    "mamba_n_heads", "mamba_num_heads", "multi_query", "multi_query_attention", "multi_query_group_num", "n_mamba_heads",
+    "num_global_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads", "num_kv_shared_layers",
+    "sliding_window", "sparse_attention_config", "sparse_config", "ssm_cfg", "ssm_state_size", "swa_head_dim",
+    "swa_num_key_value_heads", "swa_v_head_dim", "use_cla",
 }  # fmt: skip
 """Fields by which layers keep something else than keys and values of all heads: one that is not read is refused."""
+
+_NUM_KV_NAMES: Final = frozenset({
+    "kv_heads", "kv_n_heads", "n_head_kv", "n_heads_kv", "n_kv_heads", "num_attention_groups", "num_key_value_groups",
+    "num_query_groups",
+})  # fmt: skip
+"""Other names of num_key_value_heads, or of what it follows from, in files of types that transformers does not know."""
+
+_RECURRENT_NAMES: Final = re.compile("hybrid|hyena|lightning|linear|mamba|retnet|rwkv|ssm|xlstm")
+"""In the names of such types: their layers keep states, whatever fields they have."""
 
 
 _READ_BY_CLASS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -310,20 +322,23 @@ class _Fields:
         for name in names:
             if value := self.whole(name, layer):
                 return value
-        raise LayoutError(f"the configuration{self._of_family} has no {' or '.join(names)}: is it that of a decoder?")
+        self.refuse(f"has no {' or '.join(names)}: is it that of a decoder?")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise LayoutError."""
-        raise LayoutError(f"the configuration{self._of_family} {reason}")
+        of_family = f" ({self.family})" if self.family else ""
+        hint = ""
+        if self.family and isinstance(self._config, Mapping) and not _has_transformers():
+            hint = (
+                "; transformers, which knows more of its fields, is not installed: pip install '.[hf]', or give --layers, "
+                "--kv-heads and --head-dim"
+            )
+        raise LayoutError(f"the configuration{of_family} {reason}{hint}")
 
     @property
     def of_transformers(self) -> bool:
         """Has a class of transformers filled in what the file leaves out?"""
         return type(self._config).__module__.startswith("transformers.models.")
-
-    @property
-    def _of_family(self) -> str:
-        return f" ({self.family})" if self.family else ""
 
     def check_all_read(self) -> None:
         """Raises: LayoutError for fields that say what layers keep, and that were not read."""
@@ -337,12 +352,22 @@ class _Fields:
         if self.get("attention_k_eq_v"):
             known.add("num_global_key_value_heads")
         own = self._config if isinstance(self._config, Mapping) else vars(self._config)
-        unread = [name for name in sorted(_TELLING - known) if self._written.get(name) or own.get(name)]
+        telling = _TELLING
+        if not self.of_transformers:
+            if _RECURRENT_NAMES.search(self.family or ""):
+                self.refuse("is of a type that keeps states, and which is not known here")
+            if "num_key_value_heads" not in self._was_read:
+                telling = telling | _NUM_KV_NAMES
+        unread = [name for name in sorted(telling - known) if self._written.get(name) or own.get(name)]
         if unread:
             self.refuse(
                 f"says what its layers keep by {', '.join(unread)}, which is not known here; give KVLayout(groups=...) what "
                 f"each layer keeps, or vmmkv plan --layers, --kv-heads and --head-dim"
             )
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
 
 
 def _nested(config: Any) -> Any:
@@ -358,10 +383,10 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
     in a decoder of its own. `own`: the fields of the decoder in the file.
     Raises: LayoutError if the class cannot read it.
     """
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
+    if not _has_transformers():
         return None
+    from transformers import CONFIG_MAPPING
+
     if family not in CONFIG_MAPPING:
         return None
     check_num_layers(own.get("num_hidden_layers"))

@@ -47,6 +47,19 @@ RIGHT: dict[str, Callable[[], hf.PreTrainedConfig]] = {
         hidden_size_per_layer_input=8,
         layer_types=["sliding_attention", "full_attention"] * 3,
     ),
+    "gemma 4, heads of two sizes": lambda: small(
+        hf.Gemma4TextConfig,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        vocab_size_per_layer_input=199,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "phimoe, a window in its mask alone": lambda: small(hf.PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
 }
 REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {

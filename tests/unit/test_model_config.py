@@ -1,12 +1,14 @@
 """What the layers of published models keep, read of their configurations and by hand; what is not known is refused by name."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vmmkv.errors import LayoutError
 from vmmkv.model_config import (
     Attention,
     Compressed,
@@ -14,7 +16,10 @@ from vmmkv.model_config import (
     Latent,
     ModelConfig,
     State,
+    beside_rows,
+    described,
     read,
+    shared_rows,
 )
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -107,3 +112,122 @@ def sizes(model: ModelConfig) -> tuple[float, dict[int, int], int]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_keep_what_they_keep_by_hand(name: str) -> None:
     assert sizes(read(PUBLISHED[name])) == BY_HAND[name]
+
+
+def decoder(family: str | None = None, layers: int = 4, heads: int = 8, hidden: int = 512, **fields: Any) -> dict[str, Any]:
+    """The dict of a decoder with heads of 64."""
+    named = {} if family is None else {"model_type": family}
+    return {**named, "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden, **fields}
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+OTHER_NAMES: dict[str, tuple[dict[str, Any], tuple[float, dict[int, int], int]]] = {
+    "dbrx": (
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "attn_config": {"kv_n_heads": 8}},
+        (40 * 8 * 128 * KV, {}, 0),
+    ),
+    "falcon, 40B": (
+        decoder("falcon", 60, 128, 8192, num_kv_heads=8, new_decoder_architecture=True, multi_query=True),
+        (60 * 8 * 64 * KV, {}, 0),
+    ),
+    "gpt_bigcode": ({"model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40}, (40 * 128 * KV, {}, 0)),
+    "mpt": ({"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32}, (32 * 4096 * KV, {}, 0)),
+    "bloom": ({"model_type": "bloom", "n_layer": 70, "n_head": 112, "hidden_size": 14336}, (70 * 14336 * KV, {}, 0)),
+    "gptj": ({"model_type": "gptj", "n_layer": 28, "n_head": 16, "n_embd": 4096}, (28 * 4096 * KV, {}, 0)),
+    "rwkv": ({"model_type": "rwkv", "num_hidden_layers": 24, "hidden_size": 1024}, (0, {}, 24 * (3 * 1024 * 4 + 2 * 1024 * 2))),
+    "longcat_flash, two attentions a layer": (
+        {"model_type": "longcat_flash", "num_layers": 14, "num_attention_heads": 64, "hidden_size": 6144, **LATENT},
+        (28 * 576 * 2, {}, 0),
+    ),
+    "minimax_text_01": (
+        decoder("minimax_text_01", 8, 64, 6144, num_key_value_heads=8, head_dim=128, attn_type_list=[0] * 7 + [1]),
+        (8 * 128 * KV, {}, 7 * 64 * 128 * 128 * 4),
+    ),
+    "zamba2": (
+        decoder(
+            "zamba2", 3, 32, 3584, n_mamba_heads=112, mamba_d_state=64, mamba_ngroups=2,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+        ),
+        (32 * 224 * KV, {}, 3 * (112 * 64 * 64 * 4 + (7168 + 2 * 2 * 64) * 3 * 2)),
+    ),
+    "qwen2_vl, older files of one part": (
+        decoder("qwen2_vl", 28, 28, 3584, num_key_value_heads=4, sliding_window=32768, use_sliding_window=False),
+        (28 * 4 * 128 * KV, {}, 0),
+    ),
+    "internvl_chat, a decoder under llm_config": (
+        {"model_type": "internvl_chat", "llm_config": decoder("internlm2", num_key_value_heads=2)},
+        (4 * 2 * 64 * KV, {}, 0),
+    ),
+    "kimi_vl, a decoder of a type that transformers calls otherwise": (
+        {"model_type": "kimi_vl", "text_config": decoder("kimi_k2", 27, 16, 2048, **LATENT)},
+        (27 * 576 * 2, {}, 0),
+    ),
+    "a type that is not known, and plain": (decoder("fog", kv_channels=32, num_key_value_heads=2), (4 * 2 * 32 * KV, {}, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_files_with_names_of_their_own_are_read(name: str) -> None:
+    config, by_hand = OTHER_NAMES[name]
+    assert sizes(read(config)) == by_hand
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no decoder": ({}, "has no num_hidden_layers"),
+    "an encoder and a decoder": ({"model_type": "t5"}, r"\(t5\) is an encoder and a decoder"),
+    "an encoder": (decoder("bert"), "is an encoder"),
+    "a number of layers": (decoder("cohere2", 10**9), "at most 65536"),
+    "a kind of layer": (decoder("fog", layer_types=["full_attention", "mist"] * 2), "has layers of type mist; known are"),
+    "fewer kinds than layers": (decoder("fog", layer_types=["full_attention"]), "has 4 layers, and says a kind for 1"),
+    "a state of unknown size": (decoder("fog", layer_types=["mamba"] * 4), "what a state of this type of model takes"),
+    "a state, by its field": (decoder("fog", mamba_d_state=16), "by mamba_d_state, which is not known"),
+    "a state, by its type": (decoder("rwkv5", head_size=64), "of a type that keeps states"),
+    "a window of some layers": (decoder("fog", sliding_window=9), "does not say by layer_types"),
+    "an indexer": (decoder("fog", index_head_dim=128), "by index_head_dim"),
+    "kv heads by another name": (decoder("fog", num_attention_groups=1), "by num_attention_groups"),
+    "kv heads by layer": (decoder("deci", num_key_value_heads_per_layer=[4] * 4), "by num_key_value_heads_per_layer"),
+    "heads of all queries, by another attention": (
+        {"model_type": "mpt", "attn_config": {"attn_type": "multiquery_attention"}},
+        "attn_type 'multiquery_attention'",
+    ),
+    "rows shared between layers": (decoder("hunyuan", use_cla=True, cla_share_factor=2), "by cla_share_factor, use_cla"),
+    "a field of another type of model": (decoder("llama", full_attention_interval=4), "by full_attention_interval"),
+    "kv heads without an effect": (decoder("gemma4_text", num_global_key_value_heads=2), "by num_global_key_value_heads"),
+    "no number": (decoder("fog", num_key_value_heads="two"), "num_key_value_heads='two' is not a whole number"),
+    "a block without attention": (decoder("nemotron-nas", block_configs=[{"ffn": {}}]), "what the attention of layer 0 is"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused_by_name(name: str) -> None:
+    config, message = REFUSED[name]
+    with pytest.raises(LayoutError, match=message):
+        read(config)
+
+
+def test_layers_that_read_others_rows_name_the_last_of_their_kind() -> None:
+    """Gemma 3n: of 35 layers the last 15 read layer 18's rows in a window, or layer 19's of all tokens."""
+    layers = read(PUBLISHED["google/gemma-3n-E4B"]).layers
+    shared = shared_rows(layers)
+    assert list(shared) == list(range(20, 35))
+    assert {layer: owner for layer, owner in shared.items() if owner == 19} == {24: 19, 29: 19, 34: 19}
+    assert set(shared.values()) == {18, 19}
+
+
+def test_what_is_beside_rows_is_said_by_runs_of_layers() -> None:
+    layers = read(PUBLISHED["ai21labs/Jamba-1.5-Mini"]).layers
+    assert described(beside_rows(layers)) == "a state (Mamba) in layers 0 to 3, 5 to 11, 13 to 19, 21 to 27, 29 to 31"
+    assert beside_rows(read(PUBLISHED["google/gemma-3n-E4B"]).layers) == {}
+
+
+def test_without_transformers_files_that_say_all_are_read_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert sizes(read(PUBLISHED["nvidia/Llama-3.1-70B-Instruct-FP8"])) == BY_HAND["nvidia/Llama-3.1-70B-Instruct-FP8"]
+    assert sizes(read(PUBLISHED["deepseek-ai/DeepSeek-V3"])) == BY_HAND["deepseek-ai/DeepSeek-V3"]
+    for name, words in {
+        "Qwen/Qwen3-Next-80B-A3B": "by full_attention_interval",
+        "google/gemma-3-27b-it": "does not say by layer_types",
+        "tiiuae/Falcon-H1-7B": "by mamba_d_",
+    }.items():
+        with pytest.raises(LayoutError, match=words):
+            read(PUBLISHED[name])

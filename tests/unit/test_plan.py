@@ -178,6 +178,63 @@ def test_no_length_is_planned_that_the_model_cannot_have(plan: Plan, table: Call
     assert (scarce["lengths"][0]["num_sequences"], scarce["lengths_beyond_model"]) == (0, [])
 
 
+def published(name: str, directory: Path) -> str:
+    configs = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(configs[name]))
+    return str(directory)
+
+
+def test_states_are_counted_beside_rows_and_said_not_to_run(plan: Plan, table: Callable[..., str], tmp_path: Path) -> None:
+    """Qwen3-Next: 12 layers of 48 keep rows, and 36 a state of 2 MiB and a convolution's inputs."""
+    arguments = ["--model", published("Qwen/Qwen3-Next-80B-A3B", tmp_path), "--kv-cache-dtype", "bf16"]
+    given = plan(*arguments, "--lengths", "1024,100000")
+    state_pages = -(-given["state_bytes"] // PAGE_BYTES)
+    assert (given["layers"], given["row_bytes"], given["state_bytes"]) == (48, 24_576, 77_266_944)
+    for row in given["lengths"]:
+        assert row["num_pages"] == state_pages + row["num_tokens"] * 24_576 // PAGE_BYTES + bool(row["num_tokens"] % 1024)
+    assert given["not_run"].startswith("a state (gated delta rule) in layers 0 to 2, 4 to 6,")
+    text = table(*arguments)
+    assert "state             77,266,944 bytes (73.7 MiB) of a sequence: gated delta rule in 36 layers\n" in text
+    assert "the engine does not run these layers yet: a state (gated delta rule)" in text
+
+
+def test_a_model_of_states_alone_holds_any_length(plan: Plan, table: Callable[..., str], tmp_path: Path) -> None:
+    model = published("state-spaces/mamba2-2.7b", tmp_path)
+    given = plan("--model", model)
+    assert (given["row_bytes"], given["tokens_per_page"], given["longest_sequence_tokens"]) == (0, None, None)
+    assert {row["num_sequences"] for row in given["lengths"]} == {8 * GIB // PAGE_BYTES // 82}
+    assert "any length" in table("--model", model)
+
+
+@pytest.mark.parametrize(
+    ("name", "row_bytes", "growing_bytes"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 70_272, 70_272),
+        ("deepseek-ai/DeepSeek-V3.2", 78_336, 78_336),  # 78,324, padded
+        ("deepseek-ai/DeepSeek-V4-Flash", 6_912 + 44_032, 6_912),  # 6,880, padded
+        ("MiniMaxAI/MiniMax-M3", 137_472, 137_472),
+        ("google/gemma-4-26B-A4B", 225_280, 20_480),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 196_608, 49_152),
+        ("google/recurrentgemma-9b", 12_288, 0),
+    ],
+)
+def test_latents_index_keys_windows_and_chunks_are_counted(
+    name: str, row_bytes: int, growing_bytes: int, plan: Plan, tmp_path: Path
+) -> None:
+    given = plan("--model", published(name, tmp_path), "--kv-cache-dtype", "bf16", "--memory", "80GiB")
+    assert (given["row_bytes"], given["growing_bytes"]) == (row_bytes, growing_bytes)
+    assert bool(given["not_run"]) == (name != "google/gemma-4-26B-A4B")
+
+
+def test_ranks_share_states_and_each_keeps_the_latents(plan: Plan, tmp_path: Path) -> None:
+    def of_8(name: str) -> tuple[int, int]:
+        given = plan("--model", published(name, tmp_path), "--tensor-parallel-size", "8")
+        return given["row_bytes"], given["state_bytes"]
+
+    assert of_8("deepseek-ai/DeepSeek-V3") == (70_272, 0)
+    assert of_8("tiiuae/Falcon-H1-7B") == (44 * 1 * 128 * 4, 139_358_208 // 8)
+
+
 TIERS = ["--host-budget", "256GiB", "--disk-budget", "2TiB"]
 
 
@@ -251,7 +308,8 @@ def test_wrong_input_is_one_line_that_says_what_is_right(
         "{}",
         '{"num_hidden_layers": 1000000000, "num_attention_heads": 1}',
         '{"model_type": "gpt2", "n_layer": "two"}',
-        '{"model_type": "mamba", "num_hidden_layers": 2}',
+        '{"model_type": "xlstm", "num_blocks": 2}',
+        '{"model_type": "t5"}',
     ],
 )
 def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

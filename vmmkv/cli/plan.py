@@ -2,16 +2,30 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, KVLayout, KVType
-from vmmkv.model_config import check_num_layers
+from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, Group, KVLayout, KVType, Plane, kv_planes
+from vmmkv.model_config import (
+    Attention,
+    Compressed,
+    IndexKeys,
+    Latent,
+    ModelConfig,
+    Part,
+    SharedRows,
+    State,
+    beside_rows,
+    check_num_layers,
+    described,
+    read,
+)  # fmt: skip
 from vmmkv.server.models import KNOWN_CONFIGS
-from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +100,20 @@ class Plan:
     kv_scale: str | None
     """Of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
     layers: int
+    """Those that keep something."""
     groups: int
     row_bytes: int
     """Bytes of a token over all groups."""
-    tokens_per_page: float
-    """In the mean, over all groups."""
+    growing_bytes: int
+    """Bytes of a token that stay as a sequence grows: those without a window."""
+    tokens_per_page: float | None
+    """In the mean, over all groups; None for a model that keeps nothing by token."""
+    state_bytes: int
+    """What a sequence keeps whatever its length."""
+    state_kinds: dict[str, int]
+    """Layers that keep a state, by its kind."""
+    not_run: str | None
+    """What layers keep that the engine does not run yet, and which; None if it runs all."""
     tensor_parallel_size: int
     """GPUs that share the model. What follows is of each."""
     memory_bytes: int
@@ -153,11 +176,15 @@ def run(
 ) -> int:
     """Print the plan on stdout."""
     _check_one_is_given(model, {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "window": window})
-    config = {} if model is None else _read_config(model)
+    config = None if model is None else _read_config(model)
     dtype = _kv_cache_dtype(kv_cache_dtype, kv_scale, config)
-    layout = _uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype)
+    if config is None:
+        layout = _uniform(layers, kv_heads, head_dim, window, dtype)
+        memory_of = _Memory(layout, len(layout.group_of))
+    else:
+        memory_of = _Memory.of(config, dtype)
     asked = _parse_lengths(lengths)
-    model_tokens = config.get("max_position_embeddings") or None
+    model_tokens = None if config is None else config.max_tokens
     memory_bytes = _parse_size("--memory", memory)
     max_tokens = (model_tokens or max(asked)) if max_tokens is None else max_tokens
     tiers = _parse_tiers(host_budget, disk_budget, bandwidths)
@@ -170,33 +197,39 @@ def run(
             raise ValueError(f"{option} {value}: it must be at least {least}")
     if tensor_parallel_size > 1 and "disk" in tiers:
         raise ValueError("--disk-budget: a disk does not work with several GPUs; leave out one of the two")
-    num_heads = (config.get("text_config") or config).get("num_attention_heads") or tensor_parallel_size
+    num_heads = tensor_parallel_size if config is None else config.num_heads
     if tensor_parallel_size > num_heads:
         raise ValueError(
             f"--tensor-parallel-size {tensor_parallel_size}: this model has {num_heads} attention heads to share; "
             f"lower it to {num_heads} or less"
         )
-    layout = layout.of_rank(tensor_parallel_size)
+    memory_of = memory_of.of_rank(tensor_parallel_size)
     if model_tokens is not None and max_tokens > model_tokens:
         raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
     if prefill_rate is not None and not prefill_rate > 0:
         raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
-    num_groups, memory_pages = len(layout.groups), memory_bytes // PAGE_BYTES
-    if memory_pages < num_groups:
+    memory_pages, least_pages = memory_bytes // PAGE_BYTES, memory_of.pages_for(1, 0)
+    if memory_pages < least_pages:
         raise ValueError(
-            f"{format_bytes(memory_bytes)} is less than a page of {format_bytes(PAGE_BYTES)} for each of "
-            f"{counted(num_groups, 'group')} of layers; give at least {format_bytes(num_groups * PAGE_BYTES)}"
+            f"{format_bytes(memory_bytes)} is less than a sequence of one token takes, {counted(least_pages, 'page')} of "
+            f"{format_bytes(PAGE_BYTES)}; give at least {format_bytes(least_pages * PAGE_BYTES)}"
         )
-    fitting = layout.tokens_in(memory_pages, guard_tokens)
+    if tiers and not memory_of.row_bytes:
+        raise ValueError("this model keeps nothing by token, and tiers keep rows of tokens: leave out their budgets")
+    fitting = memory_of.tokens_in(memory_pages, guard_tokens)
     most = min(fitting, model_tokens or fitting)
     planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked))
     plan = Plan(
         kv_cache_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
-        layers=sum(len(group.layers) for group in layout.groups),
-        groups=num_groups,
-        row_bytes=layout.row_bytes,
-        tokens_per_page=PAGE_BYTES / layout.row_bytes,
+        layers=memory_of.num_layers,
+        groups=len(memory_of.groups),
+        row_bytes=memory_of.row_bytes,
+        growing_bytes=sum(group.row_bytes for group in memory_of.groups if group.window is None),
+        tokens_per_page=PAGE_BYTES / memory_of.row_bytes if memory_of.row_bytes else None,
+        state_bytes=memory_of.state_bytes,
+        state_kinds={} if config is None else _state_kinds(config),
+        not_run=None if config is None else described(beside_rows(config.layers)) or None,
         tensor_parallel_size=tensor_parallel_size,
         memory_bytes=memory_bytes,
         memory_pages=memory_pages,
@@ -204,12 +237,99 @@ def run(
         max_tokens=max_tokens,
         model_tokens=model_tokens,
         longest_sequence_tokens=None if most == _ANY_LENGTH else most,
-        lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
+        lengths=tuple(_plan_length(memory_of, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
         lengths_beyond_model=tuple(num_tokens for num_tokens in asked if num_tokens > (model_tokens or num_tokens)),
-        sources=_plan_sources(layout, planned, tiers, prefill_rate),
+        sources=_plan_sources(memory_of, planned, tiers, prefill_rate),
     )
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
     return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Memory:
+    """What sequences take: rows by token, and a state for each."""
+
+    layout: KVLayout | None
+    """None for a model that keeps nothing by token."""
+    num_layers: int
+    """Layers that keep something."""
+    state_bytes: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: "torch.dtype | KVType") -> "_Memory":
+        """That of all that the layers keep of tokens, whether the engine runs them or not.
+
+        Vectors of latent attention, index keys and compressed rows are counted by bytes, as one layer for each window.
+        """
+        import torch
+
+        attending: dict[int, tuple[tuple[Plane, ...], int | None]] = {}
+        vectors, state_bytes = Counter[int | None](), 0
+        for layer, parts in enumerate(config.layers):
+            for part in parts:
+                if isinstance(part, Attention):
+                    planes = kv_planes(part.heads, part.key_dim, part.value_dim, dtype)
+                    attending[layer] = planes, part.window or part.chunk
+                elif isinstance(part, State):
+                    state_bytes += part.size_bytes(2 if isinstance(dtype, KVType) else dtype.itemsize)
+                else:
+                    vectors[getattr(part, "window", None)] += _vector_bytes(part, dtype)
+        groups = KVLayout.of_rows(attending).groups if attending else ()
+        for number, (window, size_bytes) in enumerate(vectors.items(), start=len(config.layers)):
+            if size_bytes:
+                plane = Plane(name="vectors", heads=1, dim=size_bytes, dtype=torch.uint8)
+                groups += (Group(layers=(number,), planes=(plane,), window=window),)
+        num_layers = sum(any(not isinstance(part, SharedRows) for part in parts) for parts in config.layers)
+        return cls(KVLayout(groups=groups) if groups else None, num_layers, state_bytes)
+
+    def of_rank(self, num_ranks: int) -> "_Memory":
+        """That of one of several ranks: heads and states are shared, and vectors are on each."""
+        layout = None if self.layout is None else self.layout.of_rank(num_ranks)
+        return _Memory(layout, self.num_layers, ceil_div(self.state_bytes, num_ranks))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Those of the layout."""
+        return () if self.layout is None else self.layout.groups
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token over all groups."""
+        return sum(group.row_bytes for group in self.groups)
+
+    @property
+    def _state_pages(self) -> int:
+        return ceil_div(self.state_bytes, PAGE_BYTES)
+
+    def token_bytes(self, num_tokens: int) -> int:
+        """Bytes that the rows of one sequence need."""
+        return 0 if self.layout is None else self.layout.token_bytes(num_tokens)
+
+    def pages_for(self, num_tokens: int, guard_tokens: int) -> int:
+        """Pages of one sequence."""
+        return self._state_pages + (0 if self.layout is None else self.layout.pages_for(num_tokens, guard_tokens))
+
+    def tokens_in(self, num_pages: int, guard_tokens: int) -> int:
+        """The longest single sequence in so many pages."""
+        if num_pages < self._state_pages:
+            return 0
+        return _ANY_LENGTH if self.layout is None else self.layout.tokens_in(num_pages - self._state_pages, guard_tokens)
+
+
+def _vector_bytes(part: Part, dtype: "torch.dtype | KVType") -> int:
+    """Bytes of a token in what a layer keeps beside keys, values and a state."""
+    match part:
+        case IndexKeys(scaled=True):
+            return part.dim + 4 * ceil_div(part.dim, 128)
+        case Latent() | IndexKeys() | Compressed():
+            scale_bytes = 2 if isinstance(dtype, KVType) and dtype.scale == "token" else 0
+            size_bytes = (dtype.width(part.dim) if isinstance(dtype, KVType) else part.dim * dtype.itemsize) + scale_bytes
+            return ceil_div(size_bytes, part.num_tokens) if isinstance(part, Compressed) else size_bytes
+    return 0
+
+
+def _state_kinds(config: ModelConfig) -> dict[str, int]:
+    return dict(Counter(part.kind for parts in config.layers for part in parts if isinstance(part, State)))
 
 
 def _parse_tiers(host_budget: str | None, disk_budget: str | None, bandwidths: str) -> dict[str, tuple[int, float]]:
@@ -233,14 +353,14 @@ def _parse_size(option: str, text: str) -> int:
 
 
 def _plan_sources(
-    layout: KVLayout, lengths: tuple[int, ...], tiers: Mapping[str, tuple[int, float]], prefill_rate: float | None
+    memory_of: _Memory, lengths: tuple[int, ...], tiers: Mapping[str, tuple[int, float]], prefill_rate: float | None
 ) -> tuple[SourcePlan, ...]:
-    loaded_bytes = [layout.token_bytes(num_tokens) for num_tokens in lengths]
+    loaded_bytes = [memory_of.token_bytes(num_tokens) for num_tokens in lengths]
     token_gb = loaded_bytes[lengths.index(max(lengths))] / max(lengths) / 1e9
     sources = [
         SourcePlan(
             name=name,
-            held_tokens=budget_bytes // PAGE_BYTES * PAGE_BYTES // layout.row_bytes,
+            held_tokens=budget_bytes // PAGE_BYTES * PAGE_BYTES // memory_of.row_bytes,
             gb_per_s=gb_per_s,
             tokens_per_s=gb_per_s / token_gb,
             seconds=tuple(size_bytes / gb_per_s / 1e9 for size_bytes in loaded_bytes),
@@ -256,12 +376,12 @@ def _plan_sources(
     return tuple(sources)
 
 
-def _plan_length(layout: KVLayout, num_tokens: int, memory_pages: int, guard_tokens: int, max_tokens: int) -> LengthPlan:
-    num_pages = layout.pages_for(num_tokens, guard_tokens)
-    token_bytes = layout.token_bytes(num_tokens)
-    used_bytes = token_bytes + guard_tokens * layout.row_bytes
+def _plan_length(memory_of: _Memory, num_tokens: int, memory_pages: int, guard_tokens: int, max_tokens: int) -> LengthPlan:
+    num_pages = memory_of.pages_for(num_tokens, guard_tokens)
+    token_bytes, state_bytes = memory_of.token_bytes(num_tokens), memory_of.state_bytes
+    used_bytes = state_bytes + token_bytes + guard_tokens * memory_of.row_bytes
     # What a static cache allocates for each sequence; it keeps every row, windows or not.
-    reserved_bytes = max_tokens * layout.row_bytes
+    reserved_bytes = state_bytes + max_tokens * memory_of.row_bytes
     fits = num_tokens <= max_tokens
     return LengthPlan(
         num_tokens=num_tokens,
@@ -270,7 +390,7 @@ def _plan_length(layout: KVLayout, num_tokens: int, memory_pages: int, guard_tok
         num_sequences=memory_pages // num_pages,
         waste_fraction=1 - used_bytes / (num_pages * PAGE_BYTES),
         num_sequences_reserved=memory_pages * PAGE_BYTES // reserved_bytes if fits else None,
-        waste_fraction_reserved=1 - token_bytes / reserved_bytes if fits else None,
+        waste_fraction_reserved=1 - (state_bytes + token_bytes) / reserved_bytes if fits else None,
     )
 
 
@@ -283,14 +403,22 @@ def format_plan(plan: Plan) -> str:
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     of_each = "" if plan.tensor_parallel_size == 1 else f", on each of {plan.tensor_parallel_size} GPUs"
-    facts = (
-        ("layers", f"{plan.layers}, in {groups}"),
+    facts = [
+        ("layers", f"{plan.layers}, in {groups}" if plan.groups else f"{plan.layers}"),
         ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_cache_dtype}{scaled}"),
-        ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
+    ]
+    if plan.growing_bytes != plan.row_bytes:
+        facts.append(("beyond windows", f"{plan.growing_bytes:,} bytes of each token stay"))
+    if plan.state_bytes:
+        kinds = ", ".join(f"{kind} in {counted(layers, 'layer')}" for kind, layers in plan.state_kinds.items())
+        facts.append(("state", f"{plan.state_bytes:,} bytes ({format_bytes(plan.state_bytes)}) of a sequence: {kinds}"))
+    if plan.tokens_per_page is not None:
+        facts.append(("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"))
+    facts += [
         ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}{of_each}"),
         ("longest sequence", longest),
         ("guard", f"{counted(plan.guard_tokens, 'row')} past the end of each sequence"),
-    )
+    ]
     heads = ("tokens", "KV of one", "pages", "sequences", "waste", f"reserving {plan.max_tokens:,}", "its waste")
     rows = [heads] + [
         (
@@ -312,6 +440,8 @@ def format_plan(plan: Plan) -> str:
     if plan.lengths_beyond_model and plan.model_tokens:
         beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_model)
         lines += ["", f"{beyond}: more than the model can have; {plan.model_tokens:,} tokens are planned instead"]
+    if plan.not_run:
+        lines += ["", f"the engine does not run these layers yet: {plan.not_run}"]
     return "\n".join(lines)
 
 
@@ -340,11 +470,11 @@ def _check_one_is_given(model: str | None, numbers: Mapping[str, int | None]) ->
         )
 
 
-def _read_config(model: str) -> Mapping[str, Any]:
+def _read_config(model: str) -> ModelConfig:
     """The configuration of a directory or a file, or else of a name of KNOWN_CONFIGS."""
     given_path = Path(model).expanduser()
     if not given_path.exists() and (known := KNOWN_CONFIGS.get(model.lower())):
-        return known
+        return read(known)
     path = given_path / "config.json" if given_path.is_dir() else given_path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -355,39 +485,7 @@ def _read_config(model: str) -> Mapping[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no JSON object; --model takes a transformers config.json")
-    # A model of several kinds of input keeps its decoder's configuration in a part of its own.
-    text_config = config.get("text_config")
-    return _with_usual_names(text_config if isinstance(text_config, dict) else config)
-
-
-def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration that lacks what a plan must know, as transformers' class of it reads it: GPT-2's says `n_layer`.
-
-    All others are left as they are, for that class takes seconds to import. Raises: ValueError.
-    """
-    usual_names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    missing = [name for name in usual_names if not config.get(name)]
-    model_type = config.get("model_type")
-    if not missing or not isinstance(model_type, str):
-        return config
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        if missing == ["max_position_embeddings"]:
-            return config
-        raise ValueError(
-            f"{', '.join(missing)} missing, and what a {model_type} calls them transformers alone knows: "
-            "pip install '.[hf]', or give --layers, --kv-heads and --head-dim in place of --model"
-        ) from error
-    if model_type not in CONFIG_MAPPING:
-        return config
-    try:
-        read = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config(decoder=True)
-    except Exception as error:  # each of its classes has errors of its own
-        reason = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot read it as the configuration of a {model_type}: {reason}") from error
-    usual = {usual: getattr(read, usual, None) for usual in read.attribute_map}
-    return {**read.to_dict(), **usual}
+    return read(config)
 
 
 def _uniform(
@@ -398,10 +496,12 @@ def _uniform(
     return KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, windows=[window] * layers)
 
 
-def _kv_cache_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":
+def _kv_cache_dtype(name: str, scale: str | None, config: ModelConfig | None) -> "torch.dtype | KVType":
     import torch
 
-    wanted = config.get("dtype") or config.get("torch_dtype") or "bf16" if name == "auto" else KV_KIND_ALIASES.get(name, name)
+    wanted = KV_KIND_ALIASES.get(name, name)
+    if name == "auto":
+        wanted = (None if config is None else config.dtype) or "bf16"
     if scale not in (None, *KV_SCALES):
         raise ValueError(f"--kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
     if wanted in KV_KINDS:
