@@ -45,6 +45,8 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII, which a header carries as it is."""
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+"""As browsers write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,16 @@ class FrontConfig:
             "allowed_host",
         ),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _ADDRESS(
+            "let the pages of this origin use the API from a browser, such as http://localhost:5173, or * for those of any; "
+            "repeatable",
+            "ORIGIN",
+            "the server's own",
+            "allowed_origin",
+        ),
+    ] = ()
     api_keys: Annotated[
         tuple[str, ...],
         _ADDRESS(
@@ -313,6 +325,12 @@ class FrontConfig:
         for name in self.allowed_hosts:
             if not _HOST.fullmatch(name):
                 raise ValueError(f"--allowed-host {name!r} is no host's name; write it as llm.example.org, without a port")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--allowed-origin {origin!r} is no origin; write it as https://chat.example.org or http://localhost:5173, "
+                    "in small letters and without a path, or * for any"
+                )
         if self.max_queued_requests < 0:
             raise ValueError(f"--max-queued-requests {self.max_queued_requests}: it must be at least 0")
         if self.max_queued_tokens < 1:

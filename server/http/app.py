@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
 from vmmkv import __version__
 from vmmkv.server.config import FrontConfig
@@ -156,6 +157,16 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(
         Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()
     )
+    if service.front.allowed_origins:
+        # Outside of all others: a browser asks with neither key nor body, and shows an error only to a page that may read it.
+        # Pages send a key themselves; a browser adds nothing of its own.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.front.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 

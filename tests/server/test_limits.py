@@ -7,7 +7,7 @@ import hmac
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -16,7 +16,17 @@ from starlette.responses import PlainTextResponse
 
 from tests.server.conftest import Servers
 from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
-from tests.server.support import COMPLETIONS, Running, asking, bearer, eventually, running_server, without_deadlines
+from tests.server.support import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    Running,
+    asking,
+    bearer,
+    eventually,
+    running_server,
+    without_deadlines,
+)
 from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http import limits
@@ -414,6 +424,41 @@ class TestHosts:
         assert answered_hosts(FrontConfig(), "0.0.0.0", here=False) is None
         names = answered_hosts(FrontConfig(allowed_hosts=("one.example",)), "0.0.0.0", here=False)
         assert names is not None and "one.example" in names and "any.example" not in names
+
+
+class TestOrigins:
+    PREFLIGHT: ClassVar[Any] = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+
+    def ask(self, server: Running, origin: str, key: str | None = None) -> tuple[Any, Any]:
+        """The answers to a browser: before it posts for a page of this origin, and then."""
+        before = server.http.options(CHAT, headers={"Origin": origin, **self.PREFLIGHT})
+        headers = {"Origin": origin} | ({} if key is None else bearer(key))
+        return before, server.http.post(CHAT, json={"messages": HELLO}, headers=headers)
+
+    def test_without_the_option_a_page_of_another_origin_gets_nothing(self, server: Running) -> None:
+        before, then = self.ask(server, "http://localhost:5173")
+        assert (before.status_code, then.status_code) == (405, 200)
+        assert not [name for each in (before, then) for name in each.headers if name.startswith("access-control")]
+
+    @pytest.mark.parametrize("allowed", ["http://localhost:5173", "*"])
+    def test_an_origin_that_is_named_may_ask_and_read_errors_too(self, servers: Servers, allowed: str) -> None:
+        server = servers.get(front=FrontConfig(allowed_origins=(allowed,), api_keys=(ONE,)))
+        for key, status in ((None, 401), (ONE, 200)):
+            before, then = self.ask(server, "http://localhost:5173", key)
+            assert (before.status_code, then.status_code) == (200, status)
+            assert {each.headers["access-control-allow-origin"] for each in (before, then)} == {allowed}
+            assert {"authorization", "content-type"} <= set(before.headers["access-control-allow-headers"].split(","))
+            assert "access-control-allow-credentials" not in then.headers, "a browser would send keys by itself"
+            assert "x-request-id" in then.headers["access-control-expose-headers"].lower()
+
+    def test_any_other_origin_gets_nothing(self, servers: Servers) -> None:
+        server = servers.get(front=FrontConfig(allowed_origins=("http://localhost:5173",), api_keys=(ONE,)))
+        for origin in ("http://localhost", "https://localhost:5173", "http://localhost:5173.evil.example", "null"):
+            for each in self.ask(server, origin, ONE):
+                assert "access-control-allow-origin" not in each.headers
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "log_level": ("debug", "warning", "error"),
     "log_format": ("json", "console", "json"),
     "allowed_hosts": ("a.example", "b.example", "c.example"),
+    "allowed_origins": ("http://a.example", "https://b.example:8443", "*"),
 }
 """What a flag, a variable and a file say here. The files of keys have a test of their own."""
 KEYS = ("a-key-of-one", "a-key-of-two")
@@ -149,6 +150,10 @@ def test_a_switchs_variable_is_true_or_false(
         (f"--api-key {KEYS[0]} --admin-key {KEYS[0]}", "--admin-key is one of the API keys"),
         ("--allowed-host http://a", "--allowed-host 'http://a' is no host's name"),
         ("--allowed-host a.example:80", "--allowed-host 'a.example:80' is no host's name"),
+        *(
+            (f"--allowed-origin {origin}", f"--allowed-origin '{origin}' is no origin")
+            for origin in ("localhost:5173", "http://a/", "http://A.example", "null", "http://a.example/path", "https://*")
+        ),
         ("--allowed-host=", "--allowed-host '' is no host's name"),
         ("--max-queued-requests -1", "--max-queued-requests -1: it must be at least 0"),
         ("--max-queued-tokens 0", "at least 1"),
