@@ -20,7 +20,7 @@ from transformers import (
 
 from tests.adapters.models import MODELS, assert_same, forward, gemma3, generated, llama, prompts
 from tests.attending import attending_by
-from vmmkv import MIB, Closed, LayoutError, Pool, SequenceTooLong
+from vmmkv import MIB, Closed, LayoutError, OutOfSlots, Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 
 # the same tokens
@@ -269,12 +269,55 @@ def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, smal
         assert cache.batch_size == -1
 
 
-def test_a_copy_that_is_not_closed_says_so(pool: Pool, small: Any) -> None:
-    with Pool("cpu", 64 * MIB, driver=pool.driver) as tight, VmmCache(small.config, tight) as cache:
+def test_copies_that_are_garbage_give_their_slots_and_pages_back(pool: Pool, small: Any) -> None:
+    with Pool("cpu", 64 * MIB, driver=pool.driver) as tight, VmmCache(small.config, tight, slots=6) as cache:
         forward(small, cache, IDS)
-        other = copy.deepcopy(cache)
+        (running,) = (rows.cache.sequences for rows in cache._groups)
+        for _ in range(9):
+            copied = copy.deepcopy(cache)  # two slots of six
+            forward(small, copied, IDS[:, :3])
+            assert copied.get_seq_length() == 12
+        del copied
+        gc.collect()
+        forward(small, cache, IDS[:, :1])
+        assert len(running) == 2
+        cache.check()
+
+
+def test_a_copy_goes_on_when_the_cache_that_it_is_of_is_garbage(pool: Pool, small: Any) -> None:
+    cache = VmmCache(small.config, pool)
+    forward(small, cache, IDS)
+    with copy.deepcopy(cache) as copied, VmmCache(small.config, pool) as other:
+        forward(small, other, IDS)
+        del cache
+        gc.collect()
+        assert torch.equal(*(forward(small, each, IDS[:, :4]) for each in (copied, other)))
+        (rows,) = copied._groups
+        assert len(rows.cache.sequences) == 2
+        copied.check()
+
+
+def test_slots_that_copies_have_are_refused_in_words_of_copies(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool, slots=6) as cache:
+        forward(small, cache, IDS)
+        with (
+            copy.deepcopy(cache),
+            copy.deepcopy(cache),
+            pytest.raises(OutOfSlots, match=r"6 of them hold rows: close\(\) copies"),
+        ):
+            copy.deepcopy(cache)
+        copy.deepcopy(cache).close()
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_cache_that_is_not_closed_says_so(pool: Pool, small: Any, has_copy: bool) -> None:
+    with Pool("cpu", 64 * MIB, driver=pool.driver) as tight:
+        cache = VmmCache(small.config, tight)
+        forward(small, cache, IDS)
+        if has_copy:
+            copy.deepcopy(cache).close()
         with pytest.warns(ResourceWarning, match="VmmCache on cpu: a batch of 2 .* was not closed"):
-            del other
+            del cache
             gc.collect()
 
 

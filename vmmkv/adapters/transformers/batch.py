@@ -370,6 +370,14 @@ class WindowRows:
             self._shared.num_batches -= 1
             self._shared = None
 
+    def leave(self) -> bool:
+        """Leave the cache and these sequences to other batches that have slots in it; False if there is none."""
+        if self._shared is None or self._shared.num_batches == 1:
+            return self._shared is None
+        self._shared.num_batches -= 1
+        self._shared = None
+        return True
+
     # each forward pass
 
     def slide(self, num_tokens: int) -> None:

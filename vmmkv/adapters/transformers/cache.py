@@ -29,11 +29,12 @@ Legend: B rows of the batch; K kv heads; T tokens; D head dim; E elements of a r
 
 import copy
 import functools
+import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +48,15 @@ from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompt
 from vmmkv.adapters.transformers.eviction import Eviction
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
-from vmmkv.errors import Closed, LayoutError, OutOfPages
+from vmmkv.errors import Closed, LayoutError, OutOfPages, OutOfSlots
 from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.model_config import Attention, Latent, beside_rows, described, read
 from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import counted
+
+T = TypeVar("T")
 
 _UNFINISHED: Final = (
     "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; crop(0) "
@@ -81,8 +84,9 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     are the keys and queries of new tokens. So a sequence may go past the length that the model was trained for. For models that
     turn elements j and j + D / 2 of a head together, by the same angle at any length.
 
-    `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. Several caches can share a pool. `close`
-    gives the memory back; `reset` does too, and keeps the addresses.
+    `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. One that is collected as garbage gives its
+    memory back at the next call of this cache or another copy that takes some. Several caches can share a pool. `close` gives
+    the memory back; `reset` does too, and keeps the addresses.
 
     Raises: LayoutError for a model that is not supported; ValueError; Closed for a closed pool; in the first pass DriverError
     if the driver lacks addresses. A forward pass raises OutOfPages and SequenceTooLong (see Sequence.grow) before anything is
@@ -142,6 +146,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """None as long as there are no sequences."""
         self._replaced: list[Sequence] = []
         """Sequences that are no longer of the batch, and not closed yet: the driver may have refused it."""
+        self._collected: list[Sequence] = []
+        """Those of deep copies that were collected as garbage; one list of all copies, the next of which closes them."""
         self._offloaded: Offloaded | None = None
         """The rows in host memory, if they were offloaded since the last pass."""
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -338,9 +344,36 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
 
     def _close_replaced(self) -> None:
         """If this fails, the next pass or `reset` goes on."""
-        while self._replaced:
-            self._replaced[-1].close()
-            self._replaced.pop()
+        for sequences in (self._replaced, self._collected):
+            while sequences:
+                sequence = sequences.pop()  # at once, for a copy can be collected at any time
+                try:
+                    sequence.close()
+                except BaseException:
+                    sequences.append(sequence)
+                    raise
+
+    def _with_room(self, take: Callable[[], T]) -> T:
+        """Take slots or pages; where they are short, end copies that are garbage and try once more."""
+        self._close_replaced()
+        try:
+            return take()
+        except (OutOfPages, OutOfSlots):
+            gc.collect()  # a cache and its layers refer to each other
+            if not self._collected:
+                raise
+        self._close_replaced()
+        return take()
+
+    def _take_slots(self, rows: WindowRows, take: Callable[[], T]) -> T:
+        try:
+            return self._with_room(take)
+        except OutOfSlots:
+            raise OutOfSlots(
+                f"this VmmCache and its deep copies have {counted(rows.cache.num_slots, 'slot')}, and "
+                f"{len(rows.cache.sequences)} of them hold rows: close() copies that are no longer needed, or give VmmCache "
+                f"more slots"
+            ) from None
 
     def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
         later_pages = sum(
@@ -349,7 +382,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             if later is not rows and not later.sequences
         )
         try:
-            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
+            self._take_slots(rows, lambda: rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows)))
             self._grow([rows], self._num_new, later_pages=later_pages)
         except BaseException:
             self._end()  # as before the first pass
@@ -374,9 +407,13 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if not num_pages:
             return
         remedy = "give the model fewer rows in a batch, offload() or reset() another cache of this pool"
-        try:
+
+        def check() -> None:
             with self.pool.lock:
                 self.pool.check_room(num_pages, remedy, later_pages=later_pages)
+
+        try:
+            self._with_room(check)
         except OutOfPages as error:
             raise OutOfPages(f"a batch of {counted(self._size or 0, 'row')} cannot {what}: {error}") from None
 
@@ -386,7 +423,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         forked: list[list[Sequence]] = []
         with ExitStack() as undo:
             for rows in self._groups:
-                forked.append(rows.fork(parents))
+                forked.append(self._take_slots(rows, functools.partial(rows.fork, parents)))
                 for sequence in forked[-1]:
                     undo.callback(sequence.close)
             undo.pop_all()
@@ -675,7 +712,12 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             raise RuntimeError(_UNFINISHED)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not all(rows.closed for rows in self._groups):
+        if getattr(self, "_closed", True) or all(rows.closed for rows in self._groups):
+            return
+        # Without a lock or a driver call: this can run within any other call.
+        left = [rows for rows in self._groups if rows.leave()]
+        self._collected += [*self._replaced, *(sequence for rows in left for sequence in rows.sequences)]
+        if len(left) < len(self._groups):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
