@@ -1,13 +1,16 @@
 """Token for token what transformers' own cache gives, in every way to generate."""
 
+import contextlib
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -335,6 +338,87 @@ def test_a_pass_that_failed_is_taken_back(cache: VmmCache, pool: Pool, small: An
         cache.crop(0)
         cache.check()
         assert torch.equal(*(forward(small, each, IDS[:, :4]) for each in (cache, other)))
+
+
+class FailsAt(TorchDispatchMode):
+    """One operation of torch finds no memory: that of this number, from 0 on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("told to fail")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("num_past", "is_held"), [(0, False), (5, False), (5, True)])
+def test_a_pass_is_taken_back_at_whichever_operation_it_fails(pool: Pool, num_past: int, is_held: bool) -> None:
+    """While the exception is there, and when it is gone."""
+    model, errors = llama(num_hidden_layers=1), []
+    past, new = IDS[:, :num_past], IDS[:, num_past:]
+    with VmmCache(model.config, pool) as cache:
+        expected = forward(model, DynamicCache(config=model.config), IDS)[:, num_past:]
+        for number in itertools.count():
+            cache.reset()
+            if num_past:
+                forward(model, cache, past)
+            with contextlib.suppress(torch.OutOfMemoryError), FailsAt(number) as failing:
+                try:
+                    forward(model, cache, new)
+                except torch.OutOfMemoryError as error:
+                    errors += [error] * is_held
+                    raise
+            if failing.left >= 0:
+                break
+            cache.crop(0)
+            assert cache.get_seq_length() == num_past, f"operation {number}"
+            assert torch.allclose(forward(model, cache, new), expected, atol=1e-4), f"operation {number}"
+        cache.check()
+    assert number > 50
+
+
+def test_a_pass_that_failed_behind_its_last_layer_is_taken_back_before_anything_else(cache: VmmCache, small: Any) -> None:
+    forward(small, cache, IDS)
+    with pytest.raises(ZeroDivisionError), hooked(small.lm_head, lambda *_: 1 / 0):
+        forward(small, cache, IDS)
+    for use in (lambda: forward(small, cache, IDS), lambda: copy.deepcopy(cache), cache.offload):
+        with pytest.raises(RuntimeError, match=r"crop\(0\) takes"):
+            use()
+    with pytest.raises(ValueError, match="minus the number of tokens to remove, of 9"):
+        cache.crop(-10)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 7
+
+
+def test_a_pass_whose_call_has_returned_is_kept_whatever_fails_then(cache: VmmCache, small: Any) -> None:
+    class Draft(torch.nn.Module):
+        def forward(self, past_key_values: VmmCache) -> None:
+            for _ in range(2):
+                small(IDS[:, :2], past_key_values=past_key_values)
+                past_key_values.crop(0)
+            small(IDS[:, :1], None, None, past_key_values)
+            raise ZeroDivisionError
+
+    forward(small, cache, IDS)
+    with pytest.raises(ZeroDivisionError):
+        forward(small, cache, IDS[:, : 1 // (cache.get_seq_length() - 9)])
+    cache.crop(0)
+    assert cache.get_seq_length() == 9
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        Draft()(cache)
+    assert cache.get_seq_length() == 14
+
+
+@contextlib.contextmanager
+def hooked(module: torch.nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def test_an_unfinished_pass_is_of_one_cache_and_not_of_its_copies(cache: VmmCache, small: Any) -> None:

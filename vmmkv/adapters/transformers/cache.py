@@ -19,7 +19,7 @@ A forward pass:
 
     begins          memory follows the batch; windows reclaim the rows that they have passed; memory for new rows is mapped
     each layer      writes its new rows behind the others, and gets views of all that it sees
-    its last layer  the new tokens count
+    its last layer  the new tokens count, unless the model's call fails behind it
 
 Between passes nothing is copied: a batch that is repeated, selected or reordered changes its `Lineage` at once, and memory
 follows before the next token. A pass that is not finished counts for nothing.
@@ -45,6 +45,7 @@ from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
+from vmmkv.adapters.transformers.calls import PassCalls
 from vmmkv.adapters.transformers.eviction import Eviction
 from vmmkv.arguments import whole
 from vmmkv.cache import Sequence
@@ -138,6 +139,8 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """Of the pass under way, if there is one."""
         self._written: set[int] = set()
         """Layers that it has written."""
+        self._calls = PassCalls()
+        """The model's calls in which all layers were written last."""
         self._compacted_tokens = 0
         """How many tokens there were at the last compaction."""
         self._record_past = False
@@ -235,6 +238,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             for each in self._groups:
                 each.advance(self._num_tokens)
             self._written.clear()
+            self._calls = PassCalls(self)
             self._is_unattended = self._eviction is not None
         return seen
 
@@ -289,6 +293,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             )
 
     def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> Lineage:
+        self._check_finished()
         self._follow_stream()
         size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
         if self._eviction is not None and not self._is_attended_by_vmmkv:
@@ -522,23 +527,23 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     # between passes
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number, and what an unfinished forward pass wrote.
+        """Take back the last tokens, given as a negative number, and before what a forward pass wrote that was not finished.
 
+        That is one that failed in any layer, or behind the last one before the model's call had returned.
         Windows then give back what they have passed. Cost: see Sequence.truncate; no copy, unless a page is shared.
         All or none. Raises: ValueError; RowsUnmapped if a window has passed rows that are needed; OutOfPages if the last
         token's page is shared and no page is free for a copy.
         """
         self._check_open()
         removed = whole("tokens_to_remove", tokens_to_remove)
-        if not -self._num_tokens <= removed <= 0:
-            raise ValueError(
-                f"crop({removed}): give minus the number of tokens to remove, of {self._num_tokens} that there are"
-            )
-        num_tokens = self._num_tokens + removed
+        num_tokens = self._num_tokens - (self._num_new if self._calls.have_failed() else 0)
+        if not -num_tokens <= removed <= 0:
+            raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
+        num_tokens += removed
         if not num_tokens:
             self._end()
             return
-        if removed or self._written:
+        if num_tokens < self._num_tokens or self._written:
             self._check_uncut(f"crop({removed})")
         if num_tokens < self._compacted_tokens:
             raise ValueError(
@@ -553,6 +558,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         for rows in self._groups:
             rows.own_from(num_tokens)  # all that can fail, before anything is cut
         self._written.clear()
+        self._calls = PassCalls()
         for rows in self._groups:
             rows.truncate(num_tokens)
             rows.slide(num_tokens)
@@ -604,6 +610,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             self._eviction.clear()
         self._is_unattended = False
         self._written.clear()
+        self._calls = PassCalls()
         self._indices.clear()
         self._close_replaced()
 
@@ -680,7 +687,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         memo[id(self)] = other = copy.copy(self)
         other.layers = [RowLayer(other, index, layer.sliding_window) for index, layer in enumerate(self.layers)]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
-        other._written, other._indices, other._replaced = set(), {}, []
+        other._written, other._indices, other._replaced, other._calls = set(), {}, [], PassCalls()
         other._eviction = copy.copy(self._eviction)
         other._number = attention.enter(other)
         return other
@@ -709,6 +716,12 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     def _check_between_passes(self) -> None:
         self._check_open()
         if self._written:
+            raise RuntimeError(_UNFINISHED)
+        self._check_finished()
+
+    def _check_finished(self) -> None:
+        """Raises RuntimeError if the last pass failed behind its last layer."""
+        if self._calls.have_failed():
             raise RuntimeError(_UNFINISHED)
 
     def __del__(self) -> None:
