@@ -206,6 +206,7 @@ def test_a_record_is_stored_once(tier):
     found(tier, 1)
     first = tier.store(key_of(1))
     assert tier.store(key_of(1)) is None and found(tier, 1) == [False], "its bytes have still to come"
+    assert not load(tier, 1)
     tier.drop(first)
     assert not load(tier, 1), "a store that was dropped leaves nothing"
     assert store(tier, 1) and load(tier, 1)
@@ -296,6 +297,21 @@ def test_a_listener_hears_what_becomes_of_each_record(tier):
 
 
 # the disk
+
+
+def test_a_slot_is_not_written_while_a_thread_reads_it(disk, monkeypatch):
+    for number in range(NUM_RECORDS):
+        store(disk, number)
+    reads, goes_on, read = threading.Event(), threading.Event(), disk.read_at
+    monkeypatch.setattr(disk, "read_at", lambda *args: (reads.set(), goes_on.wait(60), read(*args))[2])
+    lent = disk.load(key_of(0))
+    assert reads.wait(60)
+    for number in range(100, 100 + 2 * NUM_RECORDS):
+        store(disk, number)
+    goes_on.set()
+    until(lambda: lent.ended)
+    assert not lent.missed and ctypes.string_at(lent.address, RECORD_BYTES) == payload(0)
+    disk.finished(lent)
 
 
 @pytest.mark.parametrize("fault", ["full", "error", "torn", "silently torn", "index torn"])

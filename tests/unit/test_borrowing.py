@@ -114,6 +114,13 @@ def test_more_is_borrowed_behind_what_is_known(owner, borrower):
     assert borrower.serve([*PROMPT, *range(40), 5]) == (128, 0)
 
 
+def test_room_for_what_is_borrowed_is_not_made_by_evicting_what_it_goes_on_from(owner, opened):
+    borrower = opened(pages=7, borrows=True)
+    assert borrower.serve(PROMPT[:65]) == (64, 0)
+    borrower.serve([5] * 48, "own")  # used last, and the pool is full
+    assert borrower.serve([*PROMPT, 1]) == (96, 0)
+
+
 def test_namespaces_are_kept_apart(owner, borrower):
     owner.ask("serve", PROMPT, ("red", 1))
     assert borrower.serve(PROMPT, "blue") == (0, 0)

@@ -23,7 +23,7 @@ import torch
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
 from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
-from vmmkv.prefix import PrefixCache
+from vmmkv.prefix import PrefixCache, transfers
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers.record import Keys
 from vmmkv.units import PAGE_BYTES
@@ -245,6 +245,16 @@ def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(prefix, h
     assert [len(chain.tokens) for chain in stores] == [80, 100]
     prefix.flush()
     assert host.stats().held_bytes == 11 * PAGE_BYTES
+
+
+def test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped(prefix, host, monkeypatch):
+    monkeypatch.setattr(transfers, "_MOST_QUEUED", 2)
+    for first in range(4):
+        compute(prefix, [first, *PROMPT])
+    (stores,) = prefix._index.transfers._stores
+    assert [int(chain.tokens[0]) for chain in stores] == [2, 3]
+    prefix.flush()
+    assert host.stats().held_bytes == 2 * 6 * PAGE_BYTES
 
 
 TYPES = {
