@@ -293,7 +293,7 @@ class LLM(Closing):
         def encoded(conversation: Any) -> list[int]:
             if self._tokenizer is None:
                 raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
-            return self._tokenizer.encode_chat(conversation, chat_template_kwargs)
+            return self._tokenizer.encode_chat(conversation, chat_template_kwargs, self._limits)
 
         listed = _listed("messages", messages, "a list of messages, or a list of such lists")
         conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
@@ -379,7 +379,7 @@ class LLM(Closing):
             return _token_ids_of(prompt)
         if self._tokenizer is None:
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
-        return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(prompt, self._limits)
 
     def _answers(self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool) -> "list[_Answer]":
         """The answers of a prompt, still empty. Raises: ValueError if it cannot be served."""

@@ -332,11 +332,7 @@ class Limits:
             return room if default is None else min(default, room)
         if wanted is not None and wanted <= room:
             return wanted
-        if self.pool_tokens < self.model_tokens:
-            reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
-        else:
-            reason = f"the most that {self.model} takes here"
-        message = _too_long(num_prompt_tokens, wanted, self.max_tokens, reason)
+        message = _too_long(num_prompt_tokens, wanted, self.max_tokens, self._reason)
         if wanted is not None and eviction is not None:
             num_tokens, reach = num_prompt_tokens + wanted, KV_POLICY_REACH * self.model_tokens
             fits = eviction.most_rows(num_prompt_tokens, min(num_tokens, reach)) <= self.max_tokens
@@ -347,6 +343,22 @@ class Limits:
             elif fits and num_tokens <= reach:
                 message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
         raise RequestRefused(message, param="prompt" if room <= 0 else "max_tokens", code="context_length_exceeded")
+
+    def check_least(self, least_tokens: int) -> None:
+        """Raises: RequestRefused for a prompt of so many tokens or more, if it can never fit; no `kv_policy` changes that."""
+        if least_tokens > self.max_tokens:
+            message = (
+                f"The prompt has {least_tokens} tokens or more, but one request can have {self.max_tokens} ({self._reason}): "
+                f"shorten it to {counted(self.max_tokens - 1, 'token')}."
+            )
+            raise RequestRefused(message, param="prompt", code="context_length_exceeded")
+
+    @property
+    def _reason(self) -> str:
+        """Why a request can have `max_tokens`."""
+        if self.pool_tokens < self.model_tokens:
+            return f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
+        return f"the most that {self.model} takes here"
 
     def eviction(self, params: SamplingParams) -> Eviction | None:
         """What the `kv_policy` of a request says, or else the default; None to keep all rows."""

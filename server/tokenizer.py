@@ -9,17 +9,20 @@ a thread (`http.generation.off_loop`).
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import jinja2
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models
 from tokenizers.decoders import DecodeStream
 
 from vmmkv.server.models import from_directory
+from vmmkv.server.sampling_params import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,6 +71,7 @@ class Tokenizer:
         self.rust.no_padding()
         self.vocab_size = len(tokenizer)
         self.texts = TokenTexts(self.rust)
+        self._sizes = TokenSizes.of(self.rust)
 
     @classmethod
     def load(cls, model_dir: Path) -> Self:
@@ -76,24 +80,29 @@ class Tokenizer:
 
         return cls(from_directory(AutoTokenizer, model_dir))
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, limits: Limits | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt; a text gets the model's start token.
 
-        Raises: PromptError for an unknown token id, or a text that is not Unicode.
+        Raises: PromptError for an unknown token id, or a text that is not Unicode; RequestRefused for a text that is so long
+        that it can never be within the `limits`, before it is tokenised.
         """
         if isinstance(prompt, str):
-            return self._encode_text(prompt, add_special_tokens=add_special_tokens)
+            return self._encode_text(prompt, limits, add_special_tokens=add_special_tokens)
         return self._known(prompt)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, TemplateVariable] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, TemplateVariable] | None = None,
+        limits: Limits | None = None,
     ) -> list[int]:
         """The token ids of a conversation by the model's chat template, up to the start of the assistant's turn.
 
         Each message has a `role` and a `content`, both texts. What else it has goes to the template as it is, such as
         `reasoning_content`; so do `variables`, such as `enable_thinking`.
 
-        Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it.
+        Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it;
+        RequestRefused, as `encode`.
         """
         _check_messages(messages)
         if self._tokenizer.chat_template is None:
@@ -113,7 +122,7 @@ class Tokenizer:
             verb, reason = ("refuses", error) if refused else ("fails on", f"{type(error).__name__}: {error}")
             raise PromptError(f"the model's chat template {verb} this conversation: {reason}") from error
         assert isinstance(text, str)
-        return self._encode_text(text, add_special_tokens=False)
+        return self._encode_text(text, limits, add_special_tokens=False)
 
     def text_of(self, prompt: Prompt, *, skip_special_tokens: bool = True) -> str:
         """The text of a prompt. Raises: PromptError."""
@@ -141,7 +150,9 @@ class Tokenizer:
             raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
         return token_ids
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, limits: Limits | None, *, add_special_tokens: bool) -> list[int]:
+        if limits is not None and self._sizes is not None:
+            limits.check_least(self._sizes.least_tokens(text, limits.max_tokens))
         try:  # JSON and str can hold half of a surrogate pair; UTF-8 and tokenizers cannot
             text.encode()
         except UnicodeEncodeError as error:
@@ -380,6 +391,72 @@ def decode_all(tokenizer: RustTokenizer, answers: Sequence[tuple[Sequence[int], 
     return texts
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSizes:
+    """How few tokens a text can have: a tokenizer takes hundreds of bytes of memory for each byte of a text."""
+
+    most: int
+    """Characters of a text that one token can stand for."""
+    lost: str
+    """Characters that may leave no token."""
+
+    @classmethod
+    def of(cls, tokenizer: RustTokenizer) -> Self | None:
+        """None if any number of characters can become one token, as with words that are not in a vocabulary."""
+        normal, split, model = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer), tokenizer.model
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        kinds = {step["type"] for step in (*normal, *split)}
+        if not isinstance(model, models.BPE) or not all(map(_keeps_all, normal)) or not all(map(_cuts_only, split)):
+            return None
+        lost = ""
+        if "ByteLevel" in kinds:
+            missing = {byte for letter, byte in _byte_alphabet().items() if letter not in vocabulary}
+            if missing & set(range(0x80, 0xC0)):  # part of each character beyond ASCII
+                return None
+            lost = "".join(chr(byte) for byte in missing if byte < 0x80)
+        elif not model.byte_fallback or any(f"<0x{byte:02X}>" not in vocabulary for byte in range(256)):
+            return None
+        if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+            lost += "".join(filter(str.isspace, map(chr, range(0x3001))))
+        composed = _MOST_COMPOSED if kinds & {"NFC", "NFKC"} else 1
+        return cls(composed * max(map(len, vocabulary)), lost)
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Fewer tokens than these a text cannot have. Lost characters are counted only if it may be more than `enough`."""
+        if len(text) <= enough * self.most:
+            return -(-len(text) // self.most)
+        return -(-(len(text) - sum(map(text.count, self.lost))) // self.most)
+
+
+_MOST_COMPOSED: Final = 4
+"""Characters that Unicode composes to one: a letter and three marks."""
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, those of sequences among them."""
+
+    def each(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        inner = next((step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step), None)
+        yield from [step] if inner is None else chain.from_iterable(map(each, inner))
+
+    return [] if part is None else list(each(json.loads(part.__getstate__())))
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether a step of a normalizer leaves no character out, but for composing them."""
+    if step["type"] == "Replace":
+        return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
+    return step["type"] in {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel"}
+
+
+def _cuts_only(step: dict[str, Any]) -> bool:
+    """Whether a step before the model leaves no character out."""
+    return step.get("behavior", "Removed" if step["type"] not in _KEEP_ALL else None) != "Removed"
+
+
+_KEEP_ALL: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
+
+
 class TokenTexts:
     """The bytes and the text of single tokens, special ones included.
 
@@ -389,8 +466,7 @@ class TokenTexts:
     def __init__(self, tokenizer: RustTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
-        kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
+        kinds = {step["type"] for step in _steps(tokenizer.decoder)}
         self._bytes_of_letter = _byte_alphabet() if "ByteLevel" in kinds else None
         self._is_sentencepiece = bool(kinds & {"Metaspace", "ByteFallback"})
 

@@ -39,7 +39,7 @@ from vmmkv.server.http.generation import (
 from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, current_id
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Forget, Loading, Manage, Managed, Ready, Resize, Sleep, WakeUp
-from vmmkv.server.sampling_params import InvalidParam, RequestRefused, SamplingParams
+from vmmkv.server.sampling_params import InvalidParam, Limits, RequestRefused, SamplingParams
 from vmmkv.server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 from vmmkv.units import counted
 
@@ -115,6 +115,11 @@ class Service:
         if self.tokenizer is None:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
         return ready, self.tokenizer
+
+    def limits(self, tokenizer: Tokenizer) -> Limits:
+        """What one request can have. Raises: EngineNotReady, EngineDead."""
+        limits = self.engine.require_ready().limits
+        return dataclasses.replace(limits, model=self.model, vocabulary_size=tokenizer.vocab_size)
 
     def deadline(self, wanted_s: float | None = None) -> Deadline:
         """The end of a request that arrives now and asked for so much time."""
@@ -325,16 +330,19 @@ async def _require_administrator(request: Request) -> None:
 # A generation, from its body to its answer.
 
 
-async def _tokenise(body: schemas.GenerationRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[Echo] | None]:
+async def _tokenise(
+    body: schemas.GenerationRequest, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[list[int]], list[Echo] | None]:
     """Token ids of each prompt; with `echo` the texts that answers begin with, and their tokens' places if those are scored.
 
-    Raises: PromptError, ApiError.
+    Raises: PromptError, RequestRefused, ApiError.
     """
     if isinstance(body, schemas.ChatRequest):
-        return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs)], None
+        return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, limits)], None
     assert isinstance(body, schemas.CompletionRequest)
     num_given = sum(map(len, body.prompt))
-    prompts = await off_loop(num_given, lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS)
+    encode = functools.partial(tokenizer.encode, limits=limits)
+    prompts = await off_loop(num_given, lambda: list(map(encode, body.prompt)), inline=INLINE_CHARS)
     check_prompt_logprobs(body, prompts)
     if body.params.prompt_logprobs is not None:
         num_tokens = sum(map(len, prompts))
@@ -347,13 +355,17 @@ async def _tokenise(body: schemas.GenerationRequest, tokenizer: Tokenizer) -> tu
 
 
 async def _encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[schemas.ChatMessage], variables: dict[str, TemplateVariable] | None
+    tokenizer: Tokenizer,
+    messages: Sequence[schemas.ChatMessage],
+    variables: dict[str, TemplateVariable] | None,
+    limits: Limits | None = None,
 ) -> list[int]:
-    """Raises: PromptError."""
+    """Raises: PromptError; RequestRefused beyond the `limits`."""
     turns = [message.model_dump() for message in messages]
-    cost = sum(MESSAGE_CHARS + len(message.content) for message in messages)
+    texts = (value for turn in turns for value in turn.values() if isinstance(value, str))
+    cost = MESSAGE_CHARS * len(turns) + sum(map(len, texts))
     has_more = any(message.model_extra for message in messages)  # of any size
-    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=0 if has_more else INLINE_CHARS)
+    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables, limits), inline=0 if has_more else INLINE_CHARS)
 
 
 async def _answer(
@@ -422,17 +434,19 @@ async def _prompts(
 ) -> tuple[list[list[int]], list[Echo] | None]:
     """As `_tokenise`. Raises: ApiError: 400 naming the parameter, 408, 499, 503."""
     try:
-        return await _present(service, request, _tokenise(body, tokenizer), deadline)
+        return await _present(service, request, _tokenise(body, tokenizer, service.limits(tokenizer)), deadline)
     except PromptError as error:
         raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
+    except RequestRefused as error:
+        raise _refused(body, error) from error
 
 
 def _check(
     service: Service, body: schemas.GenerationRequest, state: RequestState, prompts: Sequence[list[int]]
 ) -> list[SamplingParams]:
     """The sampling parameters of each prompt. Raises: ApiError (400) for a request that can never be served here."""
-    ready, tokenizer = service.require(body.model)
-    limits = dataclasses.replace(ready.limits, model=service.model, vocabulary_size=tokenizer.vocab_size)
+    _, tokenizer = service.require(body.model)
+    limits = service.limits(tokenizer)
     if body.priority < 0 and not service.queue.sees_all(state.caller):
         raise errors.invalid("priority", f"{body.priority} goes before the requests of other keys; send 0, or more to go later")
     params = []
@@ -445,10 +459,15 @@ def _check(
     except InvalidParam as error:
         raise errors.invalid(error.param, f"it {error.reason}") from error
     except RequestRefused as error:
-        names = {"prompt": body.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
-        param = names.get(error.param, error.param)
-        raise ApiError(400, str(error).replace("beam_width", param), param=param, code=error.code) from error
+        raise _refused(body, error) from error
     return params
+
+
+def _refused(body: schemas.GenerationRequest, error: RequestRefused) -> ApiError:
+    """400, in the words of the request."""
+    names = {"prompt": body.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
+    param = names.get(error.param, error.param)
+    return ApiError(400, str(error).replace("beam_width", param), param=param, code=error.code)
 
 
 async def _present(

@@ -35,6 +35,10 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 17
 _PROMPT_TOKEN_WEIGHT: Final = 4
 """A token of a prompt counts for so many, beside its likeliest: it has a text, a place and a table of its own."""
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="off-loop")
+_LARGE_COST: Final = 1 << 20
+"""Work of more than so many characters or tokens is large: a tokenizer takes 250 bytes for a character."""
+_LARGE_THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="off-loop-large")
+"""Does all that is large, one after the other, so that its memory is that of one."""
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 """Between the seeds of a request's prompts: 2**64 over the golden ratio, odd, so that the consecutive seeds of one prompt's
 choices meet no other's."""
@@ -43,9 +47,10 @@ choices meet no other's."""
 async def off_loop(cost: int, work: Callable[[], T], *, inline: int) -> T:
     """The result of `work`, made in a thread if its `cost` is above `inline`, where the way there and back pays.
 
-    A caller that is cancelled while it waits for a thread leaves the queue.
+    What is large has one thread, the rest four. A caller that is cancelled while it waits for a thread leaves the queue.
     """
-    return work() if cost <= inline else await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    threads = _THREADS if cost <= _LARGE_COST else _LARGE_THREAD
+    return work() if cost <= inline else await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 class Deadline:

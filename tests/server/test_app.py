@@ -16,9 +16,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED
+from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, asking, eventually, running_server, texts_of
 from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv.server.http.generation import off_loop
 from vmmkv.server.http.schemas import RESERVED
 from vmmkv.server.protocol import Beam, Generate
 from vmmkv.server.sampling_params import SamplingParams
@@ -212,23 +213,42 @@ class TestCompletions:
         assert answer.status_code == 200, answer.text
 
     @pytest.mark.parametrize("prompt", ["hello there " * 100_000, ["hello there " * 300] * 128])
-    def test_a_large_prompt_does_not_hold_up_others(
-        self, server: Running, prompt: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_large_prompt_does_not_hold_up_others(self, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are answered while tokens are made of it."""
-        encode, answered = server.tokenizer.encode, list[int]()
+        with running_server(ready=ready_with(model_tokens=1 << 17, pool_tokens=1 << 17)) as server:
+            encode, answered = server.tokenizer.encode, list[int]()
 
-        def watched(prompt: Any, **options: bool) -> list[int]:
-            answered.append(server.http.get("/health").status_code)  # on the event loop it would wait for itself
-            return encode(prompt, **options)
+            def watched(prompt: Any, **options: Any) -> list[int]:
+                answered.append(server.http.get("/health").status_code)  # on the event loop it would wait for itself
+                return encode(prompt, **options)
 
-        monkeypatch.setattr(server.tokenizer, "encode", watched)
-        large = threading.Thread(target=server.complete, kwargs={"prompt": prompt})
-        ticking = asyncio.run_coroutine_threadsafe(longest_turn_s(large), server.loop)
-        large.start()
-        large.join()
-        assert answered and set(answered) == {200}
-        assert ticking.result(60) < 0.25, "0.01 is usual"
+            monkeypatch.setattr(server.tokenizer, "encode", watched)
+            large = threading.Thread(target=server.complete, kwargs={"prompt": prompt})
+            ticking = asyncio.run_coroutine_threadsafe(longest_turn_s(large), server.loop)
+            large.start()
+            large.join()
+            assert answered and set(answered) == {200}
+            assert ticking.result(60) < 0.25, "0.01 is usual"
+
+
+def test_large_work_is_done_one_after_the_other_and_the_rest_at_once() -> None:
+    """A tokenizer takes hundreds of bytes for each character."""
+    running, together, all_run = list[int](), list[int](), threading.Barrier(4)
+
+    def large() -> None:
+        running.append(1)
+        together.append(len(running))
+        all_run.wait(60)
+        running.pop()
+
+    async def ask() -> None:
+        large_ones = [asyncio.ensure_future(off_loop((1 << 20) + 1, large, inline=0)) for _ in range(2)]
+        await asyncio.gather(*(off_loop(1 << 20, lambda: all_run.wait(60), inline=0) for _ in range(3)))
+        await asyncio.gather(*(off_loop(1 << 20, lambda: all_run.wait(60), inline=0) for _ in range(3)))
+        await asyncio.gather(*large_ones)
+
+    asyncio.run(ask())
+    assert together == [1, 1]
 
 
 async def longest_turn_s(until: threading.Thread) -> float:

@@ -169,6 +169,29 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
         assert server.complete(prompt=[1] * 60, max_tokens=4).status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_text_that_can_never_fit_is_not_tokenised(server: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of this model stands for more than 12 characters, and a request can have 256."""
+    sizes, rust = list[int](), server.tokenizer.rust
+
+    class Watched:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+            sizes.extend(map(len, texts))
+            return rust.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(server.tokenizer, "rust", Watched())
+    most = 12 * 256
+    for num_chars in (most + 1, 100 * most):
+        text = "a" * num_chars
+        asked: Any = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+        error = server.refuses(path, **asked)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if path == CHAT else "prompt")
+        assert "tokens or more" in error["message"] and "shorten it to 255 tokens" in error["message"]
+    assert not sizes
+    assert server.refuses(COMPLETIONS, prompt="a" * most)["code"] == "context_length_exceeded" and sizes == [most]
+    assert server.post("/tokenize", {"prompt": "a" * (most + 1)}).json()["count"] == most + 1, "which needs no room"
+
+
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.tokenizer import Detokenizer, StopStrings, TextStream, TokenTexts, decode_all
+from vmmkv.server.tokenizer import Detokenizer, StopStrings, TextStream, TokenSizes, TokenTexts, decode_all
 
 TOKENIZER = byte_tokenizer().backend_tokenizer
 IM_START, IM_END = token_ids("<|im_start|><|im_end|>")
@@ -141,6 +141,78 @@ def test_a_context_cut_within_a_character_is_never_shown_again() -> None:
     detokenizer = Detokenizer(TOKENIZER, context=cut)
     texts = [detokenizer.feed(token_ids("bc")) + detokenizer.finish(), *decode_all(TOKENIZER, [(cut, token_ids("bc"))])]
     assert all("a" not in text and text.endswith("bc") for text in texts)
+
+
+def sized(**changes: Any) -> Tokenizer:
+    """A byte tokenizer, changed."""
+    rust = byte_tokenizer().backend_tokenizer
+    for name, value in changes.items():
+        setattr(rust, name, value)
+    return rust
+
+
+def of_pieces(*, fallback: bool) -> Tokenizer:
+    """As in sentencepiece: bytes for what is not in the vocabulary, or one token for any number of such characters."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256) if fallback), "▁", "a", "aa", "▁a"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("a", "a"), ("▁", "a")]
+    rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=fallback))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return rust
+
+
+def of_few_bytes() -> Tokenizer:
+    """Without tokens for control characters: any number of them is one unknown token."""
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"Ā", "Ą", "ĝ", "ñ", "ÿ"})
+    vocabulary = {letter: index for index, letter in enumerate([*letters, "<unk>"])}
+    rust = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return rust
+
+
+def that_strips() -> Tokenizer:
+    rust = sized()
+    rust.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
+    return rust
+
+
+BOUNDED = {
+    "bytes": sized(),
+    "composed": sized(normalizer=normalizers.NFC()),
+    "folded": sized(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "pieces": of_pieces(fallback=True),
+    "few bytes": of_few_bytes(),
+    "strips": that_strips(),
+}
+UNBOUNDED = {
+    "unknown words": Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+    "unknown pieces": of_pieces(fallback=False),
+    "removed": sized(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])),
+    "stripped": sized(normalizer=normalizers.Strip()),
+    "replaced": sized(normalizer=normalizers.Replace("aa", "")),
+    "accents": sized(normalizer=normalizers.StripAccents()),
+}
+
+
+PIECES = [*"aA \n\x00\x04\x1d\u0301\u0323\u1100\u1161\u11a8é€🙂ﬁ\u3000\U00040000", "<|end|>"]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+def test_no_text_has_fewer_tokens_than_its_characters_say(name: str, text: str) -> None:
+    sizes = TokenSizes.of(BOUNDED[name])
+    assert sizes is not None
+    assert sizes.least_tokens(text, enough=0) <= len(BOUNDED[name].encode(text, add_special_tokens=False).ids)
+
+
+def test_a_long_text_of_a_usual_tokenizer_has_many_tokens() -> None:
+    sizes = TokenSizes.of(BOUNDED["bytes"])
+    assert sizes is not None and sizes.least_tokens("a" * 12_000, enough=10) == 1000
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_where_one_token_may_stand_for_any_text_nothing_is_said_of_its_length(name: str) -> None:
+    assert TokenSizes.of(UNBOUNDED[name]) is None
 
 
 class TestSingleTokens:
