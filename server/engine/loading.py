@@ -261,6 +261,8 @@ class ModelSource:
         self.end_tokens = end_tokens(directory, hf_config)
         self._decoder: Decoder | None = None
         self._transformers: Any = None
+        self._rotary = ""
+        """What rotary frequencies depend on beside the model: part of its identity."""
         is_random = config.load_format == "dummy"
         refuse_codes(directory, hf_config, is_random=is_random)
         if config.model_impl != "transformers":
@@ -304,17 +306,22 @@ class ModelSource:
             ((num_kv, _),) = shapes
             share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
             split(model, share, collectives)
+        from vmmkv.adapters.transformers.rotary import settle_rotary
+
+        if settle_rotary(model, max_tokens := choose_max_tokens(config.max_tokens, self.text_config)):
+            log.info("rotary frequencies of this model depend on lengths: they are those of max_tokens=%s", max_tokens)
+            self._rotary = f" rotary of {max_tokens}"
         self._transformers = model.eval().to(device)
 
     @property
     def fingerprint(self) -> str:
-        """Tells models apart whose rows a tier may have: by configuration, weights, type, and the code that runs them."""
+        """Tells models apart whose rows a tier may have: by configuration, weights, type, code, and frequencies."""
         if self._decoder is None:
             code, weights = "transformers", self._transformers.state_dict()
         else:
             code, weights = "vmmkv", self._decoder.weights.named(self._decoder.config)
         configuration = hashlib.blake2b(self._configuration, digest_size=16).hexdigest()
-        return f"{configuration} {weights_identity(weights)} {self.dtype} {code}"
+        return f"{configuration} {weights_identity(weights)} {self.dtype} {code}{self._rotary}"
 
     def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
         """The model over a cache and its rows."""

@@ -16,11 +16,12 @@ from transformers.models.llama import modeling_llama
 from tests.engine.conftest import MakeHarness, prompt_of, quantising
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB
-from vmmkv.adapters.transformers import attention
+from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
 from vmmkv.server import LLM, SamplingParams
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import scheduler
-from vmmkv.server.engine.loading import choose_max_tokens
+from vmmkv.server.engine.loading import ModelSource, choose_max_tokens
 from vmmkv.server.engine.models.decoder import DecoderModel
 from vmmkv.server.engine.models.transformers import NAME, TransformersModel, refusing
 from vmmkv.server.models import UnsupportedModel
@@ -169,6 +170,48 @@ def test_an_error_of_transformers_is_the_models_but_for_want_of_memory() -> None
         assert raised.value is error
     with pytest.raises(MemoryError, match="4503599627370496 bytes"), refusing("Llama"):
         torch.empty(2**50)  # a RuntimeError
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [1.0 + 0.6 * i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_frequencies_that_depend_on_lengths_are_those_of_the_longest(tmp_path: Path) -> None:
+    """A request's answer is the same alone, beside a long one, and after a prefix that was computed when it was short."""
+    options = {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 64, "sliding_window": None}
+    model = model_of(small(hf.Phi3Config, **options))
+    model.save_pretrained(tmp_path)
+    short, long = prompt_of(30, 1), prompt_of(200, 2)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+    for max_tokens in (400, 60):
+        prompts = [each for each in (short, long) if len(each) < max_tokens]
+        settle_rotary(model, max_tokens)
+        expected = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+            expected.append(out[0, len(prompt) :].tolist())
+        with engine_of(tmp_path, max_tokens=max_tokens) as engine:
+            (alone,) = engine.generate([short], params)
+            engine.generate([long[:40]], params)
+            beside = engine.generate(prompts, params)
+        assert alone.outputs[0].token_ids == expected[0]
+        assert [each.outputs[0].token_ids for each in beside] == expected
+        assert max_tokens == 60 or beside[1].cached_tokens >= 39
+
+
+def test_rows_of_other_frequencies_have_another_identity(tmp_path: Path) -> None:
+    def fingerprint(max_tokens: int, rope: dict[str, Any]) -> str:
+        options = {"rope_parameters": dict(rope), "original_max_position_embeddings": 64, "sliding_window": None}
+        model_of(small(hf.Phi3Config, **options)).save_pretrained(tmp_path)
+        config = ServeConfig(model=str(tmp_path), max_tokens=max_tokens, max_num_seqs=2)
+        return ModelSource(config, torch.device("cpu"), torch.float32).fingerprint
+
+    assert fingerprint(60, LONGROPE) != fingerprint(400, LONGROPE) == fingerprint(400, LONGROPE)
+    default = {"rope_type": "default", "rope_theta": 10000.0}
+    assert fingerprint(60, default) == fingerprint(400, default)
 
 
 def test_the_option_that_a_model_of_any_length_wants_is_named() -> None:

@@ -3,10 +3,12 @@
 cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
 eviction    a policy that drops rows as passes go: which queries it sees, and when
+rotary      frequencies that do not depend on the lengths in a pass, for models of longrope and dynamic scaling
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """
 
 from vmmkv.adapters.transformers.attention import DeclinedWarning, declined
 from vmmkv.adapters.transformers.cache import VmmCache
+from vmmkv.adapters.transformers.rotary import settle_rotary
 
-__all__ = ["DeclinedWarning", "VmmCache", "declined"]
+__all__ = ["DeclinedWarning", "VmmCache", "declined", "settle_rotary"]
