@@ -264,6 +264,13 @@ _READ_BY_CLASS: Final[Mapping[str, tuple[str, ...]]] = {
 """Fields of these that transformers' class of a type turns into others, which are read."""
 
 
+_OF_DECODER: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_hidden_layers": ("decoder_layers", "num_decoder_layers"),
+    "num_attention_heads": ("decoder_attention_heads", "num_decoder_attention_heads"),
+}
+"""Fields of the decoder in types that have an encoder too: the general name is the encoder's then."""
+
+
 class _Fields:
     """The fields of a text decoder's configuration, an object or a dict, and the names of those that were read."""
 
@@ -298,6 +305,9 @@ class _Fields:
 
     def get(self, name: str, layer: int | None = None) -> Any:
         """The value of a field, None if there is none; of one layer, where transformers keeps a configuration for each."""
+        for own in _OF_DECODER.get(name, ()):
+            if (value := self.get(own, layer)) is not None:
+                return value
         config = self._config
         if isinstance(config, Mapping):
             value = config.get(name)

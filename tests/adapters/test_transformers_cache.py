@@ -17,14 +17,22 @@ from transformers import (
     BartConfig,
     BloomConfig,
     DynamicCache,
+    GPTNeoXJapaneseConfig,
     Mamba2Config,
+    MllamaTextConfig,
+    OpenAIGPTConfig,
+    ProphetNetConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+    XLNetConfig,
 )
 
 from tests.adapters.models import MODELS, assert_same, forward, gemma3, generated, llama, prompts
 from tests.attending import attending_by
 from vmmkv import MIB, Closed, LayoutError, OutOfSlots, Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
+from vmmkv.model_config import read
 
 # the same tokens
 
@@ -142,11 +150,41 @@ def cache(small: Any, pool: Pool) -> Iterator[VmmCache]:
         (BartConfig(), r"\(bart\) is an encoder and a decoder"),
         (Qwen3NextConfig(num_hidden_layers=4), r"a state \(gated delta rule\) in layers 0 to 2\. .*use DynamicCache"),
         (Mamba2Config(num_hidden_layers=2), "mamba2 keeps more than keys and values by token: a state .* in layers 0, 1"),
+        (RecurrentGemmaConfig(num_hidden_layers=3), r"recurrent_gemma keeps more .* a state \(RG-LRU\) in layers 0, 1"),
+        (MllamaTextConfig(), r"keys and values of another input \(cross-attention\) in layers 3, 8, .* use DynamicCache"),
+        (RwkvConfig(num_hidden_layers=2), r"rwkv keeps more than keys and values by token: a state \(RWKV\) in layers 0, 1"),
+        (XLNetConfig(), "xlnet: XLNetLMHeadModel takes no past_key_values .* call it without a cache"),
+        (OpenAIGPTConfig(), "openai-gpt: .* takes no past_key_values"),
+        (GPTNeoXJapaneseConfig(), "gpt_neox_japanese: its attention takes contiguous keys alone, .* use DynamicCache"),
     ],
 )
 def test_models_of_other_kinds_are_refused(pool: Pool, config: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         VmmCache(config, pool)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BartConfig(
+            d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96, vocab_size=1000
+        ),
+        ProphetNetConfig(
+            hidden_size=64, num_encoder_layers=3, num_decoder_layers=2, num_decoder_attention_heads=4, decoder_ffn_dim=96,
+            vocab_size=1000,
+        ),
+    ],
+    ids=["more layers than its encoder", "fewer"],
+)  # fmt: skip
+def test_a_decoder_alone_has_its_own_number_of_layers_and_heads(pool: Pool, config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    found = read(model.config)
+    assert (len(found.layers), found.num_heads) == (len(model.get_decoder().layers), 4)
+    options = {"max_new_tokens": 12, "do_sample": False, **prompts(20)}
+    with VmmCache(model.config, pool) as cache:
+        ours = model.generate(past_key_values=cache, **options)
+    assert torch.equal(ours, model.generate(use_cache=False, **options))  # their cache counts the encoder
 
 
 def test_arguments_of_other_kinds_are_refused(pool: Pool, small: Any) -> None:

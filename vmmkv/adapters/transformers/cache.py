@@ -30,6 +30,7 @@ Legend: B rows of the batch; K kv heads; T tokens; D head dim; E elements of a r
 import copy
 import functools
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -40,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import cache_utils
+from transformers import AutoModelForCausalLM, cache_utils
 from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
@@ -834,6 +835,7 @@ def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
             f"{config.model_type} keeps more than keys and values by token: {described(others)}. VmmCache is for layers of "
             f"full and of sliding-window attention; use DynamicCache(config=model.config) here"
         )
+    _check_model(config)
     layers = []
     for index, parts in enumerate(model.layers):
         for part in parts:
@@ -845,3 +847,22 @@ def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
     if not layers:
         raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
     return layers
+
+
+_CONTIGUOUS: Final = ("gpt_neox_japanese",)
+"""Types of models that call `view` on keys, which fails for strided ones."""
+
+
+def _check_model(config: Any) -> None:
+    """Does the model of a configuration take a cache, and strided keys from it? Raises: LayoutError."""
+    model: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if hasattr(model, "forward") and "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise LayoutError(
+            f"{config.model_type}: {model.__name__} takes no past_key_values and would leave a VmmCache empty; it keeps "
+            f"what it needs of tokens in another way: call it without a cache"
+        )
+    if config.model_type in _CONTIGUOUS:
+        raise LayoutError(
+            f"{config.model_type}: its attention takes contiguous keys alone, and those of a VmmCache are strided views; use "
+            f"DynamicCache(config=model.config) here"
+        )
