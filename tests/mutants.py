@@ -259,6 +259,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "count == 1 and (parked := next(self.unpinned(self.parked_slots.values()), None)) is not None",
             "count == 1 and (parked := next(iter(self.parked_slots.values()), None)) is not None",
         ),
+        "a pinned slot taken before a closing one": (
+            "for spared in (pinned, pinned[1:], ()):",
+            "for spared in (pinned[1:], ()):",
+        ),
         "pinned slots not spared by a batch": ("for spared in (pinned, pinned[1:], ()):", "for spared in ((),):"),
     },
     ("prefix/index.py", PREFIX_UNIT): {

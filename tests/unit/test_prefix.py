@@ -526,13 +526,16 @@ def test_a_pinned_slot_is_adopted_where_there_is_no_other(prefix, cache):
     assert prefix.attach(PROMPT[:41]).num_tokens == 40
 
 
-def test_a_closing_slot_is_taken_before_a_pinned_one(prefix, cache):
+def test_a_closing_slot_is_taken_before_a_pinned_one(prefix, cache, driver):
     park(prefix, PROMPT[:40])
     prefix.pin(PROMPT[:40])
-    for sequence in [cache.open() for _ in range(3)]:
+    others = [cache.open() for _ in range(3)]
+    kernel = driver.launch([])
+    for sequence in others:
         sequence.grow(16)
-        sequence.close()  # its page is not unmapped yet
-    cache.open()
+        sequence.close()
+    assert not kernel.finished and cache.taken_slots() == [1, 2, 3, 4]
+    cache.open()  # waits for the kernel
     assert prefix.match(PROMPT) == 40
 
 
