@@ -5,5 +5,6 @@
                                                          v
     matcher (masks) ──> manager (hooks of the engine's loop)           engine process
 
-Read `schema` first. `xgrammar` does the matching (Dong et al., XGrammar, 2024); it is imported with the first grammar.
+Read `schema` first. `json_schema` writes the grammar of a schema, with `text` for strings and `numerals` for numbers.
+`xgrammar` does the matching (Dong et al., XGrammar, 2024); it is imported with the first grammar.
 """

@@ -31,6 +31,7 @@ import numpy as np
 
 from vmmkv.server.structured_output.matcher import CALL_S, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, GrammarKind, GrammarRefused
+from vmmkv.server.structured_output.text import quoted
 
 if TYPE_CHECKING:
     import xgrammar
@@ -239,15 +240,11 @@ class Compilation:
         """A digest and text, for `Vocabulary.read`. Raises: ValueError, saying what is wrong with the grammar."""
         try:
             match kind:
-                case "json":
-                    # Without optional spaces: each would be a choice, and end the text that is forced.
-                    compiled = self._compiler.compile_json_schema(source, any_whitespace=False, separators=(",", ":"))
                 case "regex":
                     compiled = self._compiler.compile_regex(source)
                 case "choice":
-                    texts = ("".join(map(_escaped, choice)) for choice in json.loads(source))
-                    compiled = self._compiler.compile_grammar("root ::= " + " | ".join(f'"{text}"' for text in texts))
-                case "ebnf":
+                    compiled = self._compiler.compile_grammar("root ::= " + " | ".join(map(quoted, json.loads(source))))
+                case _:
                     compiled = self._compiler.compile_grammar(source)
             check_ends(compiled.grammar.serialize_json())
             for prefers_long in (False, True):
@@ -283,10 +280,6 @@ def _in_time(call: Callable[..., T], *arguments: object) -> T:
     if time.thread_time() - began_s > CALL_S:
         raise ValueError(_TOO_SLOW)
     return found
-
-
-def _escaped(character: str) -> str:
-    return character if character.isalnum() and character.isascii() else f"\\U{ord(character):08x}"
 
 
 def check_ends(grammar: str) -> None:

@@ -1,0 +1,539 @@
+"""Patterns and formats of JSON strings, as rules over the characters between the quotes.
+
+    pattern ── Pattern.read ──> tree ──> anchored: of whole strings ──> fit: to lengths ──> rule: GBNF over JSON's text
+
+Regular expressions are ECMA-262's with code points, as JSON Schema has them. Where dialects differ, what a tree matches is
+matched by all: `.` stands for no line break of any dialect, and `\\s` only for spaces of each.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Final, TypeAlias
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Code points, from the first to the last of each range; sorted and apart."""
+
+LAST: Final = 0x10FFFF
+MAX_COUNT: Final = 4096
+"""Of a repetition: each is a copy of a rule."""
+MAX_PATTERN_CHARS: Final = 4096
+MAX_BRANCHES: Final = 256
+"""Of a pattern, where its anchors stand in alternatives."""
+
+
+class PatternRefused(ValueError):
+    """A pattern that is no regular expression, or asks for what no grammar can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Parts, one after the other."""
+
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several."""
+
+    branches: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A part several times. No maximum if it is None."""
+
+    part: "Node"
+    minimum: int
+    maximum: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The begin or the end of the string."""
+
+    is_end: bool
+
+
+Node: TypeAlias = Characters | Series | Choice | Repeat | Anchor
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    found, low = [], 0
+    for first, last in ranges:
+        if low < first:
+            found.append((low, first - 1))
+        low = last + 1
+    return (*found, (low, LAST)) if low <= LAST else tuple(found)
+
+
+def _common(one: Ranges, other: Ranges) -> Ranges:
+    return _complement(_joined((*_complement(one), *_complement(other))))
+
+
+def _of(text: str) -> Ranges:
+    return _joined((ord(character), ord(character)) for character in text)
+
+
+ANY: Final = Characters(((0, LAST),))
+ANYTHING: Final = Repeat(ANY, 0, None)
+_DOT: Final = Characters(_complement(_of("\n\r\u2028\u2029")))
+_DIGIT: Final = ((48, 57),)
+_WORD: Final = _joined([(48, 57), (65, 90), (95, 95), (97, 122)])
+_SPACE: Final = _joined(
+    [(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
+     (0x205F, 0x205F), (0x3000, 0x3000)]
+)  # fmt: skip
+_SPACE_OF_SOME: Final = _joined([*_SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)])
+"""Spaces of any dialect."""
+_CLASSES: Final[Mapping[str, tuple[Ranges, Ranges]]] = {
+    "d": (_DIGIT, _DIGIT),
+    "w": (_WORD, _WORD),
+    "s": (_SPACE, _SPACE_OF_SOME),
+    "D": (_complement(_DIGIT),) * 2,
+    "W": (_complement(_WORD),) * 2,
+    "S": (_complement(_SPACE_OF_SOME), _complement(_SPACE)),
+}
+"""Of all dialects, and of any."""
+_CONTROLS: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+_COUNTS: Final = re.compile(r"\{([0-9]{1,9})(,([0-9]{1,9})?)?\}")
+_GROUP: Final = re.compile(r"\?(:|<[A-Za-z_]\w*>)")
+_CODE: Final = re.compile(r"x([0-9a-fA-F]{2})|u\{([0-9a-fA-F]{1,6})\}|u([dD][89abAB]..)\\u([dD][c-fC-F]..)|u([0-9a-fA-F]{4})")
+
+
+class _Reader:
+    """A recursive-descent reader of one regular expression."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._depth = 0
+
+    def read(self) -> Node:
+        node = self._choice()
+        if self._at < len(self._text):
+            raise PatternRefused("a ) closes nothing")
+        return node
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _takes(self, text: str) -> bool:
+        if self._text.startswith(text, self._at):
+            self._at += len(text)
+            return True
+        return False
+
+    def _choice(self) -> Node:
+        self._depth += 1
+        if self._depth > 64:
+            raise PatternRefused("it is nested more than 64 levels deep")
+        branches = [self._sequence()]
+        while self._takes("|"):
+            branches.append(self._sequence())
+        self._depth -= 1
+        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self._at < len(self._text) and self._peek() not in "|)":
+            parts.append(self._repeated(self._atom()))
+        return parts[0] if len(parts) == 1 else Series(tuple(parts))
+
+    def _repeated(self, part: Node) -> Node:
+        while True:
+            counts = _COUNTS.match(self._text, self._at)
+            if counts is not None:
+                self._at = counts.end()
+                low = int(counts[1])
+                high = low if counts[2] is None else None if counts[3] is None else int(counts[3])
+            elif self._peek() and self._peek() in "*+?":
+                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._peek()]
+                self._at += 1
+            else:
+                return part
+            if isinstance(part, Anchor):
+                raise PatternRefused("it repeats an anchor")
+            if high is not None and high < low:
+                raise PatternRefused(f"it repeats {low} to {high} times")
+            if max(low, high or 0) > MAX_COUNT:
+                raise PatternRefused(f"it repeats something {max(low, high or 0)} times, and {MAX_COUNT} are served")
+            self._takes("?")  # lazy: the same strings
+            if self._peek() == "+":
+                raise PatternRefused("possessive repetitions are not served")
+            part = Repeat(part, low, high)
+
+    def _atom(self) -> Node:
+        if self._takes("("):
+            if self._peek() == "?":
+                group = _GROUP.match(self._text, self._at)
+                if group is None:
+                    kind = {"=": "lookahead", "!": "lookahead", "<": "lookbehind"}.get(self._text[self._at + 1 : self._at + 2])
+                    raise PatternRefused(f"{kind or 'that kind of group'} is not served")
+                self._at = group.end()
+            node = self._choice()
+            if not self._takes(")"):
+                raise PatternRefused("a ( is not closed")
+            return node
+        if self._takes("["):
+            return self._set()
+        if self._takes("^"):
+            return Anchor(is_end=False)
+        if self._takes("$"):
+            return Anchor(is_end=True)
+        if self._takes("."):
+            return _DOT
+        if self._takes("\\"):
+            return Characters(self._escaped(is_narrow=True, in_set=False))
+        character = self._peek()
+        if character in "*+?":
+            raise PatternRefused(f"{character} repeats nothing")
+        self._at += 1
+        return Characters(_of(character))
+
+    def _escaped(self, *, is_narrow: bool, in_set: bool) -> Ranges:
+        if (code := _CODE.match(self._text, self._at)) is not None:
+            self._at = code.end()
+            if code[3] is not None:
+                return _of(chr(0x10000 + ((int(code[3], 16) & 0x3FF) << 10) + (int(code[4], 16) & 0x3FF)))
+            number = int(code[1] or code[2] or code[5], 16)
+            if number > LAST:
+                raise PatternRefused(f"U+{number:X} is no character")
+            return ((number, number),)
+        character = self._peek()
+        self._at += 1
+        if character in _CLASSES and character:
+            return _CLASSES[character][0 if is_narrow else 1]
+        if character in _CONTROLS and character:
+            return _of(_CONTROLS[character])
+        if character == "0" and not self._peek().isdigit():
+            return ((0, 0),)
+        if character == "b" and in_set:
+            return ((8, 8),)
+        if not character or character.isalnum():
+            raise PatternRefused(f"\\{character} is not served")
+        return _of(character)
+
+    def _set(self) -> Node:
+        is_negated = self._takes("^")
+        found: list[tuple[int, int]] = []
+        while not self._takes("]"):
+            if self._at >= len(self._text):
+                raise PatternRefused("a [ is not closed")
+            first = self._member(is_narrow=not is_negated)
+            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._at += 1
+                last = self._member(is_narrow=not is_negated)
+                (low, same), (high, end) = first[0], last[-1]
+                if len(first) != 1 or len(last) != 1 or low != same or high != end or low > high:
+                    raise PatternRefused("a range of characters has no order")
+                found.append((low, high))
+            else:
+                found += first
+        ranges = _joined(found)
+        ranges = _complement(ranges) if is_negated else ranges
+        if not ranges:
+            raise PatternRefused("a set is empty")
+        return Characters(ranges)
+
+    def _member(self, *, is_narrow: bool) -> Ranges:
+        if self._takes("\\"):
+            return self._escaped(is_narrow=is_narrow, in_set=True)
+        character = self._peek()
+        if (character == "[" and self._text[self._at + 1 : self._at + 2] in (":", "[")) or self._text.startswith(
+            ("&&", "--"), self._at
+        ):
+            raise PatternRefused("sets of sets are not served")
+        self._at += 1
+        return _of(character)
+
+
+@cache
+def read(pattern: str) -> Node:
+    """The tree of a pattern that a string holds anywhere, as one of whole strings. Raises: PatternRefused."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise PatternRefused(f"it has {len(pattern)} characters and may have {MAX_PATTERN_CHARS}")
+    return _whole(_Reader(pattern).read())
+
+
+def _has_anchor(node: Node) -> bool:
+    if isinstance(node, Series | Choice):
+        return any(map(_has_anchor, node.parts if isinstance(node, Series) else node.branches))
+    return isinstance(node, Anchor) or (isinstance(node, Repeat) and _has_anchor(node.part))
+
+
+def _whole(node: Node) -> Node:
+    branches = []
+    for parts in _branches(node):
+        begins, ends = 0, len(parts)
+        while begins < ends and parts[begins] == Anchor(is_end=False):
+            begins += 1
+        while ends > begins and parts[ends - 1] == Anchor(is_end=True):
+            ends -= 1
+        inner = parts[begins:ends]
+        if any(map(_has_anchor, inner)):
+            raise PatternRefused("^ and $ are served at the begin and the end")
+        if not begins:
+            inner = [ANYTHING, *(inner[1:] if inner and _is_skipped(inner[0]) else inner)]
+        if ends == len(parts):
+            inner = [*(inner[:-1] if inner and _is_skipped(inner[-1]) else inner), ANYTHING]
+        branches.append(inner[0] if len(inner) == 1 else Series(tuple(inner)))
+    return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+
+
+def _is_skipped(node: Node) -> bool:
+    """Beside ANYTHING: it adds nothing."""
+    return isinstance(node, Repeat) and not node.minimum and isinstance(node.part, Characters)
+
+
+def _branches(node: Node) -> list[list[Node]]:
+    """Its alternatives, as far down as they have anchors."""
+    if isinstance(node, Choice):
+        found = [parts for branch in node.branches for parts in _branches(branch)]
+    elif isinstance(node, Series):
+        found = [[]]
+        for part in node.parts:
+            ways = _branches(part) if _has_anchor(part) and not isinstance(part, Anchor) else [[part]]
+            found = [[*before, *way] for before in found for way in ways]
+            if len(found) > MAX_BRANCHES:
+                break
+    elif isinstance(node, Repeat) and _has_anchor(node):
+        if (node.minimum, node.maximum) != (0, 1):
+            raise PatternRefused("^ and $ are served at the begin and the end")
+        found = [[], *_branches(node.part)]
+    else:
+        found = [[node]]
+    if len(found) > MAX_BRANCHES:
+        raise PatternRefused(f"its anchors stand in more than {MAX_BRANCHES} alternatives")
+    return found
+
+
+def matches(node: Node, text: str) -> bool:
+    """Is the whole text one of the pattern's? Takes time in proportion to both, and to counts."""
+    return len(text) in _ends(node, text, frozenset([0]))
+
+
+def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+    if isinstance(node, Characters):
+        return frozenset(
+            start + 1
+            for start in starts
+            if start < len(text) and any(low <= ord(text[start]) <= high for low, high in node.ranges)
+        )
+    if isinstance(node, Choice):
+        return frozenset[int]().union(*(_ends(branch, text, starts) for branch in node.branches))
+    if isinstance(node, Series):
+        for part in node.parts:
+            starts = _ends(part, text, starts)
+        return starts
+    assert isinstance(node, Repeat), "anchors are gone"
+    found, count = starts if not node.minimum else frozenset[int](), 0
+    while starts and (node.maximum is None or count < node.maximum):
+        starts, count = _ends(node.part, text, starts), count + 1
+        if count >= node.minimum:
+            if starts <= found:
+                break
+            found |= starts
+    return found
+
+
+def lengths(node: Node) -> tuple[int, float]:
+    """The characters of its shortest and longest strings."""
+    if isinstance(node, Characters):
+        return 1, 1
+    if isinstance(node, Choice):
+        each = [lengths(branch) for branch in node.branches]
+        return min(low for low, _ in each), max(high for _, high in each)
+    if isinstance(node, Series):
+        each = [lengths(part) for part in node.parts]
+        return sum(low for low, _ in each), sum(high for _, high in each)
+    assert isinstance(node, Repeat), "anchors are gone"
+    low, high = lengths(node.part)
+    return node.minimum * low, 0 if not high else high * (inf if node.maximum is None else node.maximum)
+
+
+def fit(node: Node, minimum: int, maximum: float) -> Node | None:
+    """A pattern of strings of this one with these lengths: of all, if one part at most is repeated. None if it finds none."""
+    low, high = lengths(node)
+    if minimum <= low and high <= maximum:
+        return node
+    if isinstance(node, Choice):
+        fitted = [one for branch in node.branches if (one := fit(branch, minimum, maximum)) is not None]
+        return (fitted[0] if len(fitted) == 1 else Choice(tuple(fitted))) if fitted else None
+    parts = list(node.parts) if isinstance(node, Series) else [node]
+    if len(parts) == 1 and isinstance(node, Series):
+        return fit(parts[0], minimum, maximum)
+    # The last of the longest repetitions takes what the others leave; others without an end are cut to their shortest.
+    free = [index for index, part in enumerate(parts) if isinstance(part, Repeat) and _unit(part)]
+    if not free:
+        return None
+    taker = max(free, key=lambda index: (lengths(parts[index])[1], index))
+    for index in free:
+        part = parts[index]
+        assert isinstance(part, Repeat)
+        if index != taker and part.maximum is None and maximum < inf:
+            parts[index] = Repeat(part.part, part.minimum, part.minimum)
+    part = parts[taker]
+    assert isinstance(part, Repeat)
+    others = [lengths(other) for index, other in enumerate(parts) if index != taker]
+    unit, others_low, others_high = _unit(part), sum(low for low, _ in others), sum(high for _, high in others)
+    most = inf if maximum == inf else (maximum - others_high) // unit
+    least = max(part.minimum, -((others_low - minimum) // unit))
+    most = min(most, inf if part.maximum is None else part.maximum)
+    if most != most or most < least or least > MAX_COUNT:
+        return None
+    parts[taker] = Repeat(part.part, int(least), None if most == inf else int(most))
+    return parts[0] if len(parts) == 1 else Series(tuple(parts))
+
+
+def _unit(part: Repeat) -> int:
+    """The characters of what it repeats; 0 if they differ."""
+    low, high = lengths(part.part)
+    return low if low == high else 0
+
+
+# As GBNF.
+
+_PLAIN: Final = _complement(_joined([(0, 0x1F), (34, 34), (92, 92), (0xD800, 0xDFFF)]))
+"""Characters of a JSON string that stand for themselves."""
+_ESCAPES: Final[Mapping[int, str]] = {34: '"', 92: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
+UNESCAPED: Final = r'[^"\\\x00-\x1f]'
+"""The same class without `^` takes a thousand times as long to mask."""
+ANY_CHARACTER: Final = rf'({UNESCAPED} | "\\" ["\\/bfnrt])'
+"""Of a JSON string: one character, without numbered escapes, of which some are half a character."""
+CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (= [,}}\]:])'
+"""Any number of characters and the quote behind them; what may follow it makes masks cheap."""
+ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
+
+
+def up_to(fewer: str) -> str:
+    """GBNF of one character more than a rule of the same kind, and all that this one has."""
+    return rf'"\"" | {UNESCAPED} {fewer} | "\\" ["\\/bfnrt] {fewer}'
+
+
+def is_plain(character: str) -> bool:
+    """Does it stand for itself in a JSON string?"""
+    return any(low <= ord(character) <= high for low, high in _PLAIN)
+
+
+def quoted(text: str) -> str:
+    """A text as GBNF."""
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    return character if character.isalnum() and character.isascii() else f"\\U{ord(character):08x}"
+
+
+def rule(node: Node) -> str:
+    """The strings of a pattern as JSON writes them, without the quotes. Raises: PatternRefused if JSON has none of them."""
+    if isinstance(node, Characters):
+        return _rule_of_characters(node.ranges)
+    if isinstance(node, Choice):
+        return f"({' | '.join(rule(branch) for branch in node.branches)})"
+    if isinstance(node, Series):
+        return " ".join(rule(part) for part in node.parts) or '""'
+    assert isinstance(node, Repeat), "anchors are gone"
+    if node.maximum == 0:
+        return '""'
+    inner = f"({rule(node.part)})"
+    if (node.minimum, node.maximum) == (0, None):
+        return f"{inner}*"
+    if (node.minimum, node.maximum) == (1, None):
+        return f"{inner}+"
+    return f"{inner}{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
+
+
+@cache
+def _rule_of_characters(ranges: Ranges) -> str:
+    if ranges == ANY.ranges:
+        return ANY_CHARACTER
+    ways = []
+    plain = _common(ranges, _PLAIN)
+    if plain:
+        is_negated = plain[-1][1] == LAST
+        written = "".join(
+            f"\\U{low:08x}" if low == high else f"\\U{low:08x}-\\U{high:08x}"
+            for low, high in (_common(_complement(plain), _joined([(0, 0xD7FF), (0xE000, LAST)])) if is_negated else plain)
+        )
+        ways.append(f"[{'^' if is_negated else ''}{written}]")
+    codes = [code for low, high in ranges for code in range(low, min(high, 92) + 1) if code < 32 or code in _ESCAPES]
+    if short := "".join(f"\\U{ord(_ESCAPES[code]):08x}" for code in codes if code in _ESCAPES):
+        ways.append(rf'"\\" [{short}]')
+    if ranges[-1][1] != LAST:  # a set of nearly all is not meant for these
+        ways += [quoted(f"\\u{code:04x}") for code in codes if code not in _ESCAPES]
+    if not ways:
+        raise PatternRefused("it asks for half of a surrogate pair, which is no character")
+    return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
+
+
+# Formats.
+
+_DAY: Final = "(0[1-9]|1[0-9]|2[0-8])"
+_LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE: Final = (
+    f"([0-9]{{4}}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-{_DAY})|{_LEAP_YEAR}-02-29)"
+)
+_HOURS: Final = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME: Final = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOURS})"
+_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_LABEL: Final = "[a-z0-9]{1,16}(-[a-z0-9]{1,15}){0,2}"
+_HOST: Final = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
+_EMAIL: Final = rf"[a-z0-9_+-]{{1,32}}(\.[a-z0-9_+-]{{1,16}})?@({_LABEL}\.){{1,3}}[a-z]{{2,10}}"
+_HEX: Final = "[0-9a-f]{1,4}"
+_PATH: Final = r"(/([a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9A-F]{2})*)*"
+_BEHIND: Final = r"([a-zA-Z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-F]{2})*"
+_URI: Final = rf"[a-z][a-z0-9+.-]*://{_HOST}(:[0-9]{{1,4}})?{_PATH}(\?{_BEHIND})?(#{_BEHIND})?"
+_REFERENCE: Final = rf"({_URI}|(/[a-zA-Z0-9._~-]+)+(\?{_BEHIND})?(#{_BEHIND})?|#{_BEHIND})"
+_SPAN: Final = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_POINTER: Final = "(/([ -.0-}]|~[01])*)*"
+
+FORMATS: Final[Mapping[str, str]] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P([0-9]+W|([0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?)({_SPAN})?|{_SPAN})",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    "ipv6": f"(({_HEX}:){{7}}{_HEX}|({_HEX}(:{_HEX}){{0,2}})?::({_HEX}(:{_HEX}){{0,3}})?)",
+    "email": _EMAIL,
+    "idn-email": _EMAIL,
+    "hostname": _HOST,
+    "idn-hostname": _HOST,
+    "uri": _URI,
+    "iri": _URI,
+    "uri-reference": _REFERENCE,
+    "iri-reference": _REFERENCE,
+    "uri-template": _REFERENCE,
+    "base64": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+}
+"""Common values of the formats that JSON Schema defines. It calls all others annotations, but for UNSERVED_FORMATS."""
+UNSERVED_FORMATS: Final = frozenset(["regex"])
+
+
+@cache
+def of_format(name: str) -> Node:
+    """The tree of a served format."""
+    return read(f"^({FORMATS[name]})$")

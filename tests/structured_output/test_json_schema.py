@@ -1,0 +1,294 @@
+"""The law of schemas: a grammar allows no value that the schema refuses. And which values it allows where others would not."""
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import xgrammar
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.suites.serve.schemas import SCHEMAS
+from vmmkv.server.structured_output.schema import GrammarRefused, of_schema
+from vmmkv.server.structured_output.text import FORMATS, fit, lengths, matches, read
+
+END = 256
+MAX_STEPS = 400
+
+
+@functools.cache
+def compiler() -> xgrammar.GrammarCompiler:
+    """Of a vocabulary of single bytes."""
+    tokens = [bytes([byte]) for byte in range(END)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def compiled(schema: Any) -> xgrammar.CompiledGrammar:
+    return compiler().compile_grammar(of_schema(schema).source)
+
+
+def allows(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
+def answer(grammar: xgrammar.CompiledGrammar, seed: int) -> str | None:
+    """A text of the grammar, of random bytes. None if it has no end soon, or if the bytes are no UTF-8."""
+    matcher, draws, text = xgrammar.GrammarMatcher(grammar), random.Random(seed), bytearray()
+    words = np.empty((1, -(-(END + 1) // 32)), np.int32)
+    for _ in range(MAX_STEPS):
+        matcher.fill_next_token_bitmask(words, 0)
+        may = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: END + 1]).tolist()
+        assert may, f"a dead end behind {bytes(text)!r}"
+        ending = [byte for byte in may if byte in (*b'"]},', END)]
+        byte = draws.choice(ending if ending and draws.random() < 0.3 else [b for b in may if b < 128 or b == END] or may)
+        if byte == END:
+            return text.decode(errors="strict") if text.isascii() else None
+        assert matcher.accept_token(byte)
+        text.append(byte)
+    return None
+
+
+def assert_law(schema: Any, num_answers: int = 12) -> None:
+    try:
+        grammar = compiled(schema)
+    except GrammarRefused:
+        return
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for seed in range(num_answers):
+        text = answer(grammar, seed)
+        if text is not None:
+            assert validator.is_valid(json.loads(text)), f"{text} of {json.dumps(schema)}"
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_grammar_allows_no_value_that_the_schema_refuses(name: str) -> None:
+    assert_law(SCHEMAS[name])
+
+
+NAMES = st.sampled_from(["a", "b", "ab", 'q"', "é"])
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-30, 30),
+    st.sampled_from([0.5, 1.0, -2.25]),
+    st.sampled_from(["", "a", "ab", 'b"', "\n"]),
+)
+PATTERNS = st.sampled_from(["^a", "b$", "^[ab]{1,3}$", "a|b", "^(a|b)*$", "^$", "[^a]", "^\\S+$", "^a?b?$", "^(x[0-9]+)?y"])
+
+
+def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    bounds = {"minimum": st.integers(-20, 20), "exclusiveMaximum": st.sampled_from([-3.5, 0, 7, 12.25])}
+    named = st.dictionaries(NAMES, inner, max_size=3)
+    keywords: dict[str, st.SearchStrategy[Any]] = {
+        "type": st.sampled_from(
+            ["string", "integer", "number", "object", "array", "null", "boolean", ["string", "null"], ["object", "integer"]]
+        ),
+        "enum": st.lists(SCALARS, min_size=1, max_size=4),
+        "const": SCALARS,
+        "properties": named,
+        "required": st.lists(NAMES, max_size=2, unique=True),
+        "additionalProperties": st.one_of(st.booleans(), inner),
+        "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2),
+        "propertyNames": inner,
+        "minProperties": st.integers(0, 2),
+        "maxProperties": st.integers(0, 2),
+        "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=1), max_size=1),
+        "items": inner,
+        "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        "minItems": st.integers(0, 3),
+        "maxItems": st.integers(0, 3),
+        "minLength": st.integers(0, 3),
+        "maxLength": st.integers(0, 4),
+        "pattern": PATTERNS,
+        "format": st.sampled_from([*FORMATS, "color", "int32"]),
+        "multipleOf": st.sampled_from([1, 2, 3, 0.1, 0.01]),
+        "anyOf": st.lists(inner, min_size=1, max_size=3),
+        "oneOf": st.lists(inner, min_size=1, max_size=3),
+        "allOf": st.lists(inner, min_size=1, max_size=2),
+        "not": inner,
+        "x-order": st.just(1),
+        **bounds,
+    }
+    return st.lists(st.sampled_from(sorted(keywords)), max_size=4, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: keywords[name] for name in names})
+    )
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(schemas(schemas(st.one_of(st.booleans(), schemas(st.booleans())))))
+def test_no_random_schema_is_broken(schema: Any) -> None:
+    assert_law(schema, 4)
+
+
+@pytest.mark.nightly
+@settings(deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck))
+@given(schemas(schemas(schemas(st.one_of(st.booleans(), schemas(st.booleans()))))))
+def test_no_random_schema_is_broken_in_many(schema: Any) -> None:
+    assert_law(schema, 6)
+
+
+def tagged(tag: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": tag, **more}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [tagged({"const": "cat"}), tagged({"const": "dog"})],
+        [tagged({"enum": ["a", "b"]}), tagged({"const": "c"}), {"type": "null"}],
+        [tagged(tagged({"const": 1})), tagged(tagged({"const": 2}))],
+        [{"type": "string"}, {"type": "integer"}, {"type": "array"}],
+        [{"type": "integer", "maximum": 3}, {"type": "number", "exclusiveMinimum": 3}],
+        [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}],
+        [{"type": "string", "enum": ["a"]}, {"type": "string", "pattern": "^b"}],
+        [{"required": ["a"], "properties": {"a": True}}, {"required": ["b"], "properties": {"b": True}}],
+    ],
+)
+def test_alternatives_that_exclude_each_other_are_served(alternatives: list[Any]) -> None:
+    assert_law({"oneOf": alternatives})
+    assert_law({"oneOf": alternatives, "discriminator": {"propertyName": "kind"}})
+    compiled({"oneOf": alternatives})
+
+
+def test_an_object_of_exactly_one_of_two_properties_has_one() -> None:
+    schema = {
+        "type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    }  # fmt: skip
+    grammar = compiled(schema)
+    assert allows(grammar, '{"a":null}') and allows(grammar, '{"b":null}')
+    assert not allows(grammar, '{"a":null,"b":null}') and not allows(grammar, "{}")
+
+
+STRINGS = ['say "hi"', "C:\\x", "two\nlines", "tab\t", "é", "\U0001f600", ""]
+
+
+@pytest.mark.parametrize("bounds", [{}, {"maxLength": 10}, {"maxLength": 9, "minLength": 0}, {"pattern": r"^[\s\S]*$"}])
+def test_strings_with_bounds_hold_what_others_hold(bounds: dict[str, Any]) -> None:
+    grammar = compiled({"type": "string", **bounds})
+    assert all(allows(grammar, json.dumps(text, ensure_ascii=False)) for text in STRINGS)
+
+
+def test_a_length_counts_characters_however_they_are_written() -> None:
+    grammar = compiled({"type": "string", "minLength": 2, "maxLength": 3})
+    for text in ('"\\n"', '"é"', '"\U0001f600"', '"abcd"', '"\\n\\n\\n\\n"', '"\\ud83d\\ude00"'):
+        assert not allows(grammar, text), text
+    for text in ('"\\n\\""', '"éé"', '"\U0001f600\U0001f600\U0001f600"'):
+        assert allows(grammar, text), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "held", "refused"),
+    [
+        ("^a", ["a", "ab"], ["ba", ""]),
+        ("b", ["b", "abc", "b\n"], ["a", ""]),
+        ("a$", ["a", "ba"], ["ab"]),
+        ("^a|b$", ["ax", "xb"], ["xa"]),
+        ("(^a$|^b$)", ["a", "b"], ["ab"]),
+        ("^.*$", ["", 'say "hi"', "C:\\x"], ["a\nb", "a\u2028"]),
+        (r'^"\\$', ['"\\'], ['"']),
+        (r"^\n$", ["\n"], ["n"]),
+        (r"^\x41\u{1F600}\ud83d\ude00$", ["A\U0001f600\U0001f600"], ["A"]),
+        (r"^[^\w\s]$", ["-", "é"], ["a", " ", "\ufeff"]),
+        (r"^[\]a-c\-]+$", ["]-b"], ["d"]),
+        ("^(x[0-9]+)?y$", ["y", "x12y"], ["1y", "xy"]),
+        ("^a{2}(b|cd){1,2}$", ["aab", "aacdb"], ["aa", "ab"]),
+        ("^{.*}$", ["{}", "{a}"], ["}"]),
+        ("^(?:a|(?<n>b))$", ["a", "b"], ["n"]),
+    ],
+)
+def test_patterns_are_those_of_ecma(pattern: str, held: list[str], refused: list[str]) -> None:
+    grammar = compiled({"type": "string", "pattern": pattern})
+    assert all(allows(grammar, json.dumps(text, ensure_ascii=False)) for text in held)
+    assert not any(allows(grammar, json.dumps(text, ensure_ascii=False)) for text in refused)
+    assert all(matches(read(pattern), text) for text in held)
+    assert not any(matches(read(pattern), text) for text in refused)
+
+
+def test_lengths_and_a_pattern_hold_together_where_one_repetition_can_give_way() -> None:
+    fitted = fit(read("^[a-z][a-z0-9]*$"), 3, 5)
+    assert fitted is not None and lengths(fitted) == (3, 5)
+    assert fit(read("^ab$"), 3, 5) is None and fit(read("^a+$"), 0, 5) is not None
+    grammar = compiled({"type": "string", "pattern": "^[a-z][a-z0-9]*$", "minLength": 2, "maxLength": 4})
+    assert [text for text in ("a", "ab", "abcd", "abcde") if allows(grammar, f'"{text}"')] == ["ab", "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("ref", "definitions"),
+    [
+        ("#/$defs/a~1b", {"$defs": {"a/b": {"type": "null"}}}),
+        ("#/$defs/a~0b", {"$defs": {"a~b": {"type": "null"}}}),
+        ("#/$defs/a%20b%25", {"$defs": {"a b%": {"type": "null"}}}),
+        ("#/$defs/a%22b", {"$defs": {'a"b': {"type": "null"}}}),
+        ("#/anyOf/1", {"anyOf": [True, {"type": "null"}]}),
+        ("#/x-mine/here/0", {"x-mine": {"here": [{"type": "null"}]}}),
+        ("#/properties/b/additionalProperties", {"properties": {"b": {"additionalProperties": {"type": "null"}}}}),
+        ("#name", {"$defs": {"x": {"$anchor": "name", "type": "null"}}}),
+        ("https://example.org/s#/$defs/x", {"$id": "https://example.org/s", "$defs": {"x": {"type": "null"}}}),
+        ("https://example.org/t", {"$defs": {"x": {"$id": "https://example.org/t", "type": "null"}}}),
+    ],
+)  # fmt: skip
+def test_a_reference_finds_what_it_names(ref: str, definitions: dict[str, Any]) -> None:
+    grammar = compiled({"type": "array", "items": {"$ref": ref}, "minItems": 1, **definitions})
+    assert allows(grammar, "[null]") and not allows(grammar, "[1]")
+
+
+def test_a_reference_that_drafts_read_differently_is_refused() -> None:
+    inner = {"$id": "https://example.org/inner", "$defs": {"x": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/x"}}}
+    with pytest.raises(GrammarRefused, match="within a schema with an id"):
+        of_schema({"$defs": {"x": {"type": "string"}}, "properties": {"b": inner}})
+
+
+def test_an_open_objects_further_properties_are_those_of_its_reference() -> None:
+    schema = {"$defs": {"open": {"type": "object", "additionalProperties": True}}, "$ref": "#/$defs/open/additionalProperties"}
+    assert allows(compiled(schema), '[{"a":1}]')
+
+
+@pytest.mark.parametrize("number", [12345678901234567890, -(1 << 70), 10**40 + 1, 1e300, 0.1, -1.5e-9, 1e22])
+def test_numbers_keep_their_digits(number: float) -> None:
+    written = json.dumps(number)
+    for schema in ({"const": number}, {"enum": [number, "x"]}, {"enum": [[number]]}):
+        texts = [written, f"[{written}]"]
+        assert any(allows(compiled(schema), text) for text in texts)
+    assert not allows(compiled({"const": number}), json.dumps(float(number) * 2))
+    if isinstance(number, int):
+        grammar = compiled({"type": "integer", "minimum": number, "maximum": number + 1})
+        assert [allows(grammar, str(number + more)) for more in (-1, 0, 1, 2)] == [False, True, True, False]
+        grammar = compiled({"type": "integer", "exclusiveMinimum": number, "exclusiveMaximum": number + 2})
+        assert [allows(grammar, str(number + more)) for more in (0, 1, 2)] == [False, True, False]
+
+
+def test_multiples_are_exact() -> None:
+    grammar = compiled({"type": "integer", "multipleOf": 7, "minimum": 10**20, "maximum": 10**20 + 20})
+    assert [more for more in range(21) if allows(grammar, str(10**20 + more))] == [
+        m for m in range(21) if (10**20 + m) % 7 == 0
+    ]
+    grammar = compiled({"type": "number", "multipleOf": 0.01, "minimum": 0})
+    assert allows(grammar, "19.99") and not allows(grammar, "19.999")
+
+
+def test_numeric_formats_are_bounds_and_unknown_ones_say_nothing() -> None:
+    grammar = compiled({"type": "integer", "format": "int32"})
+    assert allows(grammar, str(2**31 - 1)) and not allows(grammar, str(2**31))
+    assert allows(compiled({"type": "number", "format": "double"}), "1.5")
+    assert allows(compiled({"type": "string", "format": "colour"}), '"any"')
+
+
+def test_further_properties_differ_from_those_that_are_named() -> None:
+    schema = {"type": "object", "properties": {"ab": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
+    grammar = compiled(schema)
+    for text in ('{"ab":null}', '{"ab":null,"a":1}', '{"abc":1}', '{"x":1,"":2}', "{}"):
+        assert allows(grammar, text), text
+    for text in ('{"ab":1}', '{"ab":null,"ab":1}', '{"\\u0061b":1}', '{"x":null}'):
+        assert not allows(grammar, text), text
+
+
+def test_keywords_of_one_type_mean_that_type() -> None:
+    assert not allows(compiled({"properties": {"a": True}}), "1")
+    assert allows(compiled({"minLength": 1, "minimum": 3}), '"a"') and allows(compiled({"minLength": 1, "minimum": 3}), "3")
