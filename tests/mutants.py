@@ -510,7 +510,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "dropped seals borrowed": ("if live.get(seals[place].serial) == place:", "if True:"),
     },
     ("holder/sealed_log.py", BORROWING): {
-        "a rewrite not seen": ("        self._words[5] += 1  #", "        pass  #"),
+        "a rewrite not seen": ("        self._words[5] = (self._words[5] + 1)", "        _ = (self._words[5] + 1)"),
     },
     ("prefix/index.py", FETCHES): {
         "pages in use need room": ("if piece.value.extent.users and piece.end", "if 0 > piece.end"),

@@ -6,9 +6,12 @@ of its user. Then the engine asks, and each request but `release` is answered. I
     {"do": "own"}                          {}, or {"error": ...}         once; one engine owns at a time
     {"do": "borrow"}                       {}                            or this, once
     {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor; the owner's alone
-    {"do": "open", "serials": [...]}       {"serials": [those known]}    and theirs
+    {"do": "open", "serials": [...]}       {"serials": [those known], "sizes_bytes": [...]}    and theirs
+    {"do": "list", "after": serial}        the same of the next ones that the holder has, without descriptors; the owner's
     {"do": "release", "serials": [...]}
     {"do": "count"}                        {"held_bytes": n}
+
+Each side checks the fields of what it reads, and hangs up on the other one if they are not what can be.
 """
 
 import contextlib
@@ -17,13 +20,14 @@ import fcntl
 import json
 import logging
 import os
+import reprlib
 import select
 import socket
 import termios
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -32,25 +36,64 @@ from vmmkv.holder.sealed_log import SealedLog
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 MOST_DESCRIPTORS: Final = 128
 """In one message; Linux takes 253."""
+MOST_LISTED: Final = 1024
+"""Handles in one message without descriptors."""
 
 _MESSAGE_BYTES: Final = 64 * 1024
 _TIMEOUT_S: Final = 30.0
 """A holder that does not answer for so long is gone."""
 
 
+T = TypeVar("T")
+
+
+class Message(dict[str, Any]):
+    """A message of the other side. Its fields are checked as they are read. Raises: OSError for what they cannot be."""
+
+    def whole(self, name: str) -> int:
+        """A number from 0 on."""
+        return self._checked(name, self.get(name))
+
+    def wholes(self, name: str, most: int) -> list[int]:
+        """A list of at most so many of them."""
+        values = self.get(name)
+        if not isinstance(values, list) or len(values) > most:
+            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(values)}")
+        return [self._checked(name, value) for value in values]
+
+    def text(self, name: str) -> str:
+        """A text."""
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(value)}")
+        return value
+
+    def _checked(self, name: str, value: object) -> int:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(value)}")
+        return value
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes by serial."""
+        serials, sizes_bytes = self.wholes("serials", MOST_LISTED), self.wholes("sizes_bytes", MOST_LISTED)
+        if not len(set(serials)) == len(serials) == len(sizes_bytes):
+            raise OSError(errno.EPROTO, f"{len(sizes_bytes)} sizes of handles {reprlib.repr(serials)}")
+        return dict(zip(serials, sizes_bytes, strict=True))
+
+
 class CutShort(OSError):
     """A message came without its descriptors."""
 
-    def __init__(self, message: dict[str, Any]) -> None:
+    def __init__(self, message: Message) -> None:
         super().__init__(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
         self.message: Final = message
 
 
-def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
     """Send one message. Raises: OSError."""
     packet = json.dumps(message).encode()
     assert len(packet) <= _MESSAGE_BYTES, "a message is one packet"
@@ -60,21 +103,22 @@ def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] 
         connection.send(packet)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     """The next message and its descriptors, the caller's to close; None if the other side has gone. Raises: OSError."""
     packet, fds, flags, _ = socket.recv_fds(connection, _MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         if not packet:
             return None
-        message = json.loads(packet)
-        if not isinstance(message, dict):
-            raise OSError(errno.EPROTO, f"a message of type {type(message).__name__}")
+        read = json.loads(packet)
+        if not isinstance(read, dict):
+            raise OSError(errno.EPROTO, f"a message of type {type(read).__name__}")
+        message = Message(read)
         if flags & socket.MSG_CTRUNC:
             raise CutShort(message)
         return message, fds
     except BaseException as error:
         close_all(fds)
-        if isinstance(error, ValueError):
+        if isinstance(error, (ValueError, RecursionError)):
             raise OSError(errno.EPROTO, "a message that is no JSON") from error
         raise
 
@@ -125,6 +169,11 @@ def check_there(path: str | os.PathLike[str]) -> None:
         raise _no_holder(path, "there is no such socket")
 
 
+def _check_count(values: Sequence[int], wanted: int) -> None:
+    if len(values) != wanted:
+        raise OSError(errno.EPROTO, f"{len(values)} handles or descriptors, not {wanted}")
+
+
 def _no_holder(path: str | os.PathLike[str], why: object) -> HolderUnavailable:
     return HolderUnavailable(f"no holder answers at {path}: {why}; start one: vmmkv hold --socket {path} --budget SIZE")
 
@@ -146,11 +195,10 @@ class HolderClient:
             try:
                 self._connection.connect(str(self.path))
                 self.pid, uid = peer(self._connection)
-                answer = receive(self._connection)
+                self.budget_bytes, self.log = self._welcomed(receive(self._connection), uid, device)
             except OSError as error:
                 raise _no_holder(self.path, error.strerror or error) from error
-            self._is_gone = False
-            self.budget_bytes, self.log = self._welcomed(answer, uid, device)
+            self._is_gone = self._is_damaged = False
             try:
                 self._join()
             except BaseException:
@@ -162,62 +210,105 @@ class HolderClient:
         self.has_prefixes = False
         """Does a prefix cache use the log? One does at a time."""
 
-    def _welcomed(
-        self, answer: tuple[dict[str, Any], list[int]] | None, uid: int, device: torch.device
-    ) -> tuple[int, SealedLog]:
-        """The budget and the log of a holder that takes this engine."""
-        welcome, fds = answer or ({"error": "it closed the connection"}, [])
+    def _welcomed(self, answer: tuple[Message, list[int]] | None, uid: int, device: torch.device) -> tuple[int, SealedLog]:
+        """The budget and the log of a holder that takes this engine. Raises: HolderUnavailable; OSError."""
+        welcome, fds = answer or (Message(error="it closed the connection"), [])
         with contextlib.ExitStack() as closing:
             closing.callback(close_all, fds)
             if uid != os.getuid():
                 raise HolderUnavailable(f"the holder at {self.path} is of user {uid}, and this process of {os.getuid()}")
             if "error" in welcome:
-                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {welcome['error']}")
-            if welcome["version"] != VERSION:
+                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {welcome.text('error')}")
+            if (version := welcome.whole("version")) != VERSION:
                 raise HolderUnavailable(
-                    f"the holder at {self.path} speaks version {welcome['version']} and this process {VERSION}; restart the "
+                    f"the holder at {self.path} speaks version {version} and this process {VERSION}; restart the "
                     "holder with this vmmkv, and what it holds is computed again"
                 )
+            its_device, budget_bytes = welcome.text("device"), welcome.whole("budget_bytes")
             if self.borrows:
-                check_reach(device, welcome["device"])
-            elif (wanted := device_identity(device)) != welcome["device"]:
-                raise HolderUnavailable(f"the holder at {self.path} has memory of {welcome['device']}; wanted {wanted}")
+                check_reach(device, its_device)
+            elif (wanted := device_identity(device)) != its_device:
+                raise HolderUnavailable(f"the holder at {self.path} has memory of {its_device}; wanted {wanted}")
             try:
-                return int(welcome["budget_bytes"]), SealedLog(fds[0])
+                _check_count(fds, 1)
+                return budget_bytes, SealedLog(fds[0])
             except LogDamaged as error:
                 raise HolderUnavailable(f"the holder at {self.path}: {error}; restart it") from error
 
     def _join(self) -> None:
-        answer, _ = self._ask("join", {"do": "borrow" if self.borrows else "own"})
-        if "error" in answer:
-            raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {answer['error']}")
+        def joined(answer: Message, _: list[int]) -> None:
+            if "error" in answer:
+                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {answer.text('error')}")
+
+        self._ask("join", {"do": "borrow" if self.borrows else "own"}, joined)
 
     def create(self, size_bytes: int) -> tuple[int, int]:
         """A new handle: its serial, and a file descriptor that is the caller's. Cost: a round trip of some 50 us on the host.
 
         Raises: OutOfDeviceMemory past the holder's budget or the device's memory; DriverError; HolderGone.
         """
-        answer, fds = self._ask("create", {"do": "create", "size_bytes": size_bytes})
-        if "error" in answer:
-            close_all(fds)
-            message = f"create: the holder at {self.path} (process {self.pid}): {answer['error']}"
-            kind = OutOfDeviceMemory if answer["is_full"] else DriverError
-            raise kind(message, call="create", code=str(answer["code"]))
-        return answer["serials"][0], fds[0]
 
-    def open(self, serials: Sequence[int]) -> Generator[tuple[int, int]]:
-        """Serial and file descriptor, the caller's to close, of those of these handles that the holder has.
+        def created(answer: Message, fds: list[int]) -> tuple[int, int]:
+            if "error" in answer:
+                message = f"create: the holder at {self.path} (process {self.pid}): {answer.text('error')}"
+                kind = OutOfDeviceMemory if answer.get("is_full") is True else DriverError
+                raise kind(message, call="create", code=answer.text("code"))
+            serials = answer.wholes("serials", 1)
+            _check_count(serials, 1)
+            _check_count(fds, 1)
+            return serials[0], fds[0]
+
+        return self._ask("create", {"do": "create", "size_bytes": size_bytes}, created)
+
+    def open(self, sizes_bytes: Mapping[int, int]) -> Generator[tuple[int, int]]:
+        """Serial and file descriptor, the caller's to close, of those of these handles that the holder has with that size.
 
         Cost: a round trip for each `MOST_DESCRIPTORS`. Raises: HolderGone.
         """
+
+        def opened(answer: Message, fds: list[int]) -> list[tuple[int, int, int]]:
+            sizes = answer.sizes()
+            _check_count(fds, len(sizes))
+            return [(serial, size_bytes, fd) for (serial, size_bytes), fd in zip(sizes.items(), fds, strict=True)]
+
+        serials = list(sizes_bytes)
         for first in range(0, len(serials), MOST_DESCRIPTORS):
-            answer, fds = self._ask("import_fd", {"do": "open", "serials": serials[first : first + MOST_DESCRIPTORS]})
-            opened = list(zip(answer["serials"], fds, strict=True))
+            asked = serials[first : first + MOST_DESCRIPTORS]
+            left = self._ask("import_fd", {"do": "open", "serials": asked}, opened)
             try:
-                while opened:
-                    yield opened.pop()
+                while left:
+                    serial, size_bytes, fd = left.pop()
+                    if sizes_bytes.get(serial) == size_bytes:
+                        yield serial, fd
+                    else:
+                        os.close(fd)
+                        self.say_damaged(f"handle {serial} has {size_bytes} bytes, and its seal {sizes_bytes.get(serial)}")
             finally:
-                close_all([fd for _, fd in opened])
+                close_all([fd for *_, fd in left])
+
+    def handles(self) -> dict[int, int]:
+        """What the holder has for its owner, this engine: bytes by serial.
+
+        Cost: a round trip for each `MOST_LISTED`. Raises: HolderGone.
+        """
+
+        def listed(answer: Message, _: list[int]) -> dict[int, int]:
+            sizes = answer.sizes()
+            if min(sizes, default=last + 1) <= last:
+                raise OSError(errno.EPROTO, "handles that it has named before")
+            return sizes
+
+        sizes_bytes, last = dict[int, int](), 0
+        while some := self._ask("list", {"do": "list", "after": last}, listed):
+            sizes_bytes |= some
+            last = max(some)
+        return sizes_bytes
+
+    def say_damaged(self, why: object) -> None:
+        """Log, once, that what earlier or other engines wrote is not what an engine writes, and is not used."""
+        if not self._is_damaged:
+            log.warning("starting cold: the log of the holder at %s is damaged: %s", self.path, why)
+        self._is_damaged = True
 
     def release(self, serials: Sequence[int]) -> None:
         """The holder gives these handles up. Does not wait for it. A holder that is gone has none any more."""
@@ -227,7 +318,7 @@ class HolderClient:
 
     def held_bytes(self) -> int:
         """What it holds now. Raises: HolderGone."""
-        return int(self._ask("count", {"do": "count"})[0]["held_bytes"])
+        return self._ask("count", {"do": "count"}, lambda answer, _: answer.whole("held_bytes"))
 
     def is_gone(self) -> bool:
         """Has it ended? The log says so once. Cost: some microseconds; does not wait for the holder."""
@@ -259,21 +350,27 @@ class HolderClient:
             self._connection.close()
             self.log.close()
 
-    def _ask(self, call: str, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, call: str, message: Mapping[str, Any], read: Callable[[Message, list[int]], T]) -> T:
+        """What `read` makes of the answer and its descriptors, which are closed if it raises. What is no answer ends it."""
         self._send(call, message)
         try:
             answer = receive(self._connection)
+            if answer is None:
+                raise self._gone(call, "its process has ended")
+            try:
+                return read(*answer)
+            except BaseException:
+                close_all(answer[1])
+                raise
         except CutShort as error:
             if call == "create":
-                self.release(error.message["serials"])  # which nothing here knows
+                with contextlib.suppress(OSError):
+                    self.release(error.message.wholes("serials", 1))  # which nothing here knows
             raise DriverError(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
         except OSError as error:
             raise self._gone(call, str(error)) from error
-        if answer is None:
-            raise self._gone(call, "its process has ended")
-        return answer
 
-    def _send(self, call: str, message: dict[str, Any]) -> None:
+    def _send(self, call: str, message: Mapping[str, Any]) -> None:
         if self._is_gone:
             raise self._gone(call, "it was gone before")
         try:

@@ -13,6 +13,7 @@ It never maps or writes the memory. The kernel tells it that an engine has ended
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import selectors
@@ -26,7 +27,18 @@ from typing import Any, Final
 
 from vmmkv.driver.base import Driver, Handle, check_budget
 from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDeviceMemory
-from vmmkv.holder.client import VERSION, close_all, device_identity, has_unread, peer, receive, send
+from vmmkv.holder.client import (
+    MOST_DESCRIPTORS,
+    MOST_LISTED,
+    VERSION,
+    Message,
+    close_all,
+    device_identity,
+    has_unread,
+    peer,
+    receive,
+    send,
+)
 from vmmkv.holder.sealed_log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -178,38 +190,49 @@ class Holder:
             self._sweep()
         elif engine.borrowed is not None:
             self._give_back(engine.borrowed, list(engine.borrowed))
-            self._log.num_borrowers -= 1
+            self._count_borrowers()
         else:
             return
         self._report(f"process {engine.pid} has ended; {format_bytes(before - self._held_bytes)} freed, {self._text()}")
 
-    def _answer(self, engine: _Engine, message: dict[str, Any]) -> None:
+    def _answer(self, engine: _Engine, message: Message) -> None:
         connection, borrowed = engine.connection, engine.borrowed
-        match message["do"]:
+        match message.get("do"):
             case "own" if borrowed is None:
                 send(connection, self._own(engine))
             case "borrow" if borrowed is None and engine is not self._owner:
                 engine.borrowed = set()
-                self._log.num_borrowers += 1  # before it reads the log
+                self._count_borrowers()  # before it reads the log
                 self._report(f"process {engine.pid} has come to borrow; {self._text()}")
                 send(connection, {})
             case "open":
-                known = [serial for serial in message["serials"] if serial in self._held]
+                known = [serial for serial in message.wholes("serials", MOST_DESCRIPTORS) if serial in self._held]
                 if borrowed is not None:
                     borrowed.update(known)
-                send(connection, {"serials": known}, [self._held[serial].fd for serial in known])
+                send(connection, self._sizes(known), [self._held[serial].fd for serial in known])
             case "release" if borrowed is not None:
-                self._give_back(borrowed, message["serials"])
+                self._give_back(borrowed, message.wholes("serials", MOST_DESCRIPTORS))
             case "create" if engine is self._owner:
-                answer, fds = self._create(int(message["size_bytes"]))
+                answer, fds = self._create(message.whole("size_bytes"))
                 send(connection, answer, fds)
             case "release" if engine is self._owner:
-                self._free(serial for serial in message["serials"] if serial in self._held)
+                self._free(serial for serial in message.wholes("serials", MOST_DESCRIPTORS) if serial in self._held)
+            case "list" if engine is self._owner:
+                after = message.whole("after")
+                kept = (serial for serial in self._held if serial > after and serial not in self._given_up)
+                send(connection, self._sizes(list(itertools.islice(kept, MOST_LISTED))))
             case "count":
                 given_up_bytes = sum(self._held[serial].size_bytes for serial in self._given_up)
                 send(connection, {"held_bytes": self._held_bytes - given_up_bytes})
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}")
+
+    def _sizes(self, serials: list[int]) -> dict[str, Any]:
+        return {"serials": serials, "sizes_bytes": [self._held[serial].size_bytes for serial in serials]}
+
+    def _count_borrowers(self) -> None:
+        """Write to the log how many there are. What stands there is not read: others can write to it."""
+        self._log.num_borrowers = sum(engine.borrowed is not None for engine in self._engines.values())
 
     def _own(self, engine: _Engine) -> dict[str, Any]:
         if self._owner is not None:

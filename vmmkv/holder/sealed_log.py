@@ -34,6 +34,8 @@ as it is written."""
 _RECORD: Final = struct.Struct("<IIc")  # length of the body, checksum of kind and body, kind
 _SEAL: Final = struct.Struct("<QQQQIIII")
 _IDENTITY_KIND, _SEAL_KIND, _DROP_KIND = b"i", b"s", b"d"
+_SERIAL_BYTES: Final = 8
+_TOKEN_BYTES: Final = 4
 
 
 class Sealed(NamedTuple):
@@ -71,9 +73,14 @@ class LogContents:
 
 
 class SealedLog:
-    """The log over a file descriptor, which stays the caller's. Raises: LogDamaged if there is another format in it."""
+    """The log over a file descriptor, which stays the caller's. Raises: LogDamaged if there is another format in it.
+
+    Any process that a holder welcomes can write to it, so all that is read is checked against what can be.
+    """
 
     def __init__(self, fd: int) -> None:
+        if os.fstat(fd).st_size < _HEADER_BYTES + 2 * _LEAST_HALF_BYTES:
+            raise LogDamaged("the shared memory is too small for a log")
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:_HEADER_BYTES].cast("Q")
@@ -107,7 +114,12 @@ class SealedLog:
     @property
     def used_bytes(self) -> int:
         """Bytes used of the active half."""
-        return self._words[2 + self._words[1] % 2]
+        return self._words[2 + self._half]
+
+    @property
+    def _half(self) -> int:
+        """The active half, also where the header is damaged."""
+        return self._words[1] % 2
 
     @property
     def version(self) -> tuple[int, int]:
@@ -144,32 +156,32 @@ class SealedLog:
             if kind == _IDENTITY_KIND:
                 contents.identity = body
             elif kind == _SEAL_KIND:
-                seal = _unpack(body)
-                if seal.parent is not None and seal.parent not in contents.seals:
-                    raise LogDamaged(f"the seal at {place} has a parent at {seal.parent}, where none is")
-                contents.seals[place] = seal
+                contents.seals[place] = seal = _unpack(body, contents)
                 contents.live[seal.serial] = place
                 new.append(place)
-            else:
+            elif kind == _DROP_KIND and len(body) == _SERIAL_BYTES:
                 contents.live.pop(int.from_bytes(body, "little"), None)
+            else:
+                raise LogDamaged(f"the record at {place} is of kind {kind!r}, with {len(body)} bytes")
             contents.end += _RECORD.size + len(body)
         return new
 
     def seal(self, seal: Sealed) -> int | None:
         """Append a seal, and return its place; None if there is no room. Its memory is not written until it is dropped."""
-        return self._append(self._words[1], _SEAL_KIND, _pack(seal))
+        return self._append(self._half, _SEAL_KIND, _pack(seal))
 
     def drop(self, serial: int) -> bool:
         """End a seal: its memory may be written when this returns True; False if there is no room."""
-        return self._append(self._words[1], _DROP_KIND, serial.to_bytes(8, "little")) is not None
+        return self._append(self._half, _DROP_KIND, serial.to_bytes(_SERIAL_BYTES, "little")) is not None
 
     def rewrite(self, identity: bytes, seals: Iterable[Sealed]) -> list[int | None]:
         """Replace all; where each seal is from now on, None for one that has no room. All or nothing for a later reader.
 
         A parent in `seals` is the number of an earlier one among them.
         """
-        self._words[5] += 1  # before what is there is written over, which a borrower may be reading
-        half = 1 - self._words[1] % 2  # whatever is there, if the log is damaged
+        # Before what is there is written over, which a borrower may be reading.
+        self._words[5] = (self._words[5] + 1) % (1 << 64)
+        half = 1 - self._half
         self._words[2 + half] = 0
         self._append(half, _IDENTITY_KIND, identity)
         places: list[int | None] = []
@@ -213,10 +225,24 @@ def _pack(seal: Sealed) -> bytes:
     return _SEAL.pack(*numbers) + seal.namespace + seal.tokens
 
 
-def _unpack(body: bytes) -> Sealed:
+def _unpack(body: bytes, before: LogContents) -> Sealed:
+    """A seal that goes on from those before it. Raises: LogDamaged."""
     if len(body) < _SEAL.size:
         raise LogDamaged(f"a seal of {len(body)} bytes")
     serial, parent, end_token, first_token, group, page, num_pages, name_bytes = _SEAL.unpack_from(body)
     tokens_at = _SEAL.size + name_bytes
-    place, name = parent - 1 if parent else None, body[_SEAL.size : tokens_at]
-    return Sealed(serial, place, end_token, first_token, group, page, num_pages, name, body[tokens_at:])
+    place, name, tokens = parent - 1 if parent else None, body[_SEAL.size : tokens_at], body[tokens_at:]
+    above = None if place is None else before.seals.get(place)
+    start = 0 if above is None else above.end_token
+    if (
+        (above is None) != (place is None)
+        or (above is None) != bool(name_bytes)
+        or len(body) - tokens_at != (end_token - start) * _TOKEN_BYTES
+        or not 0 <= first_token < end_token
+        or serial in before.live
+    ):
+        raise LogDamaged(
+            f"a seal of handle {serial} for tokens [{first_token}, {end_token}) with {len(tokens)} bytes of them and a name of "
+            f"{name_bytes}, behind {above and above.end_token} tokens of the seal at {place}"
+        )
+    return Sealed(serial, place, end_token, first_token, group, page, num_pages, name, tokens)

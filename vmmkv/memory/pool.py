@@ -13,6 +13,7 @@ little.
 """
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections import Counter
@@ -456,17 +457,25 @@ class Pool(Closing, Unique):
         self.held_bytes += extent.size_bytes
         return extent
 
+    def left(self) -> dict[int, int]:
+        """Handles that the holder has and nothing here: bytes by serial. Raises: HolderGone. Cost: see HolderClient.handles."""
+        assert self.holder is not None, "without a holder nothing is left"
+        extents = itertools.chain(*self._free.values(), *(cache.holders() for cache in self.caches))
+        known = {extent.serial for extent in extents}
+        return {serial: size_bytes for serial, size_bytes in self.holder.handles().items() if serial not in known}
+
     def import_extents(self, extents: Iterable[Extent]) -> list[Extent]:
-        """Import those that are not here yet; those that their owner does not have any more, or cannot give, are returned.
+        """Import those that are not here yet; those that their owner does not have, or has in another size, are returned.
 
         Cost: a round trip for each 128, and an import for each.
         Raises: DriverError, and those imported before stay.
         """
         missing = {extent.serial: extent for extent in extents if not extent.imported}
+        sizes_bytes = {serial: extent.size_bytes for serial, extent in missing.items()}
         owner = self.holder or self.lender
         if owner is None or not missing:
             return []
-        with contextlib.suppress(HolderGone), contextlib.closing(owner.open(list(missing))) as opened:
+        with contextlib.suppress(HolderGone), contextlib.closing(owner.open(sizes_bytes)) as opened:
             for serial, fd in opened:
                 extent = missing[serial]
                 try:

@@ -23,6 +23,7 @@ from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Match, Piece, piece_place
+from vmmkv.prefix.sealed import check_seal
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +116,13 @@ class BorrowedPrefixes:
                 self._lengths.clear()
             try:
                 new = self._lender.log.read_on(self._contents)
+                if self._contents.identity == self._identity:
+                    for place in new:
+                        check_seal(self._contents.seals[place], self._layout)
             except LogDamaged as error:
                 self._version = None  # from the start, next time
                 if version == self._lender.log.version:
-                    log.warning("nothing is borrowed: the log of the holder at %s: %s", self._lender.path, error)
+                    self._lender.say_damaged(error)
                     return False
                 continue
             for place in new:

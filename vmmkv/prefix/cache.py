@@ -81,8 +81,7 @@ class PrefixCache:
     With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
     static scales, the rank among several GPUs. A namespace is text, bytes, an integer, None, or a tuple of these.
     Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
-    Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder;
-    LogDamaged.
+    Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder.
     """
 
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
@@ -103,7 +102,6 @@ class PrefixCache:
                 raise ValueError(f"{cache!r} has a prefix cache already")
             if holder is not None and holder.has_prefixes:
                 raise ValueError(f"the holder at {holder.path} keeps the prefixes of one cache, and another one has it")
-            left = None if holder is None else holder.log.read()
             self._index = PrefixIndex(cache)
             self._attacher = Attacher(cache, self._index)
             if tiers:
@@ -113,8 +111,8 @@ class PrefixCache:
             self._hit_tokens = self._missed_tokens = 0
             self.cache.prefix = self._index
             identity = Keys(cache.layout, fingerprint).identity
-            if left is not None:
-                SealedPrefixes(self._index, cache.pool, identity).restore(left)
+            if holder is not None:
+                SealedPrefixes(self._index, cache.layout, cache.pool, identity).restore()
             self._borrowed = (
                 None if lender is None else BorrowedPrefixes(self._index, cache.layout, cache.pool, lender, identity)
             )

@@ -6,24 +6,30 @@
 
 An extent that the tree holds is never written, and a drop is logged before the tree lets go of it. So each extent that the log
 names is whole, whenever the engine ends. The caller holds the pool's lock.
+
+Other processes can write to the log, so `restore` checks all that it reads. If anything cannot be, nothing of it counts.
 """
 
 import ast
 import itertools
 import logging
 import operator
+import reprlib
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
+from vmmkv.arguments import owner
 from vmmkv.driver.base import Fence
+from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder.sealed_log import LogContents, Sealed
-from vmmkv.memory.pool import Extent, Pool
-from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.layout import KVLayout
+from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool
+from vmmkv.prefix.index import Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, Tokens, piece_place
-from vmmkv.units import counted
+from vmmkv.units import PAGE_BYTES, counted
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +39,10 @@ _stamp: Final = operator.attrgetter("stamp")
 class SealedPrefixes:
     """The extents of one prefix tree that its pool's holder has sealed. Made empty; `restore` comes before any other call."""
 
-    def __init__(self, index: PrefixIndex, pool: Pool, identity: bytes) -> None:
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> None:
         assert pool.holder is not None, "without a holder nothing outlives the process"
         self._index = index
+        self._layout = layout
         self._pool = pool
         self._holder: Final = pool.holder
         self._log = self._holder.log
@@ -46,33 +53,53 @@ class SealedPrefixes:
 
     # from an earlier process
 
-    def restore(self, contents: LogContents) -> None:
-        """Take the extents that the log names into the tree; free those of another identity, and those past the budget.
+    def restore(self) -> None:
+        """Take the extents that the log names into the tree; free all others, and those past the budget.
 
-        Cost: host work by the tokens and extents that are named. Nothing is imported.
+        Nothing counts if the log is damaged, or of another identity: a line in Python's log says so.
+        Cost: host work by the tokens and extents that are named, and a round trip for each 1,024. Nothing is imported.
         """
         self._holder.has_prefixes = True
+        contents, left = LogContents(), dict[int, int]()
+        try:
+            left = self._pool.left()
+            contents = self._read(left)
+        except LogDamaged as error:
+            self._holder.say_damaged(error)
+        except HolderGone:
+            pass  # nothing can be imported any more
         if contents.identity == self._identity:
-            unused = self._insert(contents)
-            if not all(self._log.drop(serial) for serial in unused):
-                self._rewrite()  # without them
-        else:
-            unused = list(contents.live)
-            if unused:
-                log.warning(
-                    "starting cold: the holder at %s has %s of another layout, dtype or fingerprint, and frees them",
-                    *(self._holder.path, counted(len(unused), "extent", ",")),
-                )
-            self._log.rewrite(self._identity, ())
-        self._holder.release(unused)
+            self._insert(contents)
+        elif contents.live:
+            log.warning(
+                "starting cold: the holder at %s has %s of another layout, dtype or fingerprint, and frees them",
+                *(self._holder.path, counted(len(contents.live), "extent", ",")),
+            )
+        restored = {extent.serial for extent in self._places}
+        unused = contents.live.keys() - restored
+        if contents.identity != self._identity or not all(self._log.drop(serial) for serial in unused):
+            self._rewrite()  # without them
+        self._holder.release([serial for serial in left if serial not in restored])
         self._index.sealed = self  # from now on; what came back is sealed already
         self._pool.shrink_to(self._pool.budget_bytes)
         self._index.restored = sorted((node for node in self._index.tree.nodes() if node.is_leaf), key=_stamp)
         if self._places:
             log.info("%s came back from the holder at %s", counted(len(self._places), "extent", ","), self._holder.path)
 
-    def _insert(self, contents: LogContents) -> list[int]:
-        """Insert the sealed prefixes; the serials of what is not in the tree then."""
+    def _read(self, left: Mapping[int, int]) -> LogContents:
+        """The log, of which all can be if it is of this identity; `left`: bytes by serial. Raises: LogDamaged."""
+        contents = self._log.read()
+        if contents.identity == self._identity:
+            for seal in contents.seals.values():
+                check_seal(seal, self._layout)
+            for serial, place in contents.live.items():
+                wanted = contents.seals[place].num_pages * PAGE_BYTES
+                if left.get(serial) != wanted:
+                    raise LogDamaged(f"handle {serial} has {left.get(serial, 'no')} bytes, and its seal {wanted}")
+        return contents
+
+    def _insert(self, contents: LogContents) -> None:
+        """Insert the sealed prefixes."""
         serial_at = {place: serial for serial, place in contents.live.items()}
         covered: set[int] = set()
         paths: list[list[int]] = []
@@ -83,12 +110,10 @@ class SealedPrefixes:
                 covered.update(path)
         for places in reversed(paths):  # what was sealed last was used last
             self._insert_path(contents.seals, places)
-        inserted = set(self._places.values())
-        return [serial for serial, place in contents.live.items() if place not in inserted]
 
     def _insert_path(self, seals: dict[int, Sealed], places: list[int]) -> None:
         path = [seals[place] for place in _places_to(seals, places[-1])]
-        namespace, tokens = ast.literal_eval(path[0].namespace.decode()), b"".join(seal.tokens for seal in path)
+        namespace, tokens = _namespace(path[0]), b"".join(seal.tokens for seal in path)
         pieces: list[Piece[Placed]] = []
         place_of: dict[Extent, int] = {}
         for seal in (seals[place] for place in places):
@@ -213,6 +238,34 @@ def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens:
     page, extent, first_token = piece.value
     name = repr(namespace).encode() if parent is None else b""
     return Sealed(extent.serial, parent, piece.end_token, first_token, piece.group, page, extent.num_pages, name, tokens)
+
+
+def check_seal(seal: Sealed, layout: KVLayout) -> None:
+    """Raises: LogDamaged for what no engine with this layout seals."""
+    if (
+        seal.group >= len(layout.groups)
+        or seal.num_pages not in SIZE_CLASSES
+        or seal.page % seal.num_pages
+        or seal.end_token != end_token(layout.groups[seal.group], seal.page + seal.num_pages)
+        or np.frombuffer(seal.tokens, np.int32).min(initial=0) < 0
+    ):
+        raise LogDamaged(
+            f"a seal of handle {seal.serial} for group {seal.group}, pages [{seal.page}, {seal.page + seal.num_pages}) and "
+            f"{seal.end_token} tokens"
+        )
+    if seal.parent is None:
+        _namespace(seal)
+
+
+def _namespace(seal: Sealed) -> Hashable:
+    """The namespace of a seal without a parent. Raises: LogDamaged."""
+    try:
+        namespace = owner("namespace", ast.literal_eval(seal.namespace.decode()))
+        if repr(namespace).encode() == seal.namespace:
+            return namespace
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        pass
+    raise LogDamaged(f"a seal of handle {seal.serial} for the namespace {reprlib.repr(seal.namespace)}")
 
 
 def _places_to(seals: dict[int, Sealed], last: int) -> list[int]:
