@@ -1,12 +1,14 @@
 """Compiles grammars for one model: a cache and a queue in the HTTP process, and a worker process that runs xgrammar.
 
-    compile ── cached? ── queue ── worker: one grammar at a time, COMPILE_S, MEMORY_BYTES ──> digest and text, for the engine
+    compile ── cached? ── queue ── worker ── fork: COMPILE_S of CPU time, MEMORY_BYTES ──> digest and text, for the engine
 
-Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So the worker is a process: it is killed
-when the time is over, and the next grammar starts another, in some seconds of a core.
+Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So a child of the worker compiles each:
+the kernel ends the child when its CPU time is over, and the worker, which takes seconds to start, forks the next one at once.
+How busy the machine is makes no difference to what is compiled.
 """
 
 import asyncio
+import ctypes
 import hashlib
 import json
 import logging
@@ -15,6 +17,7 @@ import multiprocessing
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import threading
@@ -25,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,8 +40,12 @@ if TYPE_CHECKING:
     import xgrammar
 
 T = TypeVar("T")
-START_S: Final = 60.0
+START_S: Final = 300.0
+"""Of the clock: a machine that is busy with other things starts it late, and no grammar is to blame."""
 COMPILE_S: Final = 5.0
+"""CPU time of a grammar, in whole seconds."""
+STARVED_S: Final = 120.0
+"""Of the clock: a child that has not even had its CPU time then is ended, and the request is told to try again."""
 MEMORY_BYTES: Final = 2 << 30
 """That the worker may take for a grammar, beyond what it has when it is ready."""
 MAX_COMPILED_BYTES: Final = 8 << 20
@@ -53,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class CompilerUnavailable(Exception):
-    """The worker did not start. The request is not to blame."""
+    """The worker did not start, or was not let work. The request is not to blame."""
 
 
 class CompilerBusy(Exception):
@@ -115,13 +122,14 @@ class GrammarCompiler:
         async with self._turn:
             worker = await self.start()
             try:
-                data = await worker.run(COMPILE_S, _compiled_by_worker, grammar.kind, grammar.source)
+                data = await worker.run(
+                    STARVED_S + START_S, _in_child, COMPILE_S, STARVED_S, _compiled_by_worker, grammar.kind, grammar.source
+                )
             except ValueError as error:
                 raise GrammarRefused(str(error)) from error
-            except TimeoutError as error:
-                raise GrammarRefused(f"it takes more than {COMPILE_S:g} s to compile; make it simpler") from error
-            except BrokenProcessPool as error:
-                raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
+            except (OSError, BrokenProcessPool) as error:
+                log.error("the grammar compiler was not let work: %s", error or type(error).__name__)
+                raise CompilerUnavailable("The grammar compiler was not let work; try again later.") from error
         self._cache[key] = data
         self._cache_bytes += len(data) + len(grammar.source)
         while self._cache_bytes > CACHE_BYTES:
@@ -146,7 +154,7 @@ class GrammarCompiler:
 
 
 class _Worker:
-    """A process that runs one function at a time, and is killed when that takes too long."""
+    """A process that runs one function at a time, and is killed when that takes too long by the clock."""
 
     def __init__(self) -> None:
         """Raises: OSError if there can be no process."""
@@ -202,8 +210,64 @@ def _prepare_worker() -> None:
 def _load_in_worker(model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int]) -> None:
     global _compilation
     _compilation = Compilation(Vocabulary.load(model_dir, vocabulary_size, end_tokens))
-    in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
+
+
+def _in_child(cpu_s: float, starved_s: float, function: Callable[..., bytes], *arguments: object) -> bytes:
+    """What `function` returns in a fork of this process, with limits.
+
+    Raises: ValueError, its own or naming the limit that it met; ChildProcessError if the machine gave it no CPU time.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        _work_as_child(writer, math.ceil(cpu_s), function, *arguments)
+    os.close(writer)
+    sent, until_s = bytearray(), time.monotonic() + starved_s
+    with open(reader, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            if not (part := pipe.read(1 << 20)):
+                break
+            sent += part
+        else:
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if sent[:1] == _RETURNED and not status:
+        return bytes(sent[1:])
+    if sent[:1] == _RAISED and not status:
+        raise ValueError(sent[1:].decode())
+    match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
+        case signal.SIGXCPU:
+            raise ValueError(f"it takes more than {math.ceil(cpu_s)} s of CPU time to compile; make it simpler")
+        case signal.SIGKILL | signal.SIGTERM:
+            raise ChildProcessError("the process that compiled was killed")
+    raise ValueError("it cannot be compiled: it takes too much memory, or nests too deep")
+
+
+_RETURNED, _RAISED = b"+", b"-"
+
+
+def _work_as_child(writer: int, cpu_s: int, function: Callable[..., bytes], *arguments: object) -> NoReturn:
+    """Write what a function returns, or the reason of its ValueError, and end. Ends with its parent."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+        try:
+            sent = _RETURNED + function(*arguments)
+        except ValueError as error:
+            sent = _RAISED + str(error).encode(errors="replace")
+        with open(writer, "wb") as pipe:
+            pipe.write(sent)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+_PR_SET_PDEATHSIG: Final = 1
+"""prctl's: the signal for a process whose parent ends."""
 
 
 def _compiled_by_worker(kind: GrammarKind, source: str) -> bytes:

@@ -89,18 +89,36 @@ async def test_the_queue_is_bounded(compiler: GrammarCompiler) -> None:
     assert [type(one) for one in ended] == [bytes] * MAX_PENDING + [CompilerBusy] * 3
 
 
-async def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(
+async def test_a_slow_grammar_is_refused_by_its_cpu_time_and_the_worker_stays(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await compiler.start()
     monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
     slow = asyncio.create_task(compiler.compile(HUGE))
     waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
-    with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
+    with pytest.raises(GrammarRefused, match=r"takes more than 1 s of CPU time|too much memory"):
         await slow
-    monkeypatch.setattr(compiling, "COMPILE_S", 60.0)  # of those behind it, whose time begins when the next worker is ready
     assert all(await asyncio.gather(*waiting))
-    assert worker.has_ended and await compiler.start() is not worker
+    assert not worker.has_ended and await compiler.start() is worker
+
+
+async def test_a_grammar_that_waits_for_the_machine_is_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
+    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.sleep)
+    assert await compiler.compile(of_choices(["waits"])) == b"1.5"
+
+
+async def test_no_grammar_is_blamed_for_a_machine_that_gives_no_time(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await compiler.start()
+    monkeypatch.setattr(compiling, "STARVED_S", 0.1)
+    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.sleep)
+    with pytest.raises(CompilerUnavailable, match="try again"):
+        await compiler.compile(of_choices(["starves"]))
+    assert not worker.has_ended
 
 
 @pytest.mark.nightly
@@ -111,14 +129,15 @@ async def test_a_worker_that_was_killed_while_it_waited_is_replaced(compiler: Gr
     assert await compiler.compile(of_choices(["after"])) and await compiler.start() is not worker
 
 
-async def test_memory_beyond_the_limit_refuses_the_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [in_worker.crash, in_worker.hoard])
+async def test_memory_beyond_the_limit_refuses_the_grammar_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
     worker = await compiler.start()
-    with pytest.raises(MemoryError):
-        await worker.run(60, bytes, compiling.MEMORY_BYTES)
-    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.crash)
+    monkeypatch.setattr(compiling, "_compiled_by_worker", function)
     with pytest.raises(GrammarRefused, match="too much memory"):
-        await compiler.compile(of_choices(["large"]))
-    assert worker.has_ended
+        await compiler.compile(of_choices([f"large {function.__name__}"]))
+    assert not worker.has_ended
 
 
 def test_a_compiled_grammar_that_is_too_large_for_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
