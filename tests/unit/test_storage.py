@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmmkv import KVCache, KVLayout, Pool, ViewNotCloned
+from vmmkv import PAGE_BYTES, KVCache, KVLayout, Pool, ViewNotCloned
 from vmmkv.memory.storage import MappedStorage, ReservedStorage
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,13 @@ def test_what_a_sequence_writes_after_its_views_were_shared_is_in_the_cache(cach
     sequence.advance()
     (fork,) = cache.fork(sequence)
     assert cache.k(0)[sequence.slot, 0, 0, 0] == fork.k(0)[0, 0, 0] == 5.0
+
+
+def test_a_storage_is_shown_without_its_bytes(cache: KVCache) -> None:
+    sequence = cache.open()
+    sequence.grow(1)
+    assert str(sequence.k(0).untyped_storage()) == f"<MappedStorage of {PAGE_BYTES} bytes on cpu>"
+    assert re.fullmatch(r"<ReservedStorage of \d+ bytes on cpu>", repr(cache.k(0).untyped_storage()))
 
 
 def test_no_view_of_a_cache_has_a_storage_of_torch_itself(cache: KVCache) -> None:

@@ -40,6 +40,11 @@ class MappedStorage(torch.UntypedStorage):
             self.share_memory_(*args, **kwargs)
         return self
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.nbytes()} bytes on {self.device}>"  # torch's own shows each byte
+
+    __str__ = __repr__
+
     def __reduce__(self) -> NoReturn:
         raise ViewNotCloned(f"torch pickles no storage of this type of numbers by itself: {_REMEDY}")
 
