@@ -113,7 +113,7 @@ class ModelConfig:
     layers: tuple[tuple[Part, ...], ...]
     """By layer what it keeps; nothing of a layer without attention and state."""
     num_heads: int
-    """Attention heads of queries; the most that ranks can share."""
+    """Attention heads of queries, of the layer that has the fewest; the most that ranks can share."""
     max_tokens: int | None
     """The longest sequence that the model was made for."""
     dtype: str | None
@@ -139,7 +139,7 @@ def read(config: Any) -> ModelConfig:
     return ModelConfig(
         family=fields.family,
         layers=layers,
-        num_heads=fields.get("num_attention_heads") or 1,
+        num_heads=min(filter(None, (fields.whole("num_attention_heads", layer) for layer in range(len(layers)))), default=1),
         max_tokens=next(filter(None, map(fields.get, _MAX_TOKENS)), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
@@ -312,8 +312,11 @@ class _Fields:
         if isinstance(config, Mapping):
             value = config.get(name)
         else:
-            if layer is not None and getattr(config, "is_heterogeneous", False):
-                config = config.per_layer_config[layer]
+            if getattr(config, "is_heterogeneous", False):
+                if layer is not None:
+                    config = config.per_layer_config[layer]
+                elif name in config.per_layer_attributes:
+                    self.refuse(f"has {name} by layer, and what that means there is not known here")
             value = getattr(config, name, None)
         if value is not None:
             self._was_read.add(name)

@@ -21,6 +21,7 @@ from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.eviction import SnapKV
 from vmmkv.holder import check_there
+from vmmkv.model_config import read
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.collectives import Collectives
@@ -298,10 +299,10 @@ class ModelSource:
         if collectives is not None:
             model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
             shapes = {(group.plane("k").heads, group.plane("k").dim) for group in layout.groups}
-            if len(shapes) > 1:
+            if len(shapes) > 1 or getattr(self.text_config, "per_layer_attributes", None):
                 raise UnsupportedModel(
                     f"a model of type {hf_config.model_type} cannot be split over {collectives.num_ranks} ranks: its layers "
-                    f"have keys of different heads; tensor_parallel_size=1 works"
+                    f"differ in their heads; tensor_parallel_size=1 works"
                 )
             ((num_kv, _),) = shapes
             share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
@@ -356,7 +357,7 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     import transformers
 
     choose_device(config.device, config.tensor_parallel_size - 1)
-    num_heads = from_directory(transformers.AutoConfig, Path(config.model)).get_text_config().num_attention_heads
+    num_heads = read(from_directory(transformers.AutoConfig, Path(config.model))).num_heads
     if config.tensor_parallel_size > num_heads:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size}: ranks share the attention heads, and this model has "

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.engine.conftest import MakeHarness, prompt_of, quantising
 from tests.engine.decoder_models import FAMILIES, model_of, small
-from vmmkv import MIB
+from vmmkv import MIB, KVLayout
 from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
 from vmmkv.server import LLM, SamplingParams
@@ -133,6 +133,30 @@ def test_a_window_in_the_mask_alone_gives_back_the_rows_before_it(tmp_path: Path
         num_local_experts=2, sliding_window=16,
     )  # fmt: skip
     assert_tokens_are_those_of_transformers(config, tmp_path, "cpu", [290], max_tokens=400, max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("implementation", ["vmmkv", "transformers"])
+def test_layers_in_several_groups_of_one_shape_give_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """As where a row of all layers is more than a page. Prompts that are sent again hit their prefix."""
+    whole = KVLayout.of_rows
+
+    def apart(rows: Mapping[int, Any]) -> KVLayout:
+        return KVLayout(groups=tuple(group for layer in rows for group in whole({layer: rows[layer]}).groups))
+
+    monkeypatch.setattr(KVLayout, "of_rows", apart)
+    model = model_of(small(hf.LlamaConfig))
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(50, 3)
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    with engine_of(tmp_path, dtype="float32", model_impl=implementation) as engine:
+        assert len(engine._open().engine.cache.layout.groups) == 3
+        for _ in range(2):
+            (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
+            assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+        assert completion.cached_tokens
 
 
 @pytest.mark.parametrize("name", REFUSED)

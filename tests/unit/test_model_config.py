@@ -162,6 +162,16 @@ OTHER_NAMES: dict[str, tuple[dict[str, Any], tuple[float, dict[int, int], int]]]
         {"model_type": "kimi_vl", "text_config": decoder("kimi_k2", 27, 16, 2048, **LATENT)},
         (27 * 576 * 2, {}, 0),
     ),
+    "step3p7, more query heads in windows": (
+        {
+            "model_type": "step3p7",
+            "text_config": decoder(
+                "step3p5", 4, 64, 4096, num_attention_groups=8, head_dim=128, sliding_window=512,
+                layer_types=["full_attention", "sliding_attention"] * 2, attention_other_setting={"num_attention_heads": 96},
+            ),
+        },
+        (2 * 8 * 128 * KV, {512: 2 * 8 * 128 * KV}, 0),
+    ),
     "a type that is not known, and plain": (decoder("fog", kv_channels=32, num_key_value_heads=2), (4 * 2 * 32 * KV, {}, 0)),
 }  # fmt: skip
 
