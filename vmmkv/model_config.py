@@ -115,7 +115,7 @@ class ModelConfig:
     num_heads: int
     """Attention heads of queries, of the layer that has the fewest; the most that ranks can share."""
     max_tokens: int | None
-    """The longest sequence that the model was made for."""
+    """The longest sequence that the model was made for; None if the file does not say."""
     dtype: str | None
     """That of the weights, by its name in torch."""
 
@@ -140,7 +140,7 @@ def read(config: Any) -> ModelConfig:
         family=fields.family,
         layers=layers,
         num_heads=min(filter(None, (fields.whole("num_attention_heads", layer) for layer in range(len(layers)))), default=1),
-        max_tokens=next(filter(None, map(fields.get, _MAX_TOKENS)), None),
+        max_tokens=next((value for name in _MAX_TOKENS if (value := fields.whole(name) or 0) > 0), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
 

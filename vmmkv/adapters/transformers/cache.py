@@ -54,7 +54,7 @@ from vmmkv.errors import Closed, LayoutError, OutOfPages, OutOfSlots
 from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
-from vmmkv.model_config import Attention, Latent, beside_rows, described, read
+from vmmkv.model_config import Attention, Latent, ModelConfig, beside_rows, described, read
 from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import counted
 
@@ -109,9 +109,15 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
         _check_pool(pool)
-        super().__init__(layers=layers_of(self, config))
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(
+                f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}"
+            )
+        model = read(config)
+        super().__init__(layers=layers_of(self, model))
+        _check_model(config)
         if max_tokens is None:
-            max_tokens = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+            max_tokens = model.max_tokens
             if max_tokens is None:
                 raise ValueError(f"{config.model_type} does not say how long a sequence can be; give max_tokens")
         max_tokens, slots = whole("max_tokens", max_tokens), whole("slots", slots)
@@ -822,20 +828,16 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     offload = prefetch = _refuse_offload
 
 
-def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
+def layers_of(cache: "VmmCache", model: ModelConfig) -> list[Any]:
     """The layers of a cache for a model: a RowLayer for each layer that keeps keys and values of its own.
 
     Layers that read another layer's rows come last, and have none. Raises: LayoutError, naming unsupported layers.
     """
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}")
-    model = read(config)
     if others := beside_rows([part for part in parts if not isinstance(part, Attention | Latent)] for parts in model.layers):
         raise LayoutError(
-            f"{config.model_type} keeps more than keys and values by token: {described(others)}. VmmCache is for layers of "
+            f"{model.family} keeps more than keys and values by token: {described(others)}. VmmCache is for layers of "
             f"full and of sliding-window attention; use DynamicCache(config=model.config) here"
         )
-    _check_model(config)
     layers = []
     for index, parts in enumerate(model.layers):
         for part in parts:
@@ -845,7 +847,7 @@ def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
             elif isinstance(part, Latent):  # which the model expands to keys and values before it hands them on
                 layers.append(RowLayer(cache, index, part.window))
     if not layers:
-        raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
+        raise LayoutError(f"{model.family} has no layer that keeps keys and values")
     return layers
 
 
