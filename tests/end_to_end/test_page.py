@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -15,6 +16,9 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_server, until
+from tests.server.support import running_server
+from tests.server.test_routes import a_map, live, run
+from vmmkv.memory.memory_map import RunState, SlotMap
 from vmmkv.server.models import resolve
 
 SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
@@ -139,6 +143,46 @@ def test_slots_are_numbered_at_equal_distances(served: ServerProcess, browser: B
             (distance,) = set(np.diff(list(band.values())))
             assert distance >= 34
         assert min(map(min, numbers.values())) == 1
+
+
+WATCHED = """() => {
+    const pen = CanvasRenderingContext2D.prototype, write = pen.fillText, fill = pen.fillRect;
+    window.written = []; window.filled = [];
+    pen.fillText = function (text, x, y) {
+        const part = { left: 0, center: 0.5, right: 1 }[this.textAlign], wide = this.measureText(text).width;
+        window.written.push([text, x - part * wide, x + (1 - part) * wide]);
+        write.call(this, text, x, y);
+    };
+    pen.fillRect = function (x, y, wide, high) {
+        window.filled.push([this.fillStyle, high]);
+        fill.call(this, x, y, wide, high);
+    };
+}"""
+
+
+@pytest.mark.parametrize("width", [PHONE, 1280])
+def test_no_label_is_cut_and_one_tall_slot_leaves_the_others_their_height(browser: Browser, width: int) -> None:
+    few = [live(slot, run(0, 4, 1, slot)) for slot in range(1, 9)]
+    tall = live(9, run(0, 2000, 1, 9, RunState.PARKED))
+    with running_server(sockets=True) as server, opened(browser, server.url, width=width) as page:
+        page.evaluate(WATCHED)
+
+        def draw(wanted: set[str], *slots: SlotMap) -> list[list[Any]]:
+            """The rectangles of a map, drawn until it has one of these labels; none of all is cut."""
+            page.evaluate("window.written = [], window.filled = []")
+            server.engine.memory_map = msgspec.structs.replace(a_map(*slots), num_slots=1024)
+            until(lambda: bool(wanted & {text for text, _, _ in page.evaluate("window.written")} or page.wait_for_timeout(50)))
+            right = page.evaluate("document.querySelector('#map canvas').clientWidth")
+            cut = [each for each in page.evaluate("window.written") if each[1] < 0 or each[2] > right]
+            assert not cut
+            filled: list[list[Any]] = page.evaluate("window.filled")
+            return filled
+
+        draw({"1000 MiB"}, tall)  # a quarter of it
+        own = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--own').trim()")
+        heights = [high for colour, high in draw({"32 MiB"}, *few, tall) if colour == own]
+        assert len(heights) >= len(few) and min(heights) > 40, "of 220"
+        draw(set(map(str, range(1000, 1025))), *few, live(1024, run(0, 4, 1, 10)))
 
 
 def has_colour(page: Page, name: str) -> bool:

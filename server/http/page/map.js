@@ -4,8 +4,9 @@ import { bytes, count, element, plural } from "./format.js";
 
 const NUM_COLOURS = 8;
 const LEAST_COLUMN = 6, WISHED_COLUMN = 22, MOST_COLUMN = 34;
-const LABEL_WIDTH = 56;
+const FONT = "11px system-ui, sans-serif";
 const MARGIN = 6;
+const LEAST_PAGES = 8;
 const PAGE_BYTES = 2 ** 21;
 
 export class AddressMap {
@@ -13,11 +14,16 @@ export class AddressMap {
     this.root = root;
     this.canvas = root.querySelector("canvas");
     this.elements = elements;
+    const pen = this.canvas.getContext("2d");
+    pen.font = FONT;
+    // Room for the longest labels: sizes on the left, and half of the number under the last column.
+    this.before = Math.ceil(pen.measureText("0000 MiB").width) + 8;
+    this.behind = Math.ceil(pen.measureText("0000").width / 2);
     this.map = null;
     this.slots = new Map();
     this.least = 16; // columns that are needed; they only become more, so that slots keep their places
     this.shown = 16; // and those that are drawn: as many as there is room for
-    this.pages = 8; // rows; only more, also
+    this.pages = LEAST_PAGES; // rows
     this.chosen = null;
     this.due = false;
     new ResizeObserver(() => this.#draw()).observe(root);
@@ -35,8 +41,8 @@ export class AddressMap {
     const last = Math.max(0, ...this.slots.keys());
     this.least = Math.max(this.least, Math.ceil(last / 16) * 16);
     this.#place();
-    const most = Math.max(1, ...map.slots.flatMap((slot) => slot.runs.map((run) => run[1] + run[2])));
-    this.pages = Math.max(this.pages, Math.ceil(most / 4) * 4);
+    const wanted = drawnRows(map.slots.map(rowsOf));
+    if (wanted > this.pages || wanted * 4 <= this.pages) this.pages = wanted; // else columns keep their scale
     const free = map.num_slots - map.slots.length;
     this.elements.text.textContent =
       `${plural(map.slots.length, "slot")} with memory, ${count(free)} free` +
@@ -57,7 +63,7 @@ export class AddressMap {
   }
 
   #place() {
-    const width = this.root.clientWidth - LABEL_WIDTH;
+    const width = this.root.clientWidth - this.before - this.behind;
     this.shown = Math.min(this.map.num_slots, Math.max(this.least, Math.floor(width / WISHED_COLUMN)));
     const column = Math.max(LEAST_COLUMN, Math.min(MOST_COLUMN, Math.floor(width / this.shown)));
     const across = Math.max(1, Math.floor(width / column));
@@ -77,7 +83,7 @@ export class AddressMap {
     this.canvas.style.height = `${height}px`;
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
-    pen.font = "11px system-ui, sans-serif";
+    pen.font = FONT;
     const look = { colour, stripes: stripes(pen, colour("pending"), ratio) };
     const groups = this.map.slot_pages.length || 1;
     for (let band = 0; band < place.bands; band++) {
@@ -85,7 +91,7 @@ export class AddressMap {
       const first = band * place.across + 1, end = Math.min(this.shown, first + place.across - 1) + 1;
       this.#scale(pen, place, look, top, first, end);
       for (let slot = first; slot < end; slot++) {
-        const left = LABEL_WIDTH + (slot - first) * place.column;
+        const left = this.before + (slot - first) * place.column;
         if (slot === this.chosen) {
           pen.fillStyle = colour("well");
           pen.fillRect(left - 1, top - 3, place.column + 1, place.height + 3);
@@ -96,6 +102,7 @@ export class AddressMap {
           const wide = inner / groups;
           this.#run(pen, run, left + 0.5 + run[0] * wide, wide - (groups > 1 ? 1 : 0), bottom, place, look);
         }
+        if (own && rowsOf(own) > this.pages) this.#gap(pen, left, inner, top, look);
         if (slot === this.chosen) {
           pen.strokeStyle = colour("focus");
           pen.lineWidth = 1.5;
@@ -106,7 +113,7 @@ export class AddressMap {
   }
 
   #scale(pen, place, look, top, first, end) {
-    const bottom = top + place.height, right = LABEL_WIDTH + (end - first) * place.column;
+    const bottom = top + place.height, right = this.before + (end - first) * place.column;
     pen.fillStyle = look.colour("soft");
     pen.textAlign = "right";
     pen.textBaseline = "middle";
@@ -116,22 +123,24 @@ export class AddressMap {
     for (let part = 0; part <= parts; part++) {
       const y = Math.round(bottom - (place.height * part) / parts) + 0.5;
       pen.beginPath();
-      pen.moveTo(LABEL_WIDTH, y);
+      pen.moveTo(this.before, y);
       pen.lineTo(right, y);
       pen.stroke();
       const size = bytes((this.pages * PAGE_BYTES * part) / parts);
-      if (part) pen.fillText(size, LABEL_WIDTH - 6, y + (part === parts ? 3 : 0));
+      if (part) pen.fillText(size, this.before - 6, y + (part === parts ? 3 : 0));
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
     const every = [1, 2, 4, 8, 16, 32, 64].find((each) => each * place.column >= 34) ?? 64;
     for (let slot = first; slot < end; slot += every) {
-      pen.fillText(String(slot), LABEL_WIDTH + (slot - first + 0.5) * place.column - 0.5, bottom + 5);
+      pen.fillText(String(slot), this.before + (slot - first + 0.5) * place.column - 0.5, bottom + 5);
     }
   }
 
-  #run(pen, [, page, pages, state, , prefix], left, wide, bottom, place, look) {
+  #run(pen, [, page, all, state, , prefix], left, wide, bottom, place, look) {
     const unit = place.height / this.pages;
+    const pages = Math.min(all, this.pages - page); // those that are drawn
+    if (pages <= 0) return;
     const high = pages * unit, top = bottom - (page + pages) * unit;
     const base = look.colour(prefix === null ? "own" : `p${prefix % NUM_COLOURS}`);
     if (state === "ahead") {
@@ -154,12 +163,28 @@ export class AddressMap {
     }
   }
 
+  #gap(pen, left, wide, top, look) {
+    pen.beginPath();
+    for (const [x, y] of [[left, 11], [left + wide + 1, 5], [left + wide + 1, 10], [left, 16]]) pen.lineTo(x, top + y);
+    pen.closePath();
+    pen.fillStyle = look.colour("surface");
+    pen.fill();
+    pen.strokeStyle = look.colour("soft");
+    pen.lineWidth = 1;
+    for (const y of [0, 5]) {
+      pen.beginPath();
+      pen.moveTo(left, top + 11 + y);
+      pen.lineTo(left + wide + 1, top + 5 + y);
+      pen.stroke();
+    }
+  }
+
   // Choosing a slot
 
   #point(event) {
     if (!this.map) return;
     const place = this.#place(), box = this.root.getBoundingClientRect();
-    const across = Math.floor((event.clientX - box.left - LABEL_WIDTH) / place.column);
+    const across = Math.floor((event.clientX - box.left - this.before) / place.column);
     const band = Math.floor((event.clientY - box.top - MARGIN) / place.step);
     const slot = band * place.across + across + 1;
     const hit = across >= 0 && across < place.across && band >= 0 && slot <= this.shown;
@@ -223,6 +248,15 @@ export class AddressMap {
     });
     body.replaceChildren(...rows);
   }
+}
+
+const rowsOf = (slot) => Math.max(0, ...slot.runs.map((run) => run[1] + run[2]));
+
+// How many rows are drawn for columns that have so many: all, unless a few columns would make slivers of the others.
+function drawnRows(all) {
+  const sorted = all.toSorted((one, other) => one - other);
+  const usual = sorted[Math.floor((sorted.length - 1) * 0.75)] ?? 0;
+  return Math.ceil(Math.max(LEAST_PAGES, Math.min(sorted.at(-1) ?? 0, 4 * usual)) / 4) * 4;
 }
 
 function stripes(pen, colour, ratio) {
