@@ -536,7 +536,7 @@ def test_preparing_can_fail_at_every_driver_call(path, holder, layout, every):
         call += every
 
 
-@pytest.mark.parametrize("how", ["it is said", "the launch ends", "it is waited for"])
+@pytest.mark.parametrize("how", ["it is said", "the launch ends", "it is waited for", "the engine ends"])
 def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
     engine = opened()
     attached = engine.prefix.attach(PROMPT)
@@ -551,6 +551,8 @@ def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
         if how == "the launch ends":
             launch.finish()
             engine.cache.map_ahead()
+        elif how == "the engine ends":
+            engine.prefix._index.sealed.close()
         else:
             engine.cache.drain()
     assert len(engine.pool.holder.log.read().live) == 3
