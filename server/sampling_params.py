@@ -38,8 +38,8 @@ MAX_PROMPT_TOP_LOGPROBS: Final = 1024
 """Likeliest tokens at each place of a prompt: a step of 8192 places takes 100 MiB of the device."""
 
 HTTP_ALONE: Final = (
-    "cache_salt", "chat_template_kwargs", "kv_transfer_params", "metadata", "prompt_cache_key", "response_format",
-    "safety_identifier", "service_tier", "stream", "stream_options", "timeout", "user",
+    "cache_salt", "chat_template_kwargs", "kv_transfer_params", "metadata", "prompt_cache_key", "prompt_cache_retention",
+    "response_format", "safety_identifier", "service_tier", "stream", "stream_options", "timeout", "user",
 )  # fmt: skip
 """Options of an HTTP request without a counterpart in SamplingParams."""
 ELSEWHERE: Final = {
