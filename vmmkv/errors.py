@@ -48,6 +48,10 @@ class OutOfMappings(DriverError):
     """The process has as many mappings as the kernel allows (`vm.max_map_count`)."""
 
 
+class OutOfDescriptors(DriverError):
+    """The process may open no more files (`ulimit -n`). Internal: callers get OutOfPages where evicting gives none."""
+
+
 class HolderGone(DriverError):
     """The holder process of this pool's memory is gone. Internal: callers get OutOfPages where it would have given more."""
 

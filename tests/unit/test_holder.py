@@ -21,8 +21,8 @@ from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, start_holder
 from tests.unit.support import STRADDLING, WINDOWED, Calls
 from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, KVCache, OutOfPages, Pool, PrefixCache
-from vmmkv.driver.host import HostDriver
-from vmmkv.errors import LogDamaged, OutOfDeviceMemory
+from vmmkv.driver.host import SPARE_DESCRIPTORS, HostDriver
+from vmmkv.errors import LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder import HolderClient, Sealed, SealedLog, process
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
@@ -324,6 +324,78 @@ def test_an_engine_without_descriptors_leaves_no_handle_behind(path, holder, mon
             with pytest.raises(DriverError, match="as many file descriptors"):
                 client.create(PAGE_BYTES)
         assert client.held_bytes() == 0
+
+
+@pytest.fixture
+def few_descriptors(monkeypatch):
+    """A function that leaves so many descriptors to this process's handles, from now on."""
+    taken = []
+
+    def limit(number):
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+        while taken[-1] < highest:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        most = taken[-1] + 1 + SPARE_DESCRIPTORS + number
+        monkeypatch.setattr("vmmkv.driver.host.most_descriptors", lambda: most)
+
+    yield limit
+    for fd in taken:
+        os.close(fd)
+
+
+def test_prefixes_make_room_for_prompts_where_descriptors_are_short(opened, few_descriptors):
+    few_descriptors(12)
+    engine = opened()
+    for number in range(30):
+        assert engine.serve([number] * 100, "red" if number % 2 else None) == (0, 0)
+        engine.cache.check()
+    assert engine.serve([29] * 100, "red") == (99, 0), "the last ones are kept"
+    assert engine.pool.created_bytes < engine.pool.budget_bytes
+    sequences = []
+    with pytest.raises(OutOfPages, match=r"Too many open files .EMFILE.*raise `ulimit -n`"):
+        for _ in range(6):
+            sequences.append(engine.cache.open(tenant="green"))
+            for num_tokens in range(16, 200, 16):
+                sequences[-1].grow(num_tokens)
+    engine.cache.check()
+    for sequence in sequences:
+        sequence.close()
+    assert engine.serve([1] * 100) == (0, 0)
+
+
+def test_what_was_left_is_computed_where_descriptors_are_too_few_to_import_it(left, few_descriptors):
+    engine = left((LONG, None), (PROMPT, None), ([9] * 100, None))
+    few_descriptors(6)
+    engine.prepare_all()
+    for tokens in (LONG, PROMPT, [9] * 100):
+        assert engine.serve([*tokens, 1])[1] == 0
+        engine.cache.check()
+    few_descriptors(30)
+    assert engine.serve([*[9] * 100, 1, 2]) == (101, 0)
+
+
+def test_a_pool_says_how_many_files_it_may_open_if_extents_may_be_more(path, holder, caplog, monkeypatch):
+    monkeypatch.setattr("vmmkv.memory.pool.most_descriptors", lambda: 40)
+    for num_pages in (24, 25):
+        assert not caplog.text
+        Pool("cpu", num_pages * PAGE_BYTES, holder=path).close()
+    assert "may open 40 files" in caplog.text and "each of up to 25 extents" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["create", "export_fd"])
+def test_a_holder_without_descriptors_is_full(path, call, monkeypatch):
+    driver = HostDriver()
+    short = OutOfDescriptors("too many open files", call=call, code="EMFILE")
+    monkeypatch.setattr(driver, call, lambda *_: raise_(short))
+    holder = process.Holder(path, BUDGET_BYTES, driver, lambda line: None)
+    thread = threading.Thread(target=holder.run)
+    thread.start()
+    with contextlib.closing(HolderClient(path, CPU)) as client, pytest.raises(OutOfDeviceMemory, match="too many open files"):
+        client.create(PAGE_BYTES)
+    holder.stop()
+    thread.join(60)
+    holder.close()
 
 
 def test_a_holder_without_descriptors_refuses_a_process_and_goes_on(path, monkeypatch):

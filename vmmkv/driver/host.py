@@ -15,6 +15,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import struct
 import weakref
 from collections import defaultdict
@@ -28,7 +29,7 @@ from typing import Any, Final
 import torch
 
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, DONE, Access, DriverBase, Fence, Handle, MemoryInfo, Reservations, span_text
-from vmmkv.errors import Closed, DriverError, OutOfDeviceMemory, OutOfMappings
+from vmmkv.errors import Closed, DriverError, OutOfDescriptors, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 # Free memory. The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so free
@@ -337,7 +338,17 @@ def borrow(fd: int, size_bytes: int) -> MemfdPiece:
     if lent != (offset_bytes, size_bytes):
         there = "none" if lent is None else f"one of {lent[1]} bytes"
         raise ValueError(f"a handle of {size_bytes} bytes was to be imported, but file descriptor {fd} carries {there}")
-    return MemfdPiece(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), offset_bytes, size_bytes, borrowed=True)
+    kept_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    if kept_fd >= most_descriptors() - SPARE_DESCRIPTORS:
+        os.close(kept_fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return MemfdPiece(kept_fd, offset_bytes, size_bytes, borrowed=True)
+
+
+def most_descriptors() -> int:
+    """Files that this process may have open at once: `ulimit -n`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
 def _lock(kind: int, offset_bytes: int, size_bytes: int) -> bytes:
@@ -350,6 +361,9 @@ def _lent_range(fd: int, offset_bytes: int, size_bytes: int) -> tuple[int, int] 
     kind, _, start, length, _ = struct.unpack(_FLOCK, answer)
     return None if kind == fcntl.F_UNLCK else (start, length)
 
+
+SPARE_DESCRIPTORS: Final = 16
+"""Left by `import_fd` to what else the process opens."""
 
 HEADROOM_BYTES: Final = 128 * MIB
 """Memory that `create` leaves to others: taking the last byte would summon the out-of-memory killer."""
@@ -628,4 +642,7 @@ class HostDriver(DriverBase):
                     f"raise that with `sysctl -w vm.max_map_count={4 * limit}`, or use larger extents or fewer pages"
                 )
                 return OutOfMappings(message, call=call, code=code)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = f"; of {most_descriptors():,} files each imported handle takes one: raise `ulimit -n`"
+            return OutOfDescriptors(f"{call}: {what}: {error.strerror} ({code}){remedy}", call=call, code=code)
         return DriverError(f"{call}: {what}: {error.strerror} ({code}){remedy}", call=call, code=code)

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDeviceMemory
+from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder.sealed_log import SealedLog
 
 log = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ class HolderClient:
             if call == "create":
                 with contextlib.suppress(OSError):
                     self.release(error.message.wholes("serials", 1))  # which nothing here knows
-            raise DriverError(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
+            raise OutOfDescriptors(f"{call}: {error.strerror}", call=call, code="EMFILE") from error
         except OSError as error:
             raise self._gone(call, str(error)) from error
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vmmkv.driver.base import Driver, Handle, check_budget
-from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDeviceMemory
+from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
+from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder.client import (
     MOST_DESCRIPTORS,
     MOST_LISTED,
@@ -41,9 +42,6 @@ from vmmkv.holder.client import (
 )
 from vmmkv.holder.sealed_log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
-
-_SPARE_DESCRIPTORS: Final = 16
-"""Left for what comes and goes: a new engine, the driver's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +263,15 @@ class Holder:
             except BaseException:
                 self._driver.release(handle)
                 raise
-            if fd >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
+            if fd >= most_descriptors() - SPARE_DESCRIPTORS:
                 os.close(fd)
                 self._driver.release(handle)
                 handles = counted(len(self._held), "handle", ",")
                 error = f"it has {handles} and may open no more files: start it with a higher `ulimit -n`"
                 return {"error": error, "is_full": True, "code": "EMFILE"}, []
         except DriverError as error:
-            return {"error": str(error), "is_full": isinstance(error, OutOfDeviceMemory), "code": error.code}, []
+            is_full = isinstance(error, (OutOfDeviceMemory, OutOfDescriptors))
+            return {"error": str(error), "is_full": is_full, "code": error.code}, []
         self._last_serial += 1
         self._held[self._last_serial] = _Held(handle, fd, size_bytes)
         self._held_bytes += size_bytes
@@ -322,6 +321,8 @@ def run(path: Path, budget_bytes: int, driver: Driver, report: Callable[[str], N
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: holder.stop())
         report(f"{format_bytes(budget_bytes)} of {device_identity(driver.device)} at {path}, process {os.getpid()}")
+        if budget_bytes // PAGE_BYTES > (most := most_descriptors() - SPARE_DESCRIPTORS):
+            report(f"may open {most + SPARE_DESCRIPTORS:,} files, and so has at most {most:,} handles: raise `ulimit -n`")
         holder.run()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

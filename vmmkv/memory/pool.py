@@ -14,10 +14,11 @@ little.
 
 import contextlib
 import itertools
+import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +27,17 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
-from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, HolderGone, OutOfDeviceMemory, OutOfPages
+from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
+from vmmkv.errors import (
+    BudgetError,
+    Closed,
+    DriverError,
+    GraphCapture,
+    HolderGone,
+    OutOfDescriptors,
+    OutOfDeviceMemory,
+    OutOfPages,
+)
 from vmmkv.holder.client import HolderClient
 from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory.transaction import TransactionLock
@@ -34,6 +45,8 @@ from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
     from vmmkv.cache import KVCache
+
+log = logging.getLogger(__name__)
 
 SIZE_CLASSES: Final = (16, 4, 1)
 """Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
@@ -218,6 +231,13 @@ class Pool(Closing, Unique):
             assert self.holder is not None
             self.holder.close()
             raise
+        owner, num_extents = self.holder or self.lender, budget_bytes // PAGE_BYTES
+        if owner is not None and self.device.type == "cpu" and num_extents > (most := most_descriptors() - SPARE_DESCRIPTORS):
+            log.warning(
+                "this process may open %s files (`ulimit -n`): each of up to %s extents of the holder at %s takes one: what "
+                "is over %s is evicted; raise it",
+                *(f"{most + SPARE_DESCRIPTORS:,}", f"{num_extents:,}", owner.path, f"{most:,}"),
+            )
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
         self.borrowed_bytes = 0
@@ -464,12 +484,20 @@ class Pool(Closing, Unique):
         known = {extent.serial for extent in extents}
         return {serial: size_bytes for serial, size_bytes in self.holder.handles().items() if serial not in known}
 
-    def import_extents(self, extents: Iterable[Extent]) -> list[Extent]:
+    def import_extents(self, extents: Sequence[Extent]) -> list[Extent]:
         """Import those that are not here yet; those that their owner does not have, or has in another size, are returned.
 
         Cost: a round trip for each 128, and an import for each.
-        Raises: DriverError, and those imported before stay.
+        Raises: OutOfPages, if the process may open no more files; DriverError. Those imported before stay.
         """
+        while True:
+            try:
+                return self._import(extents)
+            except OutOfDescriptors as error:
+                if not self._destroy_any_free():
+                    raise OutOfPages(str(error)) from error
+
+    def _import(self, extents: Sequence[Extent]) -> list[Extent]:
         missing = {extent.serial: extent for extent in extents if not extent.imported}
         sizes_bytes = {serial: extent.size_bytes for serial, extent in missing.items()}
         owner = self.holder or self.lender
@@ -589,12 +617,12 @@ class Pool(Closing, Unique):
                 handle, serial = self._create(size_bytes)
             except HolderGone:
                 return
-            except OutOfDeviceMemory as error:
+            except (OutOfDeviceMemory, OutOfDescriptors) as error:
                 if self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
                     return
                 raise OutOfPages(
-                    f"the device has no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
-                    f"({format_bytes(self.created_bytes)} created): {error}; lower budget_bytes or free device memory"
+                    f"there is no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
+                    f"({format_bytes(self.created_bytes)} created): {error}; lower budget_bytes or close sequences"
                 ) from error
             extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
             self.created_bytes += size_bytes

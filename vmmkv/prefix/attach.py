@@ -20,7 +20,7 @@ import enum
 import functools
 import itertools
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -282,7 +282,7 @@ class Attacher:
         known = _state_of(node)
         for first in range(0, len(aliased), _PREPARED_AT_ONCE):
             some = aliased[first : first + _PREPARED_AT_ONCE]
-            if not index.import_extents(extent for _, _, extent in some):
+            if not self._could_import(extent for _, _, extent in some):
                 return
             given = [{page: extent for at, page, extent in some if at == group} for group in range(len(memory.arenas))]
             with cache.mapping_under(parked):
@@ -295,7 +295,7 @@ class Attacher:
         if hit is None or hit.extents.aliased != aliased_before:  # what lies below the path can have gone
             index.restored.append(node)
             return
-        if not index.import_extents(hit.all_extents()):
+        if not self._could_import(hit.all_extents()):
             return
         with contextlib.suppress(OutOfPages), self._reading(hit), cache.mapping_under(parked):
             sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
@@ -308,6 +308,13 @@ class Attacher:
                 each.add_resident(slot)
             index.keep(slot, end)
             self._begun = None
+
+    def _could_import(self, extents: Iterable[Extent]) -> bool:
+        """False if rows were lost, or the process may open no more files: a prompt that attaches them makes room."""
+        try:
+            return self._index.import_extents(extents)
+        except OutOfPages:
+            return False
 
     @contextlib.contextmanager
     def _reading(self, hit: Hit) -> Iterator[None]:

@@ -160,7 +160,7 @@ class PrefixIndex:
 
         Cost, errors: as `Pool.import_extents`.
         """
-        lost = self._pool.import_extents(extents)
+        lost = self._pool.import_extents(list(extents))
         if lost:
             self._discard(lost)
         return not lost

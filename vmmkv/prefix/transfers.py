@@ -651,8 +651,11 @@ class Transfers:
                 yield False
                 continue
             keys = [] if placed.first_token else chain.by_group[piece.group][placed.page : placed.end_page]
-            if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):
-                continue  # what an earlier engine left is lost, and in the tree no more
+            try:
+                if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):
+                    continue  # what an earlier engine left is lost, and in the tree no more
+            except OutOfPages:
+                return  # the process may open no more files: it is stored when a prompt has attached it
             moves: list[_Move] = []
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
