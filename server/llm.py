@@ -302,11 +302,12 @@ class LLM(Closing):
     def close(self) -> None:
         """Free all memory, after tiers have stored what they lack (for 30 s at most). Idempotent.
 
-        Raises: RuntimeError if another thread generates.
+        Raises: RuntimeError if another thread generates; ForkedProcess in a child made by fork(), and changes nothing.
         """
         loaded = self._loaded
         if loaded is None:
             return
+        _check_process(loaded)
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: close it when that has ended")
         try:
@@ -325,6 +326,7 @@ class LLM(Closing):
     def _open(self) -> Loaded:
         if self._loaded is None:
             raise Closed(f"this LLM of {self._model} is closed")
+        _check_process(self._loaded)
         return self._loaded
 
     def _generate(
@@ -484,6 +486,11 @@ class LLM(Closing):
         with current(engine.cache.device):
             engine.settle()
         self._messages.clear()
+
+
+def _check_process(loaded: Loaded) -> None:
+    """Raises: ForkedProcess in a child, which has none of the threads that some calls would wait for."""
+    loaded.engine.cache.pool.lock.check_process()
 
 
 class _Grammars:

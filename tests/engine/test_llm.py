@@ -1,6 +1,7 @@
 """Laws of the engine within one's own process: prompts in, completions out, in order, whatever happens to some of them."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,14 +21,14 @@ from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, Pool
 from vmmkv.driver import open_driver
-from vmmkv.errors import BudgetError, Closed, DriverUnavailable, HolderUnavailable, VmmkvError
+from vmmkv.errors import BudgetError, Closed, DriverUnavailable, ForkedProcess, HolderUnavailable, VmmkvError
 from vmmkv.holder.process import Holder
 from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.console import GenerationProgress
 from vmmkv.server.engine import loading
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.llm import CompletionOutput, _Answer
+from vmmkv.server.llm import CompletionOutput, _Answer, _Grammars
 from vmmkv.server.protocol import Failed, Generate, Output
 from vmmkv.server.tokenizer import Tokenizer
 
@@ -474,6 +475,28 @@ def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> Non
         one.generate([[token, 2, 3] for token in range(1, 9)], penalised)  # which makes the state of penalties grow
     assert [answer.error for answer in one.generate([[1, 2, 3]] * 2, penalised)] == [None, None]
     one.close()
+
+
+def test_no_call_hangs_in_a_child_made_by_fork(engine: LLM) -> None:
+    grammar = SamplingParams(temperature=0.0, max_tokens=2, structured_outputs={"choice": ["ab", "cd"]})
+    engine._grammars = engine._grammars or _Grammars(engine.ready)  # which has a thread
+    child = os.fork()
+    if not child:
+        num_refused = 0
+        try:
+            for call in (lambda: engine.generate([[1, 2]], grammar), lambda: engine.ready, engine.close, engine.close):
+                try:
+                    call()
+                except ForkedProcess:
+                    num_refused += 1
+        finally:
+            os._exit(num_refused)
+    killer = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    killer.start()
+    _, status = os.waitpid(child, 0)
+    killer.cancel()
+    assert os.waitstatus_to_exitcode(status) == 4
+    assert len(engine.generate([[1, 2]], GREEDY)) == 1
 
 
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
