@@ -134,6 +134,41 @@ def test_a_smaller_budget_keeps_what_was_sealed_last(path, holder):
     assert engine.ask("check") is None
 
 
+def test_a_holders_socket_listens_when_it_is_there(path, monkeypatch):
+    there, listen = [], socket.socket.listen
+    monkeypatch.setattr(socket.socket, "listen", lambda listener: (there.append(path.exists()), listen(listener)))
+    with contextlib.closing(process.Holder(path, BUDGET_BYTES, HostDriver(), lambda line: None)), connected(path):
+        assert there == [False]
+        assert {each.name for each in path.parent.iterdir()} == {"kv.sock", "kv.sock.lock"}
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["kv.sock", "kv.sock~"])
+def test_a_file_that_is_no_socket_is_in_the_way_of_a_holder_and_stays(path, name):
+    path.with_name(name).write_text("mine")
+    with pytest.raises(HolderUnavailable, match=f"{name} is another file"):
+        process.Holder(path, BUDGET_BYTES, HostDriver(), lambda line: None)
+    assert path.with_name(name).read_text() == "mine"
+
+
+def test_a_seal_that_fills_a_gap_goes_on_from_what_ends_before_it(opened):
+    engine = opened(layout=WINDOWED)
+    engine.serve(PROMPT)
+    engine.prefix.free_slots(6)
+    index, log = engine.prefix._index, engine.pool.holder.log
+    sealed = len(log.read().live)
+    pieces = [piece for node in index.tree.nodes() for piece in node.pieces if piece.group == 1]
+    with engine.pool.lock:
+        index._discard({pieces[0].value.extent})
+    assert len(log.read().live) == sealed - 1
+    attached = engine.prefix.attach(PROMPT, method=AttachMethod.COMPUTE)
+    engines.write(attached.sequence, None, PROMPT, 0)
+    engine.prefix.insert(attached.sequence, PROMPT)
+    engine.prefix.park(attached.sequence, PROMPT)
+    engine.cache.check()
+    assert len(log.read().live) == sealed
+
+
 def test_a_second_engine_is_refused_and_told_which_one_it_is(path, holder):
     engine = start(path)
     with pytest.raises(HolderUnavailable, match=f"process {engine.pid} has it"):

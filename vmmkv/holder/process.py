@@ -19,7 +19,6 @@ import resource
 import selectors
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -353,17 +352,21 @@ def _lock(path: Path) -> int:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket at a path that only this user can connect to. The caller has the path's lock, so what is left there is stale."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if stat.S_ISSOCK(path.lstat().st_mode):
-            path.unlink()
-    except FileNotFoundError:
-        pass
+    """A socket at a path that only this user can connect to, and that listens as soon as it is there.
+
+    The caller has the path's lock, so a socket that is left there is stale. Raises: HolderUnavailable.
+    """
+    listener, bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), Path(f"{path}~")
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        for each in (path, bound):
+            if each.is_socket():
+                each.unlink()
+            elif os.path.lexists(each):
+                raise FileExistsError(errno.EEXIST, f"{each} is another file")
+        listener.bind(str(bound))
         listener.listen()
+        bound.rename(path)
     except OSError as error:
         listener.close()
         raise HolderUnavailable(f"the socket {path} cannot be made: {error.strerror or error}") from error
