@@ -1,14 +1,27 @@
-"""Keys and values of a VmmCache outside of it: as tensors that torch copies."""
+"""Keys and values of a VmmCache outside of it: as tensors that torch copies, and in a file."""
 
 import copy
+import json
 import pickle
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.adapters.models import forward, gemma3, llama
-from vmmkv import Pool, ViewNotCloned
+from tests.adapters.models import MODELS as KINDS
+from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
+from vmmkv import MIB, Pool, SequenceTooLong, ViewNotCloned
 from vmmkv.adapters.transformers import VmmCache
+from vmmkv.eviction import SnapKV
+from vmmkv.tiers import saved
+
+ROOT = Path(__file__).parents[2]
 
 
 def ids(*rows: int, num_tokens: int) -> torch.Tensor:
@@ -17,7 +30,7 @@ def ids(*rows: int, num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [llama, lambda: gemma3(16)], ids=["full", "windows"])
-def test_views_of_one_sequence_are_copied_as_they_are_and_stay_views(pool: Pool, make) -> None:
+def test_views_of_one_sequence_are_copied_as_they_are_and_stay_views(pool: Pool, make: Callable[[], Any]) -> None:
     model, prompt = make(), ids(0, num_tokens=45)
     with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as alone:
         for chunk in prompt.split(20, dim=1):
@@ -45,3 +58,177 @@ def test_views_of_several_sequences_are_refused_and_copies_are_not(pool: Pool) -
         forward(model, cache, ids(0, 0, num_tokens=20))  # kept once
         keys, _ = cache.states(0)
         assert torch.equal(copy.deepcopy(keys), keys) and torch.equal(keys[0], keys[1])
+
+
+# in a file
+
+MODELS = pytest.mark.parametrize("make", [wide_llama, lambda: gemma3(16)], ids=["full", "hybrid"])
+
+CONTINUE = """
+import json, sys, torch
+from tests.adapters.models import MODELS, generated
+from vmmkv import MIB, Pool
+from vmmkv.adapters.transformers import VmmCache
+model = MODELS[sys.argv[1]]()
+inputs = {name: torch.tensor(rows) for name, rows in json.loads(sys.argv[3]).items()}
+with Pool("cpu", 64 * MIB) as pool, VmmCache(model.config, pool) as cache:
+    cache.restore(sys.argv[2])
+    length = cache.get_seq_length()
+    tokens = generated(model, cache, inputs)
+    cache.check()
+    print(json.dumps([length, tokens]))
+"""
+
+
+@pytest.mark.parametrize("name", ["grouped", "sliding and full, head size 256"])
+def test_another_process_generates_on_from_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
+    model, inputs, path = KINDS[name](), prompts(40, 23), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache:
+        tokens = torch.tensor(generated(model, cache, inputs, max_new_tokens=5))
+        cache.save(path)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, tokens.shape[1] - 40), value=1)
+        going_on = {"input_ids": tokens, "attention_mask": mask}
+        length = cache.get_seq_length()
+        ours = generated(model, cache, going_on)
+    given = json.dumps({key: rows.tolist() for key, rows in going_on.items()})
+    child = subprocess.run(
+        [sys.executable, "-c", CONTINUE, name, path, given], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout) == [length, ours]
+
+
+@MODELS
+def test_a_restored_batch_is_as_it_was(pool: Pool, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "_CHUNK_BYTES", 3 * MIB)
+    model, path = make(), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other:
+        forward(model, cache, ids_of(0, 0, 1, 1, num_tokens=600), logits_to_keep=1)
+        cache.save(path)
+        other.restore(path)
+        assert sum(len(rows.sequences) for rows in other._groups) == 2 * len(other._groups)  # equal prompts, once
+        other.reset()
+        forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=20))  # each row goes its own way
+        cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
+        cache.save(path)
+        other.restore(path)
+        assert (other.get_seq_length(), other.batch_size) == (620, 4)
+        assert all(map(torch.equal, states_of(other), states_of(cache)))
+        for seed in range(2):
+            ids = ids_of(4, 5, 6, 7, num_tokens=20, seed=seed)
+            assert torch.equal(forward(model, other, ids), forward(model, cache, ids))
+        other.crop(-25)
+        cache.crop(-25) if make is wide_llama else None
+        other.check()
+    assert pool.used_bytes == 0
+
+
+def test_rows_that_were_dropped_stay_so_in_a_file(pool: Pool, tmp_path: Path) -> None:
+    model = wide_llama()
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other:
+        forward(model, cache, ids_of(0, 1, num_tokens=50))
+        cache.compact(range(0, 50, 2))
+        cache.save(tmp_path / "batch")
+        other.restore(tmp_path / "batch")
+        assert (other.get_seq_length(), other.states(0)[0].shape[2]) == (50, 25)
+        with pytest.raises(ValueError, match="go back before 50 tokens"):
+            other.crop(-1)
+        ids = ids_of(0, 1, num_tokens=2)
+        assert torch.equal(forward(model, other, ids), forward(model, cache, ids))
+
+
+def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+    model, path = wide_llama(), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool, max_tokens=20) as short:
+        with pytest.raises(ValueError, match="no tokens yet"):
+            cache.save(path)
+        forward(model, cache, ids_of(0, 1, num_tokens=50))
+        cache.save(path, fingerprint="a")
+        used_bytes = pool.used_bytes
+        with pytest.raises(ValueError, match=r"has 50 tokens; reset\(\) it first"):
+            cache.restore(path)
+        with pytest.raises(SequenceTooLong, match="50 tokens of each sequence"):
+            short.restore(path, fingerprint="a")
+        with pytest.raises(ValueError, match="another fingerprint"):
+            short.restore(path)
+        with pytest.raises(FileNotFoundError):
+            short.restore(tmp_path / "another")
+        for config in (llama().config, gemma3(16).config):
+            with VmmCache(config, pool) as other, pytest.raises(ValueError, match="of another model"):
+                other.restore(path, fingerprint="a")
+        model.set_attn_implementation("vmmkv")
+        with VmmCache(model.config, pool, policy=SnapKV(budget=64)) as ranked:
+            for call in (ranked.save, ranked.restore):
+                with pytest.raises(ValueError, match="nothing of how rows rank"):
+                    call(path)
+        assert short.get_seq_length() == 0 and pool.used_bytes == used_bytes
+        cache.reset()
+        cache.restore(path, fingerprint="a")
+        assert cache.get_seq_length() == 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tokens": 51},
+        {"num_tokens": -1},
+        {"num_tokens": True},
+        {"compacted_tokens": 51},
+        {"parents": [0, 2]},
+        {"parents": []},
+        {"parents": 3},
+        {"common": [[0, 0]]},
+        {"common": [[0, 51], [0, 0]]},
+        {"common": [["0", 0], [0, 0]]},
+        {"windows": []},
+        {"windows": [None]},
+        {"windows": [{"layers": [0], "window": None}]},
+        {"windows": {}},
+        {"num_dropped": 1},
+        {"num_dropped": -1},
+        {"num_dropped": None},
+        {"k": [0, 32, "torch.float32"]},
+        {"k": [2, 32, "torch.load"]},
+        {"v": [2, 32]},
+        {"v": 7},
+    ],
+    ids=str,
+)
+def test_a_crafted_header_is_damage(pool: Pool, tmp_path: Path, change: dict[str, Any]) -> None:
+    model, path = wide_llama(), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 1, num_tokens=50))
+        cache.save(path)
+        cache.reset()
+        content = path.read_bytes()
+        begin = len(saved._BATCHES_MAGIC) + 4
+        end = begin + struct.unpack("<I", content[begin - 4 : begin])[0]
+        fields = json.loads(content[begin:end])
+        of_window = change.keys() <= fields["windows"][0].keys()
+        (fields["windows"][0] if of_window else fields).update(change)
+        text = json.dumps(fields).encode()
+        size, checksum = struct.pack("<I", len(text)), struct.pack("<I", zlib.crc32(text))
+        path.write_bytes(saved._BATCHES_MAGIC + size + text + checksum + content[end + 4 :])
+        with pytest.raises(ValueError, match=r"is damaged|another layout"):
+            cache.restore(path)
+        assert cache.get_seq_length() == 0 and pool.used_bytes == 0
+        path.write_bytes(content)
+        cache.restore(path)
+        assert cache.get_seq_length() == 50
+
+
+@pytest.mark.parametrize("cut", [0, 10, 40, 400, -1, -5000])
+def test_a_file_cut_or_changed_anywhere_is_damage(pool: Pool, tmp_path: Path, cut: int) -> None:
+    model, path = wide_llama(), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 1, num_tokens=50))
+        cache.save(path)
+        cache.reset()
+        content = path.read_bytes()
+        changed = bytearray(content)
+        changed[cut] ^= 1
+        for bad in (content[:cut], bytes(changed), content + b"!"):
+            path.write_bytes(bad)
+            with pytest.raises(ValueError, match=r"is damaged|holds no|is longer"):
+                cache.restore(path)
+            assert cache.get_seq_length() == 0 and pool.used_bytes == 0

@@ -6,6 +6,9 @@ A file holds one sequence, and is written whole and read back whole:
               rows that were compacted
     rows      of each group, in chunks of 32 MiB, with a checksum behind each
 
+A file of batches has a header of their owner's before, and then each sequence so. Pages that sequences share are in it, and
+come back, once for each.
+
 Host memory holds the same chunks. Pages that sequences of a batch share are kept once there, and are shared again.
 """
 
@@ -18,6 +21,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TypeGuard
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from vmmkv import cache as caches
 
 _MAGIC: Final = b"vmmkv sequence 1"
+_BATCHES_MAGIC: Final = b"vmmkv batches 1\n"
 _NUMBER: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 32 * MIB
 
@@ -49,6 +54,9 @@ _POSITION_BYTES: Final = len(json.dumps([_MOST_TOKENS - 1, _MOST_TOKENS - 1])) -
 
 _HEADER_BYTES: Final = 64 << 10
 """Of a header without positions, at most."""
+
+_BATCHES_HEADER_BYTES: Final = 64 * MIB
+"""Of the header of batches, at most."""
 
 
 class _Part(NamedTuple):
@@ -123,23 +131,29 @@ def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
 
 def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
     """See Sequence.save."""
-    rows, cache = _Rows(sequence), sequence.cache
+    rows = _Rows(sequence)
     if not rows.num_tokens:
         raise ValueError(f"{sequence!r} has nothing to save")
-    identity = Keys(cache.layout, fingerprint).identity.hex()
-    header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
-    if sequence.known_positions is not None:
-        header["positions"] = sequence.known_positions.tolist()
-    buffer = host_memory(_CHUNK_BYTES, cache.device)
+    with _replacing(path) as file:
+        _write(file, rows, fingerprint, host_memory(_CHUNK_BYTES, sequence.cache.device))
+
+
+def save_batches(batches: Sequence[Sequence["caches.Sequence"]], path: Path, fingerprint: str, header: dict[str, Any]) -> None:
+    """Write sequences of one pool, all with tokens, behind a header of the caller's. Cost and errors: see Sequence.save."""
+    buffer = host_memory(_CHUNK_BYTES, batches[0][0].cache.device)
+    with _replacing(path) as file:
+        _write_header(file, _BATCHES_MAGIC, header)
+        for sequence in itertools.chain.from_iterable(batches):
+            _write(file, _Rows(sequence), fingerprint, buffer)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when it is written; if that fails, all is as before."""
     fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
     try:
         with open(fd, "wb") as file:
-            text = json.dumps(header).encode()
-            file.write(_MAGIC + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
-            for chunk in rows.read(lambda size_bytes: buffer[:size_bytes]):
-                data = chunk.numpy().data
-                file.write(data)
-                file.write(_NUMBER.pack(zlib.crc32(data)))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
@@ -147,6 +161,24 @@ def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
+
+
+def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    file.write(magic + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
+
+
+def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) -> None:
+    """A sequence: its header, its rows."""
+    identity = Keys(rows.sequence.cache.layout, fingerprint).identity.hex()
+    header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
+    if rows.sequence.known_positions is not None:
+        header["positions"] = rows.sequence.known_positions.tolist()
+    _write_header(file, _MAGIC, header)
+    for chunk in rows.read(lambda size_bytes: buffer[:size_bytes]):
+        data = chunk.numpy().data
+        file.write(data)
+        file.write(_NUMBER.pack(zlib.crc32(data)))
 
 
 def restore(
@@ -161,8 +193,7 @@ def restore(
     with open(path, "rb") as file:
         header = _read_header(file, path, cache, fingerprint)
         num_tokens = header.num_tokens
-        copies: list[tuple[int, int, int]] = []
-        """Group, size in bytes, and target address: they follow without the lock."""
+        copies: list[_Copy] = []
         try:
             with cache.pool.lock:
                 end = cache.check_end(max_tokens)
@@ -173,23 +204,73 @@ def restore(
                 cache.memory.table.starts[:, slot] = header.starts
                 bare: list[Pages] = [{} for _ in header.starts]
                 sequence = cache.open_with(
-                    slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append((group, *rest))
+                    slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
                 )
                 sequence.known_positions = header.positions
-            for group, size_bytes, target in copies:
-                for at, chunk_bytes in _chunks(0, size_bytes):
-                    data = buffer[:chunk_bytes].numpy().data
-                    if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
-                        raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
-                    with _copying(cache):
-                        cache.check_running(sequence)
-                        cache.check_capture()
-                        cache.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
+            _read_rows(file, path, sequence, copies, buffer)
         except BaseException:
             if sequence is not None:
                 sequence.close()
             raise
     return sequence
+
+
+def read_batches_header(file: BinaryIO, path: Path) -> Any:
+    """What `save_batches` was given as header; anything or None if the file is damaged. Raises: ValueError for another file."""
+    return _read_fields(file, path, _BATCHES_MAGIC, "batch as VmmCache.save", _BATCHES_HEADER_BYTES)
+
+
+def fill_batches(
+    file: BufferedReader, path: Path, batches: Sequence[tuple[Sequence["caches.Sequence"], int]], fingerprint: str
+) -> None:
+    """Give sequences without tokens the rows that follow in a file: with each batch the tokens that each of it must have.
+
+    If this fails, some have tokens. Cost: as Sequence.grow; blocks while the rows are read and copied, but without the lock.
+    Raises: as KVCache.restore.
+    """
+    buffer = host_memory(_CHUNK_BYTES, batches[0][0][0].cache.device)
+    wanted = [(sequence, num_tokens) for sequences, num_tokens in batches for sequence in sequences]
+    for place, (sequence, num_tokens) in enumerate(wanted):
+        cache, copies = sequence.cache, list[_Copy]()
+        header = _read_header(file, path, cache, fingerprint, is_last=place + 1 == len(wanted))
+        if header.num_tokens != num_tokens:
+            raise ValueError(f"{path} is damaged: sequence {place} has {header.num_tokens} tokens, and not {num_tokens}")
+        if num_tokens > sequence.max_tokens:
+            raise SequenceTooLong(
+                f"{path} has {counted(num_tokens, 'token')} of each sequence, for sequences of max_tokens={sequence.max_tokens}"
+            )
+        with cache.pool.lock:
+            cache.check_running(sequence)
+            cache.check_capture()
+            cache.memory.table.starts[:, sequence.slot] = header.starts
+            bare: list[Pages] = [{} for _ in header.starts]
+            cache.fill(sequence.slot, num_tokens, bare, lambda group, _, *rest, into=copies: into.append(_Copy(group, *rest)))
+            sequence.known_positions = header.positions
+        _read_rows(file, path, sequence, copies, buffer)
+
+
+class _Copy(NamedTuple):
+    """Rows to be read from a file, without the lock."""
+
+    group: int
+    size_bytes: int
+    target: int
+    """Address."""
+
+
+def _read_rows(
+    file: BufferedReader, path: Path, sequence: "caches.Sequence", copies: Sequence[_Copy], buffer: torch.Tensor
+) -> None:
+    cache = sequence.cache
+    for group, size_bytes, target in copies:
+        for at, chunk_bytes in _chunks(0, size_bytes):
+            data = buffer[:chunk_bytes].numpy().data
+            if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
+                raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
+            with _copying(cache):
+                cache.check_running(sequence)
+                cache.check_capture()
+                cache.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
 
 
 class _Header(NamedTuple):
@@ -200,21 +281,26 @@ class _Header(NamedTuple):
     positions: npt.NDArray[np.int64] | None
 
 
-def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprint: str) -> _Header:
-    """The header of a file whose rows are as long as it says. Raises: ValueError for anything else."""
-    if file.read(len(_MAGIC)) != _MAGIC or len(size := file.read(_NUMBER.size)) != _NUMBER.size:
-        raise ValueError(f"{path} holds no sequence as Sequence.save writes it")
+def _read_fields(file: BinaryIO, path: Path, magic: bytes, what: str, most_bytes: int, or_long: str = "") -> Any:
+    """What a header behind these first bytes says; None if its checksum is wrong. Raises: ValueError for another file."""
+    if file.read(len(magic)) != magic or len(size := file.read(_NUMBER.size)) != _NUMBER.size:
+        raise ValueError(f"{path} holds no {what} writes it")
     (size_bytes,) = _NUMBER.unpack(size)
-    if size_bytes > _HEADER_BYTES + _POSITION_BYTES * (cache.max_tokens + 1):
-        raise ValueError(
-            f"{path} is damaged, or its sequence is longer than this cache's slots, which have {cache.max_tokens} tokens: its "
-            f"header has {counted(size_bytes, 'byte')}"
-        )
+    if size_bytes > most_bytes:
+        raise ValueError(f"{path} is damaged{or_long}: its header has {counted(size_bytes, 'byte')}")
     text = file.read(size_bytes)
-    fields: Any = None
     if file.read(_NUMBER.size) == _NUMBER.pack(zlib.crc32(text)):
         with contextlib.suppress(ValueError, RecursionError):
-            fields = json.loads(text)
+            return json.loads(text)
+    return None
+
+
+def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprint: str, *, is_last: bool = True) -> _Header:
+    """The header of a sequence whose rows are as long as it says; nothing is behind the last. Raises: ValueError."""
+    fields = _read_fields(
+        *(file, path, _MAGIC, "sequence as Sequence.save", _HEADER_BYTES + _POSITION_BYTES * (cache.max_tokens + 1)),
+        or_long=f", or its sequence is longer than this cache's slots, which have {cache.max_tokens} tokens",
+    )
     if not isinstance(fields, dict) or not {"identity", "num_tokens", "starts"} <= fields.keys():
         raise ValueError(f"{path} is damaged: it has no header of a sequence")
     if fields["identity"] != Keys(cache.layout, fingerprint).identity.hex():
@@ -238,8 +324,9 @@ def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprin
         raise ValueError(f"{path} is damaged: its positions are not those of the rows of a sequence")
     rows_bytes = [(num_tokens - start) * group.row_bytes for group, start in zip(groups, starts, strict=True)]
     end_bytes = file.tell() + sum(each + _NUMBER.size * ceil_div(each, _CHUNK_BYTES) for each in rows_bytes)
-    if os.fstat(file.fileno()).st_size != end_bytes:
-        raise ValueError(f"{path} is damaged: it has {os.fstat(file.fileno()).st_size} bytes, and its header says {end_bytes}")
+    size_bytes = os.fstat(file.fileno()).st_size
+    if size_bytes < end_bytes or (is_last and size_bytes > end_bytes):
+        raise ValueError(f"{path} is damaged: it has {size_bytes} bytes, and its header says {end_bytes}")
     return _Header(num_tokens, starts, None if positions is None else np.array(positions))
 
 

@@ -2,6 +2,7 @@
 
 cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
+saved       a batch in a file
 eviction    a policy that drops rows as passes go: which queries it sees, and when
 rotary      frequencies that do not depend on the lengths in a pass, for models of longrope and dynamic scaling
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it

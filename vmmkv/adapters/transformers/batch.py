@@ -370,6 +370,11 @@ class WindowRows:
             self._shared.num_batches -= 1
             self._shared = None
 
+    def opened_for_file(self) -> None:
+        """The sequences got all rows from a file: its shapes are the model's."""
+        assert self._shared is not None, "there are sequences"
+        self._shared.is_written = True
+
     def leave(self) -> bool:
         """Leave the cache and these sequences to other batches that have slots in it; False if there is none."""
         if self._shared is None or self._shared.num_batches == 1:

@@ -31,10 +31,12 @@ import copy
 import functools
 import gc
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
@@ -44,7 +46,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, cache_utils
 from transformers.cache_utils import Cache
 
-from vmmkv.adapters.transformers import attention
+from vmmkv.adapters.transformers import attention, saved
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
 from vmmkv.adapters.transformers.calls import PassCalls
 from vmmkv.adapters.transformers.eviction import Eviction
@@ -55,7 +57,7 @@ from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.model_config import Attention, Latent, ModelConfig, beside_rows, described, read
-from vmmkv.tiers.saved import Offloaded
+from vmmkv.tiers.saved import Offloaded, fill_batches, read_batches_header, save_batches
 from vmmkv.units import counted
 
 T = TypeVar("T")
@@ -638,16 +640,67 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             self._offloaded = Offloaded(batches)
             self._offloaded.release()
 
-    def restore(self) -> None:
-        """Bring offloaded rows back to the same addresses; nothing if they are not offloaded. On failure they stay offloaded.
+    def save(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> None:
+        """Write the batch to a file, for `restore(path)` of a VmmCache of this model, also in another process.
 
-        Cost: see Sequence.grow; blocks while the rows are copied. Raises: OutOfPages, DriverError.
+        The file is there whole or, after a failure, as before; only its owner may read it. `fingerprint` tells models apart
+        whose layers are alike. The tokens are the caller's to keep. Rows that a policy ranks are not saved.
+        Cost: blocks while the rows are copied and written; offloaded rows are restored first.
+        Raises: OSError; ValueError for no tokens, or a cache with a policy; DriverError; RuntimeError for an unfinished pass.
         """
+        self._check_between_passes()
+        self._check_saved(f"save({str(path)!r})")
+        if self._lineage is None or not self._num_tokens:
+            raise ValueError(f"save({str(path)!r}): the cache has no tokens yet")
+        self._follow_stream()
+        self.restore()
+        header = saved.header(self._config, self._num_tokens, self._compacted_tokens, self._lineage, self._groups)
+        save_batches([rows.sequences for rows in self._groups], Path(path), fingerprint, header)
+
+    def _check_saved(self, what: str) -> None:
+        if self._eviction is not None:
+            raise ValueError(f"{what}: this cache has policy={self._eviction.policy}, and files have nothing of how rows rank")
+
+    def restore(self, path: str | os.PathLike[str] | None = None, *, fingerprint: str = "") -> None:
+        """Bring rows back: offloaded ones to the same addresses, or with `path` those that `save` wrote to a file.
+
+        The cache must have no tokens for a file, which stays. Rows of equal prompts are one sequence again; what others shared
+        are pages of each. Nothing is done if no rows are offloaded. On failure offloaded rows stay so, and a cache that reads a
+        file has no tokens.
+        Cost: see Sequence.grow; blocks while the rows are copied. Raises: OutOfPages, DriverError. With a file also OSError;
+        SequenceTooLong; ValueError if it is damaged, of another model or another fingerprint, or the cache has tokens.
+        """
+        if path is not None:
+            self._restore_file(Path(path), fingerprint)
+            return
         self._check_open()
         if self._offloaded is not None and self._is_offloaded:
             self._check_room(self._offloaded.num_pages, "come back from host memory")
             self._offloaded.restore()
         self._offloaded = None
+
+    def _restore_file(self, path: Path, fingerprint: str) -> None:
+        self._check_between_passes()
+        self._check_saved(f"restore({str(path)!r})")
+        if self._num_tokens:
+            raise ValueError(f"restore({str(path)!r}): the cache has {counted(self._num_tokens, 'token')}; reset() it first")
+        self._end()  # a first pass may have failed
+        with open(path, "rb") as file:
+            batch = saved.read(read_batches_header(file, path), path, self._config, self._groups)
+            try:
+                for rows, (num_dropped, states) in zip(self._groups, batch.windows, strict=True):
+                    open_rows = functools.partial(rows.open, *states, batch.lineage.num_sequences, dropped=num_dropped)
+                    self._take_slots(rows, open_rows)
+                num_rows = [batch.num_tokens - rows.num_dropped for rows in self._groups]
+                fill_batches(
+                    file, path, [(rows.sequences, num) for rows, num in zip(self._groups, num_rows, strict=True)], fingerprint
+                )
+            except BaseException:
+                self._end()
+                raise
+        for rows in self._groups:
+            rows.opened_for_file()
+        self._num_tokens, self._compacted_tokens, self._lineage = batch.num_tokens, batch.compacted_tokens, batch.lineage
 
     @property
     def _is_offloaded(self) -> bool:

@@ -1,0 +1,111 @@
+"""A batch in a file: what is written before its sequences, and what a cache takes from there.
+
+The file may come from anywhere: each field is checked against what a batch of this model can be.
+
+Legend: B rows of the batch; S sequences; K kv heads; D head dim.
+"""
+
+import hashlib
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from vmmkv import model_config
+from vmmkv.adapters.transformers.batch import Lineage, WindowRows
+
+_DTYPES: Final = {
+    str(dtype): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+}
+"""Types of keys and values, by their names in a file."""
+
+_MOST_ROWS: Final = 65_536
+"""Of a batch."""
+
+
+class OfWindow(NamedTuple):
+    """What a file says of the sequences of one window."""
+
+    num_dropped: int
+    states: tuple[torch.Tensor, torch.Tensor]
+    """Keys and values of no token, as a model would give them: [B, K, 0, D], on the meta device."""
+
+
+class SavedBatch(NamedTuple):
+    """What a file says of a batch."""
+
+    num_tokens: int
+    compacted_tokens: int
+    lineage: Lineage
+    windows: list[OfWindow]
+    """By window, in the order of the cache's groups."""
+
+
+def layers_digest(config: Any) -> str:
+    """What tells models apart whose layers keep other rows."""
+    return hashlib.sha256(repr(model_config.read(config).layers).encode()).hexdigest()
+
+
+def header(config: Any, num_tokens: int, compacted_tokens: int, lineage: Lineage, groups: Seq[WindowRows]) -> dict[str, Any]:
+    """What is written of a batch of a model with that configuration."""
+    windows: list[dict[str, Any]] = []
+    for rows in groups:
+        planes = {
+            name: [plane.heads, plane.dim, str(plane.dtype)]
+            for name in ("k", "v")
+            for plane in [rows.cache.layout.groups[0].plane(name)]
+        }
+        windows.append({"layers": rows.layers, "window": rows.window, "num_dropped": rows.num_dropped, **planes})
+    return {
+        "model": layers_digest(config),
+        "num_tokens": num_tokens,
+        "compacted_tokens": compacted_tokens,
+        "parents": lineage.parents,
+        "common": lineage.common.tolist(),
+        "windows": windows,
+    }
+
+
+def read(fields: Any, path: Path, config: Any, groups: Seq[WindowRows]) -> SavedBatch:
+    """A batch by the header of a file, for the groups of a cache of that model. Raises: ValueError."""
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(f"{path} is damaged: {what}")
+
+    def whole(name: str, value: Any, end: int, first: int = 0) -> int:
+        if type(value) is not int or not first <= value < end:
+            refuse(f"{name}={value!r:.40} is not that of a batch")
+        return value
+
+    names = {"model", "num_tokens", "compacted_tokens", "parents", "common", "windows"}
+    if not isinstance(fields, dict) or not names <= fields.keys() or not isinstance(fields["windows"], list):
+        refuse("it has no header of a batch")
+    if fields["model"] != layers_digest(config):
+        raise ValueError(f"{path} was saved from a cache of another model, whose layers keep other rows")
+    num_tokens = whole("num_tokens", fields["num_tokens"], 2**31, 1)
+    compacted_tokens = whole("compacted_tokens", fields["compacted_tokens"], num_tokens + 1)
+    parents, common, windows = fields["parents"], fields["common"], fields["windows"]
+    if not isinstance(parents, list) or not 1 <= len(parents) <= _MOST_ROWS or not isinstance(common, list):
+        refuse("it does not say which sequences its rows go on from")
+    for parent in parents:
+        whole("parents", parent, len(common))
+    if any(not isinstance(row, list) or len(row) != len(common) for row in common):
+        refuse("it does not say how many tokens any two sequences have in common")
+    common_SS = np.array([[whole("common", each, num_tokens + 1) for each in row] for row in common], np.int64)
+    wanted = [(list(rows.layers), rows.window) for rows in groups]
+    if [(each.get("layers"), each.get("window")) if isinstance(each, dict) else None for each in windows] != wanted:
+        refuse("its layers have other windows than those of its model")
+    of_window: list[OfWindow] = []
+    for each in windows:
+        states: list[torch.Tensor] = []
+        for name in ("k", "v"):
+            kind = each.get(name)
+            if not isinstance(kind, list) or len(kind) != 3 or not isinstance(kind[2], str) or kind[2] not in _DTYPES:
+                refuse(f"{name}={kind!r:.80} says no heads, head dim and type")
+            heads, dim = whole("heads", kind[0], 2**20, 1), whole("dim", kind[1], 2**20, 1)
+            states.append(torch.empty(len(parents), heads, 0, dim, dtype=_DTYPES[kind[2]], device="meta"))
+        of_window.append(OfWindow(whole("num_dropped", each.get("num_dropped"), num_tokens), (states[0], states[1])))
+    return SavedBatch(num_tokens, compacted_tokens, Lineage(tuple(parents), common_SS), of_window)
