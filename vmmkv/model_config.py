@@ -278,7 +278,7 @@ class _Fields:
         """`written`: the dict that `config` was read from, if it is an object made from one."""
         self._config = config
         self._written = written or {}
-        self.family = family
+        self.family = family if isinstance(family, str) else None
         self._was_read: set[str] = set()
 
     @classmethod
@@ -334,8 +334,17 @@ class _Fields:
         """The first of these fields that is there and not 0. Raises: LayoutError naming them."""
         for name in names:
             if value := self.whole(name, layer):
+                if value < 0:
+                    self.refuse(f"has {name}={value}")
                 return value
         self.refuse(f"has no {' or '.join(names)}: is it that of a decoder?")
+
+    def listed(self, name: str) -> list[Any]:
+        """The values of a field that is a list, none if there is none. Raises: LayoutError for anything else."""
+        values = self.get(name)
+        if not isinstance(values, list | tuple | None):
+            self.refuse(f"has {name}={values!r}, which is no list")
+        return list(values or ())
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise LayoutError."""
@@ -385,8 +394,9 @@ def _has_transformers() -> bool:
 
 def _nested(config: Any) -> Any:
     """The text decoder's part of a configuration of several kinds of input; itself, if it has none."""
-    parts = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in _NESTED)
-    return next((part for part in parts if part is not None), config)
+    if isinstance(config, Mapping):
+        return next((config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), config)
+    return next((getattr(config, name) for name in _NESTED if getattr(config, name, None) is not None), config)
 
 
 def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
@@ -440,10 +450,12 @@ def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
     if unknown := sorted({str(kind) for kind in kinds if kind not in _PARTS}):
         fields.refuse(f"has layers of type {', '.join(unknown)}; known are {', '.join(_PARTS)}")
     num_own = num_layers - (fields.whole("num_kv_shared_layers") or 0)
-    crossing = fields.get("cross_attention_layers") or ()
+    if not 0 < num_own <= num_layers:
+        fields.refuse(f"has {num_layers} layers, of which {num_layers - num_own} read the rows of others")
+    crossing = fields.listed("cross_attention_layers")
     layers: list[tuple[Part, ...]] = []
     for layer, kind in enumerate(kinds):
-        if layer >= num_own > 0:
+        if layer >= num_own:
             if kind not in kinds[:num_own]:
                 fields.refuse(f"has layer {layer} read the rows of another of type {kind}, and there is none")
             layers.append((SharedRows(num_own - 1 - kinds[num_own - 1 :: -1].index(kind)),))
@@ -457,20 +469,20 @@ def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
 
 def _kinds(fields: _Fields, num_layers: int) -> list[str]:
     """The kind of each layer, by the names of transformers."""
-    if fields.family == "mimo_v2_flash" and (pattern := fields.get("hybrid_layer_pattern")):
+    if fields.family == "mimo_v2_flash" and (pattern := fields.listed("hybrid_layer_pattern")):
         fields.get("attention_chunk_size")  # the window once more
         return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
     if fields.family == "recurrent_gemma":
-        blocks = fields.get("block_types")
+        blocks = [str(kind) for kind in fields.listed("block_types")] or ["recurrent", "recurrent", "attention"]
         fields.get("attention_window_size")  # transformers calls it sliding_window too
         kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
         return [kinds.get(blocks[layer % len(blocks)], blocks[layer % len(blocks)]) for layer in range(num_layers)]
     if fields.family == "rwkv":
         return ["linear_attention"] * num_layers
-    if fields.family == "minimax" and (pattern := fields.get("attn_type_list")):
+    if fields.family == "minimax" and (pattern := fields.listed("attn_type_list")):
         return ["full_attention" if full else "linear_attention" for full in pattern]
-    if (named := fields.get("layer_types")) is not None:
-        return [_OTHER_NAMES.get(kind, kind) for kind in named]
+    if fields.get("layer_types") is not None:
+        return [_OTHER_NAMES.get(str(kind), str(kind)) for kind in fields.listed("layer_types")]
     if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
         every = fields.get("sliding_window_pattern")
         if isinstance(every, int) and every > 0:
@@ -489,13 +501,15 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {"attention": "full_attention", "mamba"
 
 def _of_blocks(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
     """The layers of a model whose file describes each: `block_configs` (Nemotron-NAS)."""
-    blocks: Sequence[Any] = fields.get("block_configs")
+    blocks = fields.listed("block_configs")
     layers: list[tuple[Part, ...]] = []
     heads = fields.need("num_attention_heads")
     head_dim = fields.whole("head_dim") or fields.need("hidden_size") // heads
+    if len(blocks) != fields.need("num_hidden_layers"):
+        fields.refuse(f"has {fields.need('num_hidden_layers')} layers, and block_configs are {len(blocks)}")
     for layer, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, Mapping) else None
-        if attention is None:
+        if not isinstance(attention, Mapping):
             fields.refuse(f"does not say by block_configs what the attention of layer {layer} is")
         if odd := [name for name in ("num_sink_tokens", "sparsify", "unshifted_sink") if attention.get(name)]:
             fields.refuse(f"says by {', '.join(odd)} of block_configs what layer {layer} keeps, which is not known here")

@@ -1,5 +1,7 @@
 """What the layers of published models keep, read of their configurations and by hand; what is not known is refused by name."""
 
+import contextlib
+import itertools
 import json
 import sys
 from collections import Counter
@@ -204,7 +206,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field of another type of model": (decoder("llama", full_attention_interval=4), "by full_attention_interval"),
     "kv heads without an effect": (decoder("gemma4_text", num_global_key_value_heads=2), "by num_global_key_value_heads"),
     "no number": (decoder("fog", num_key_value_heads="two"), "num_key_value_heads='two' is not a whole number"),
-    "a block without attention": (decoder("nemotron-nas", block_configs=[{"ffn": {}}]), "what the attention of layer 0 is"),
+    "no list": (decoder("fog", layer_types=5), "layer_types=5, which is no list"),
+    "layers that all read others": (decoder("fog", num_kv_shared_layers=4), "has 4 layers, of which 4 read the rows of others"),
+    "a negative number": (decoder("fog", num_key_value_heads=2, head_dim=-64, layers=-4), "layers=-4"),
+    "a block without attention": (decoder("nemotron-nas", 1, block_configs=[{"ffn": {}}]), "what the attention of layer 0 is"),
 }
 
 
@@ -241,3 +246,14 @@ def test_without_transformers_files_that_say_all_are_read_and_others_refused(mon
     }.items():
         with pytest.raises(LayoutError, match=words):
             read(PUBLISHED[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_field_of_any_other_value_is_read_or_refused(name: str) -> None:
+    config = PUBLISHED[name]
+    inner = config.get("text_config", config)
+    for field, value in itertools.product(inner, (None, 0, -1, 3, 2.5, True, "fog", [], ["fog"], [0, 1], {}, {"fog": 1})):
+        changed = {**inner, field: value}
+        with contextlib.suppress(LayoutError):
+            read({**config, "text_config": changed} if inner is not config else changed)
