@@ -31,8 +31,6 @@ MAX_GOALS: Final = 4096
 """Rules that its goals become."""
 MAX_COUNT: Final = 4096
 """Of a minimum or maximum of items or characters: each is a copy of a rule."""
-MAX_STEPS: Final = 64
-"""Characters between the shortest and the longest string that have a rule each."""
 MAX_MULTIPLES: Final = 1024
 """Of a `multipleOf` between bounds: they are listed."""
 MAX_OTHER_KEYS: Final = 256
@@ -975,6 +973,7 @@ class _Grammar(_Reader):
         self._rules: dict[str, str] = {}
         self._shared: dict[str, str] = {}
         """Names of rules that were made for several goals, by their text."""
+        self._strings = text.Rules(self._rule, self._rules.__setitem__)
 
     def write(self) -> str:
         root = self.closure((self.schema.root, ""))
@@ -1082,26 +1081,13 @@ class _Grammar(_Reader):
         return self._array_way(kind) if isinstance(kind, _Array) else self._object_way(kind)
 
     def _string_way(self, kind: _Text) -> str:
-        if kind.pattern is not None and kind.pattern != text.ANYTHING:
-            try:
-                return self._rule("text", rf'"\"" {text.rule(kind.pattern)} "\""')
-            except PatternRefused as error:
-                raise SchemaRefused(f"a pattern cannot be served: {error}") from error
-        if kind.maximum is None:
-            self._rules["characters"] = text.CHARACTERS
-            self._rules["escape"] = text.ESCAPE
-            return self._rule("string", " ".join(['"\\""', *[text.ANY_CHARACTER] * kind.minimum, "characters"]))
-        if kind.maximum - kind.minimum > MAX_STEPS:
-            maximum = min(kind.maximum, MAX_COUNT)
-            return self._rule("string", rf'"\"" {text.ANY_CHARACTER}{{{kind.minimum},{maximum}}} "\""')
-        return self._rule("string", self._bounded(kind.minimum, kind.maximum))
-
-    def _bounded(self, minimum: int, maximum: int) -> str:
-        """A rule for each number of characters that may come: one rule with a count takes a hundred times as long to mask."""
-        self._rules["upto0"] = quoted('"')
-        for count in range(1, maximum - minimum + 1):
-            self._rules[f"upto{count}"] = text.up_to(f"upto{count - 1}")
-        return " ".join(['"\\""', *[text.ANY_CHARACTER] * minimum, f"upto{maximum - minimum}"])
+        # Lengths beside a pattern are in the pattern.
+        pattern = text.Repeat(text.ANY, kind.minimum, kind.maximum) if kind.pattern in (None, text.ANYTHING) else kind.pattern
+        assert pattern is not None
+        try:
+            return self._rule("string", self._strings.string(pattern))
+        except PatternRefused as error:
+            raise SchemaRefused(f"a pattern cannot be served: {error}") from error
 
     def _array_way(self, kind: _Array) -> str:
         prefix = list(kind.prefix)

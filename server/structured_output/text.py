@@ -7,7 +7,7 @@ matched by all: `.` stands for no line break of any dialect, and `\\s` only for 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -419,16 +419,12 @@ _PLAIN: Final = _complement(_joined([(0, 0x1F), (34, 34), (92, 92), (0xD800, 0xD
 _ESCAPES: Final[Mapping[int, str]] = {34: '"', 92: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 UNESCAPED: Final = r'[^"\\\x00-\x1f]'
 """The same class without `^` takes a thousand times as long to mask."""
-ANY_CHARACTER: Final = rf'({UNESCAPED} | "\\" ["\\/bfnrt])'
-"""Of a JSON string: one character, without numbered escapes, of which some are half a character."""
 CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (= [,}}\]:])'
 """Any number of characters and the quote behind them; what may follow it makes masks cheap."""
 ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
-
-
-def up_to(fewer: str) -> str:
-    """GBNF of one character more than a rule of the same kind, and all that this one has."""
-    return rf'"\"" | {UNESCAPED} {fewer} | "\\" ["\\/bfnrt] {fewer}'
+"""Numbered ones too, but for halves of characters."""
+MAX_STEPS: Final = 128
+"""Rules for the characters of one repetition."""
 
 
 def is_plain(character: str) -> bool:
@@ -445,29 +441,84 @@ def _escaped(character: str) -> str:
     return character if character.isalnum() and character.isascii() else f"\\U{ord(character):08x}"
 
 
-def rule(node: Node) -> str:
-    """The strings of a pattern as JSON writes them, without the quotes. Raises: PatternRefused if JSON has none of them."""
-    if isinstance(node, Characters):
-        return _rule_of_characters(node.ranges)
-    if isinstance(node, Choice):
-        return f"({' | '.join(rule(branch) for branch in node.branches)})"
-    if isinstance(node, Series):
-        return " ".join(rule(part) for part in node.parts) or '""'
-    assert isinstance(node, Repeat), "anchors are gone"
-    if node.maximum == 0:
-        return '""'
-    inner = f"({rule(node.part)})"
-    if (node.minimum, node.maximum) == (0, None):
-        return f"{inner}*"
-    if (node.minimum, node.maximum) == (1, None):
-        return f"{inner}+"
-    return f"{inner}{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
+class Rules:
+    """Writes strings of patterns as JSON has them. `make` gives the name of a rule with this body; it may be there.
+
+    Where a character can be an escape, each repetition of it is a rule that ends with the next one. A group that is repeated
+    instead takes a hundred times as long to mask: no token of several characters is known to fit before it is tried.
+    """
+
+    def __init__(self, make: Callable[[str, str], str], add: Callable[[str, str], None]) -> None:
+        self._make = make
+        self._add = add
+        self._loops: dict[tuple[str, ...], str] = {}
+
+    def string(self, node: Node) -> str:
+        """GBNF of the whole string. Raises: PatternRefused if JSON has none of them."""
+        return f"{_QUOTE} {self._before(node, _QUOTE)}"
+
+    def _before(self, node: Node, then: str) -> str:
+        """What a node stands for, and `then`: the name of a rule, or one text."""
+        if isinstance(node, Characters):
+            return _one_of([f"{way} {then}" for way in _ways(node.ranges)])
+        if isinstance(node, Choice):
+            then = self._named(then)
+            return _one_of([self._before(branch, then) for branch in node.branches])
+        if isinstance(node, Series):
+            for part in reversed(node.parts):
+                then = self._before(part, self._named(then))
+            return then
+        assert isinstance(node, Repeat), "anchors are gone"
+        if isinstance(node.part, Characters) and len(_ways(node.part.ranges)) > 1:
+            return self._repeated(_ways(node.part.ranges), node, self._named(then))
+        if node.maximum == 0:
+            return then
+        counts = f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
+        star = {(0, None): "*", (1, None): "+"}.get((node.minimum, node.maximum), counts)
+        return f"({self._before(node.part, '').rstrip()}){star} {then}"
+
+    def _repeated(self, ways: Sequence[str], node: Repeat, then: str) -> str:
+        num_rules = node.minimum + (0 if node.maximum is None else node.maximum - node.minimum)
+        if num_rules > MAX_STEPS or not then:
+            counts = f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
+            return f"{_one_of(ways)}{counts} {then}"
+        if node.maximum is None:
+            rest = self._any_number(ways, then)
+        else:
+            rest = then
+            for _ in range(node.maximum - node.minimum):
+                rest = self._make("upto", " | ".join([then, *(f"{way} {rest}" for way in ways)]))
+        for _ in range(node.minimum):
+            rest = self._make("text", " | ".join(f"{way} {rest}" for way in ways))
+        return rest
+
+    def _any_number(self, ways: Sequence[str], then: str) -> str:
+        if ways == _ways(ANY.ranges) and then == _QUOTE:
+            self._add("characters", CHARACTERS)
+            self._add("escape", ESCAPE)
+            return "characters"
+        key = (*ways, then)
+        if key not in self._loops:
+            name = self._loops[key] = f"loop{len(self._loops)}"
+            self._add(name, " | ".join([then, *(f"{way} {name}" for way in ways)]))
+        return self._loops[key]
+
+    def _named(self, then: str) -> str:
+        return then if " " not in then else self._make("text", then)
+
+
+_QUOTE: Final = r'"\""'
+
+
+def _one_of(ways: Sequence[str]) -> str:
+    return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
 
 
 @cache
-def _rule_of_characters(ranges: Ranges) -> str:
+def _ways(ranges: Ranges) -> tuple[str, ...]:
+    """The ways in which JSON writes characters."""
     if ranges == ANY.ranges:
-        return ANY_CHARACTER
+        return UNESCAPED, r'"\\" ["\\/bfnrt]'
     ways = []
     plain = _common(ranges, _PLAIN)
     if plain:
@@ -484,7 +535,7 @@ def _rule_of_characters(ranges: Ranges) -> str:
         ways += [quoted(f"\\u{code:04x}") for code in codes if code not in _ESCAPES]
     if not ways:
         raise PatternRefused("it asks for half of a surrogate pair, which is no character")
-    return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
+    return tuple(ways)
 
 
 # Formats.

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema_rs
@@ -292,3 +293,10 @@ def test_further_properties_differ_from_those_that_are_named() -> None:
 def test_keywords_of_one_type_mean_that_type() -> None:
     assert not allows(compiled({"properties": {"a": True}}), "1")
     assert allows(compiled({"minLength": 1, "minimum": 3}), '"a"') and allows(compiled({"minLength": 1, "minimum": 3}), "3")
+
+
+@pytest.mark.parametrize("bounds", [{"minLength": 1}, {"maxLength": 99}, {"pattern": r"^\S{1,60}$"}, {"pattern": "^a"}])
+def test_a_repeated_character_that_may_be_escaped_is_no_group(bounds: dict[str, Any]) -> None:
+    """xgrammar 0.2.8 would try every token of several characters at each step of `([^"\\\\] | "\\\\" [n])*`."""
+    source = of_schema({"type": "string", **bounds}).source
+    assert not re.search(r"\)[*+{]", source)
