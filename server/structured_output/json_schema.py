@@ -114,6 +114,7 @@ class _Text:
     pattern: text.Node | None
     minimum: int
     maximum: int | None
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -760,7 +761,7 @@ class _Reader:
             if "pattern" in node.value:
                 patterns[self.pattern(node.value["pattern"], node.place)] = f"pattern {node.value['pattern']!r}"
         if not patterns:
-            return _Text(None, minimum, maximum)
+            return _Text(None, minimum, maximum, nodes[-1].place if nodes else "")
         if len(patterns) > 1:
             place = nodes[-1].place or "the schema"
             raise SchemaRefused(f"{place} has {' and '.join(patterns.values())}; write one pattern that says both")
@@ -774,7 +775,7 @@ class _Reader:
             raise SchemaRefused(
                 f"{place} has {patterns[pattern]} with minLength or maxLength; write one pattern that says both"
             )
-        return _Text(fitted, *((minimum, maximum) if fitted == text.ANYTHING else (0, None)))
+        return _Text(fitted, *((minimum, maximum) if fitted == text.ANYTHING else (0, None)), nodes[-1].place)
 
     @staticmethod
     def _number(nodes: list[_Node], *, is_integer: bool) -> _Kind:
@@ -1087,7 +1088,8 @@ class _Grammar(_Reader):
         try:
             return self._rule("string", self._strings.string(pattern))
         except PatternRefused as error:
-            raise SchemaRefused(f"a pattern cannot be served: {error}") from error
+            what = "a length" if kind.pattern is None else "a pattern"
+            raise SchemaRefused(f"{kind.place or 'the schema'} has {what} that is not served: {error}") from error
 
     def _array_way(self, kind: _Array) -> str:
         prefix = list(kind.prefix)

@@ -423,8 +423,8 @@ CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (=
 """Any number of characters and the quote behind them; what may follow it makes masks cheap."""
 ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
 """Numbered ones too, but for halves of characters."""
-MAX_STEPS: Final = 128
-"""Rules for the characters of one repetition."""
+MAX_STEPS: Final = 100
+"""Characters of one repetition, a rule for each. A hundred take 3 s to compile, for 49,152 tokens, and 5 MiB."""
 
 
 def is_plain(character: str) -> bool:
@@ -467,21 +467,24 @@ class Rules:
         if isinstance(node, Series):
             for part in reversed(node.parts):
                 then = self._before(part, self._named(then))
-            return then
+            return then or '""'
         assert isinstance(node, Repeat), "anchors are gone"
         if isinstance(node.part, Characters) and len(_ways(node.part.ranges)) > 1:
             return self._repeated(_ways(node.part.ranges), node, self._named(then))
         if node.maximum == 0:
-            return then
-        counts = f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
-        star = {(0, None): "*", (1, None): "+"}.get((node.minimum, node.maximum), counts)
-        return f"({self._before(node.part, '').rstrip()}){star} {then}"
+            return then or '""'
+        counts = _counts(node)
+        return f"({self._before(node.part, '').rstrip()}){counts} {then}"
 
     def _repeated(self, ways: Sequence[str], node: Repeat, then: str) -> str:
-        num_rules = node.minimum + (0 if node.maximum is None else node.maximum - node.minimum)
-        if num_rules > MAX_STEPS or not then:
-            counts = f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
-            return f"{_one_of(ways)}{counts} {then}"
+        num_rules = node.minimum if node.maximum is None else node.maximum
+        if num_rules > MAX_STEPS:
+            raise PatternRefused(
+                f"it counts {num_rules} characters, and {MAX_STEPS} are served of those that JSON may escape; leave the count"
+                " out, and send max_tokens"
+            )
+        if not then:
+            return f"{_one_of(ways)}{_counts(node)}"
         if node.maximum is None:
             rest = self._any_number(ways, then)
         else:
@@ -505,6 +508,12 @@ class Rules:
 
     def _named(self, then: str) -> str:
         return then if " " not in then else self._make("text", then)
+
+
+def _counts(node: Repeat) -> str:
+    if node.maximum is None and node.minimum < 2:
+        return "+" if node.minimum else "*"
+    return f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
 
 
 _QUOTE: Final = r'"\""'

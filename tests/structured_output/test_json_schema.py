@@ -202,6 +202,7 @@ def test_a_length_counts_characters_however_they_are_written() -> None:
         ("^a{2}(b|cd){1,2}$", ["aab", "aacdb"], ["aa", "ab"]),
         ("^{.*}$", ["{}", "{a}"], ["}"]),
         ("^(?:a|(?<n>b))$", ["a", "b"], ["n"]),
+        ("^((|a)b|x{0}){1,2}$", ["b", "abb", ""], ["a"]),
     ],
 )
 def test_patterns_are_those_of_ecma(pattern: str, held: list[str], refused: list[str]) -> None:

@@ -55,6 +55,11 @@ def nested(depth: int) -> Any:
         ({"enum": list(range(5000))}, "4096 values"),
         ({"const": "&" * 200_000}, "1048576"),
         ({"type": "string", "minLength": 100000}, "4096"),
+        (
+            {"properties": {"a": {"type": "string", "maxLength": 2000}}},
+            "/properties/a has a length that is not served: it counts",
+        ),
+        ({"type": "string", "pattern": "^.{0,200}$"}, "100 are served"),
         ({"type": "array", "minItems": True}, "minItems True"),
         ({"const": "\ud800"}, "half of a surrogate pair"),
         ({"const": float("inf")}, "JSON does not have"),
