@@ -989,7 +989,7 @@ class KVCache(Planes, Closing, Unique):
         except BaseException:
             if self.memory.num_pages(slot):
                 self.memory.reclaim_all(slot, self.memory.lower_limit(slot, 0))
-            self.table.starts[:, slot] = 0
+            self.table.begin(slot, 0)
             raise
         self.table.lengths[slot] = num_tokens
         self.memory.assert_owned(slot)
@@ -1021,11 +1021,11 @@ class KVCache(Planes, Closing, Unique):
         return parked
 
     def park_bare(self, slot: int, tenant: Hashable, starts: Seq[int], stamp: int) -> ParkedSlot:
-        """A free slot, parked without rows and with that stamp; what is mapped there begins at `starts`. Cost: a fence."""
+        """A free slot, parked without rows and with that stamp; it will keep those from `starts` on. Cost: a fence."""
         parked = ParkedSlot(slot, 0, tenant, stamp, None, self.memory.fence(), 0)
         self.memory.tenants[slot] = tenant
         self.table.states[slot] = SlotState.PARKED
-        self.table.starts[:, slot] = starts
+        self.table.begin(slot, starts)
         self._list(parked)
         return parked
 
@@ -1257,7 +1257,7 @@ class KVCache(Planes, Closing, Unique):
         try:
             for parent, slot in pairs:
                 pages = sharing.shareable(self.memory, parent.slot, parent.length)
-                self.table.starts[:, slot] = self.table.starts[:, parent.slot]
+                self.table.begin(slot, self.table.starts[:, parent.slot], self.table.firsts[:, parent.slot])
                 copy_bytes = functools.partial(sharing.copy_slot_bytes, self.memory, parent.slot)
                 forks.append(self.open_with(slot, end, parent.tenant, parent.length, pages, copy_bytes))
                 forks[-1].known_positions = parent.known_positions

@@ -171,9 +171,12 @@ def test_rows_that_windows_have_passed_are_not_borrowed(path, opened):
 def test_a_page_that_a_window_passed_in_part_is_borrowed_whole(path, opened):
     start(path, layout=WINDOWED).ask("serve", PROMPT[:70])
     borrower = opened(layout=WINDOWED, borrows=True)
-    sequence = borrower.prefix.attach(PROMPT).sequence
-    engines.write(sequence, None, PROMPT, 0)
-    sequence.advance_start(1)  # to row 61 of those from 32 to 64
+    source, sequence = (borrower.prefix.attach(PROMPT).sequence for _ in range(2))
+    engines.write(source, None, PROMPT, 0)
+    engines.write(sequence, None, [*PROMPT[:5], *PROMPT[6:], 5], 0)
+    source.advance_start(1)  # to row 61 of those from 32 to 64
+    borrower.cache.copy_rows([(source, sequence)], 5, len(PROMPT))  # a beam, which has none of the rows before
+    source.close()
     borrower.prefix.insert(sequence, PROMPT)
     assert borrower.prefix.match([*PROMPT[:75], 1]) == 0
     hold_rows(borrower, [*PROMPT[:75], 1], 75).close()

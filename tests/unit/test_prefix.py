@@ -804,9 +804,12 @@ def test_what_a_window_has_passed_stays_while_another_reads_it_or_it_is_pinned(p
 
 def test_a_page_takes_the_place_of_one_with_fewer_rows(windowed_prefix):
     prefix, prompt = windowed_prefix, LONG[:64]
-    passed, whole = (compute(prefix, prompt) for _ in range(2))
-    passed.advance_start(0)  # to token 45, in page 2
-    prefix.release(passed, prompt)
+    source, whole, beam = (compute(prefix, tokens) for tokens in (prompt, prompt, [*prompt[:5], *range(900, 959)]))
+    source.advance_start(0)  # to token 45, in page 2
+    prefix.cache.copy_rows([(source, beam)], 5, 64)
+    source.close()
+    prefix.release(beam, prompt)
+    assert prefix.match([*prompt, 7]) == 64, "the last rows are there"
     assert prefix.match([*prompt[:63], 7]) == 0
     prefix.release(whole, prompt)
     assert prefix.match([*prompt[:63], 7]) == 63

@@ -684,6 +684,94 @@ def test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored(cache):
     tier.close()
 
 
+SHORT_WINDOW = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 20, None, 20])
+"""Two groups of 64 KiB a row, 32 tokens a page: more than the window of the second."""
+
+
+@pytest.fixture
+def short_window(pool, host):
+    with KVCache(SHORT_WINDOW, pool, slots=4, max_tokens=512) as cache:
+        yield PrefixCache(cache, [host], fingerprint="model")
+        cache.check()
+
+
+def bring_back(prefix, prompt):
+    """A sequence with what tiers have of a prompt, of which the device keeps nothing."""
+    prefix.flush()
+    prefix.evict()
+    prefix.fetch(prompt)
+    prefix.flush()
+    return prefix.attach(prompt).sequence
+
+
+@pytest.mark.parametrize("step", [7, 20, 100])
+def test_pages_that_a_window_has_passed_in_part_come_back_as_they_were(short_window, step):
+    """A page goes as a whole: until then it has all its rows."""
+    prefix, sequence = short_window, short_window.attach(LONG).sequence
+    for num_tokens in [*range(step, 300, step), 300]:
+        write(sequence, LONG[:num_tokens])
+        prefix.insert(sequence, LONG[:num_tokens])
+        sequence.advance_start(1)
+    prefix.release(sequence, LONG)
+    assert prefix.match([*LONG, 1]) == 288
+    for num_tokens in (300, 200, 100):  # other ends, and other windows
+        prompt = [*LONG[:num_tokens], 1]
+        again = bring_back(prefix, prompt)
+        assert_reads(again, LONG[: num_tokens // 32 * 32])
+        prefix.release(again)
+
+
+def test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored(short_window):
+    """What is attached by copy is copied with the rows before its window: so the page is whole when it is full."""
+    prefix, first = short_window, short_window.attach(LONG[:90]).sequence
+    write(first, LONG[:90])
+    prefix.insert(first, LONG[:90])
+    turn = [*LONG[:86], *range(200, 230)]
+    second = prefix.attach(turn).sequence
+    assert second.length == 86 and second.start(1) == 67
+    write(second, turn)
+    prefix.release(second, turn)
+    prefix.release(first)
+    assert_reads(bring_back(prefix, turn), turn[:96])
+
+
+def with_the_last_rows_alone(prefix, text):
+    """A running sequence with a text, inserted, of which it has taken all but a few rows from a beam whose window is past."""
+    source, target = (prefix.attach(text[:5]).sequence for _ in range(2))
+    write(source, text[:60])
+    write(target, [*text[:5], *range(100, 155)])
+    source.advance_start(1)
+    prefix.cache.copy_rows([(source, target)], 5, 60)
+    prefix.release(source)
+    write(target, text)
+    prefix.insert(target, text)
+    return target
+
+
+def test_a_page_that_lacks_its_first_rows_is_not_stored(short_window):
+    prefix = short_window
+    prefix.release(with_the_last_rows_alone(prefix, LONG[:70]))
+    assert_reads(bring_back(prefix, LONG[:40]), [])
+    assert_reads(bring_back(prefix, LONG[:70]), [])
+
+
+def test_rows_that_a_page_on_the_device_lacks_are_fetched(short_window):
+    prefix = short_window
+    compute(prefix, LONG[:70])
+    prefix.flush()
+    prefix.evict()
+    target = with_the_last_rows_alone(prefix, LONG[:70])
+    assert prefix.match(LONG[:65]) == 64 and prefix.match(LONG[:61]) == 60, "the last rows are there"
+    assert prefix.match(LONG[:50]) == 0
+    fetch = prefix.fetch(LONG[:50])
+    assert fetch.num_tokens == 32 and fetch.size_bytes == PAGE_BYTES
+    prefix.flush()
+    again = prefix.attach(LONG[:50]).sequence
+    assert_reads(again, LONG[:32])
+    prefix.release(again)
+    prefix.release(target)
+
+
 def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):
     prefix = PrefixCache(cache)
     compute(prefix, PROMPT)

@@ -52,6 +52,11 @@ class SlotTable:
         """The most tokens that the sequence may ever have."""
         self.starts = np.zeros((num_groups, num_rows), dtype=np.int64)
         """The first row still kept, in each group."""
+        self.firsts = np.zeros((num_groups, num_rows), dtype=np.int64)
+        """The first row that is really there, in each group, at most `starts`: what is mapped has no rows before it.
+
+        Pages go as a whole, so that a page of which a window has passed a part has all its rows still.
+        """
         self.limits = np.zeros(num_rows, dtype=np.int32)
         """What the device's limit tensor holds."""
 
@@ -66,6 +71,11 @@ class SlotTable:
         """The slot has no sequence any more."""
         self.states[slot] = state
         self.lengths[slot] = self.ends[slot] = 0
+
+    def begin(self, slot: int, starts: npt.ArrayLike, firsts: npt.ArrayLike | None = None) -> None:
+        """A slot without rows gets, in each group, those from `firsts` on, by default `starts`, and keeps those from there."""
+        self.starts[:, slot] = starts
+        self.firsts[:, slot] = starts if firsts is None else firsts
 
     def where(self, state: SlotState) -> list[int]:
         """The slots in that state, in order."""

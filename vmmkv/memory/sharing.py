@@ -68,8 +68,9 @@ def take(
 ) -> None:
     """Give a slot without rows its first `num_tokens`: what is `given` by alias, if `alias` has not, and what is left by copy.
 
-    The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
-    from the first of those on. `large_ends` are the pages of each group behind which no new extent is large.
+    The rows that the slot keeps are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
+    from the first of those on. Of the first page, if it is not given, the rows from `memory.table.firsts[:, slot]` on are
+    copied. `large_ends` are the pages of each group behind which no new extent is large.
     Cost: map and access for each extent, given or new; a copy for each group, launched on the caller's current stream. On
     failure nothing is mapped, or it is pending reclaim. Raises: OutOfPages, DriverError.
     """
@@ -90,7 +91,8 @@ def take(
     with memory.copying():
         for span, pages in zip(memory.spans(slot), given, strict=True):
             end_page = max((page + extent.num_pages for page, extent in pages.items()), default=0)
-            first_byte = max(end_page * PAGE_BYTES, memory.start(span) * span.group.row_bytes)
+            first_row = int(memory.table.firsts[span.index, slot])
+            first_byte = max(max(end_page, span.first_page) * PAGE_BYTES, first_row * span.group.row_bytes)
             end_byte = num_tokens * span.group.row_bytes
             if first_byte < end_byte:
                 copy_bytes(span.index, first_byte, end_byte - first_byte, span.address + first_byte)
@@ -164,8 +166,9 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
     stream; no driver call.
     """
     assert not memory.is_shared_from(target, first_token), f"slot {target} would write what others hold too (law 3)"
-    starts = memory.table.starts
-    starts[:, target] = np.maximum(starts[:, target], starts[:, source])  # the pages before go when the window advances again
+    starts = np.maximum(memory.table.starts[:, target], memory.table.starts[:, source])
+    firsts = np.where(first_token < starts, starts, memory.table.firsts[:, target])  # what is not copied is another token's
+    memory.table.begin(target, starts, firsts)  # the pages before go when the window advances again
     for span in memory.spans(target):
         first_byte = max(first_token, memory.start(span)) * span.group.row_bytes
         end_byte = end_token * span.group.row_bytes

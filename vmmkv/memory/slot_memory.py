@@ -359,7 +359,7 @@ class SlotMemory:
             if span.first_page or not only_cut:
                 self.mapper.reclaim(span.live(), fence)
                 span.first_page = span.end_page = 0
-        self.table.starts[:, slot] = 0
+        self.table.begin(slot, 0)
         self.table.committed[slot] = self.committed(slot)
 
     # laws
@@ -392,6 +392,7 @@ class SlotMemory:
                 assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"
             first_byte = self.start(span) * span.group.row_bytes
             assert span.first_page * PAGE_BYTES <= first_byte, f"slot {slot} keeps rows that are unmapped"
+        assert (table.firsts[:, slot] <= table.starts[:, slot]).all(), f"slot {slot} keeps rows that it never had"
         assert table.committed[slot] == self.committed(slot), f"slot {slot}'s committed tokens are miscounted"
         if state is SlotState.LIVE:
             self.assert_owned(slot)

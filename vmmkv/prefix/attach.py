@@ -77,6 +77,8 @@ class Extents(NamedTuple):
     """For each group: the extents to alias, by page of the slot."""
     tails: tuple[Placed | None, ...]
     """For each group: the extent that holds the rest; None if there is no rest, or only a resident has it."""
+    firsts: tuple[int, ...]
+    """For each group: the first row that is really there. See `SlotTable.firsts`."""
     num_tokens: int
     """Tokens for which extents alone are enough, without a resident."""
 
@@ -110,6 +112,7 @@ class Hit:
         """What the tree holds of these rows."""
         aliased: list[Pages] = []
         tails: list[Placed | None] = []
+        firsts: list[int] = []
         num_tokens = self.num_tokens
         for index, (arena, start) in enumerate(zip(self._memory.arenas, self.starts, strict=True)):
             by_page: _ByPage = {}
@@ -117,14 +120,22 @@ class Hit:
                 if piece.group == index:
                     by_page.setdefault(piece.value.page, []).append(piece)
             run, page = _run_of_extents(by_page, arena.group, start, self.num_tokens)
-            tail = None
+            tail: Placed | None = None
+            first = start
+            if run:
+                first = run[0].first_token
+            elif self.resident is not None:
+                first = int(self._memory.table.firsts[index, self.resident])
             if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
                 tail = _extent_over(page, start, by_page, self.node, index)
                 if tail is None:
                     num_tokens = min(num_tokens, arena.group.tokens_under(page))
-            aliased.append(run)
+                elif not run and self.resident is None:
+                    first = tail.first_token
+            aliased.append({placed.page: placed.extent for placed in run})
             tails.append(tail)
-        return Extents(tuple(aliased), tuple(tails), num_tokens)
+            firsts.append(first)
+        return Extents(tuple(aliased), tuple(tails), tuple(firsts), num_tokens)
 
     def all_extents(self) -> Iterator[Extent]:
         """Those that are mapped to attach it."""
@@ -233,7 +244,7 @@ class Attacher:
         if hit is None:
             return None
         aliased = hit.extents.aliased
-        memory.table.starts[:, slot] = hit.starts
+        memory.table.begin(slot, hit.starts, hit.extents.firsts)
         with self._reading(hit):
             sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
             if hit.resident in cache.parked_slots:
@@ -297,6 +308,7 @@ class Attacher:
             return
         if not self._could_import(hit.all_extents()):
             return
+        memory.table.begin(slot, hit.starts, hit.extents.firsts)
         with contextlib.suppress(OutOfPages), self._reading(hit), cache.mapping_under(parked):
             sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
             parked.length = hit.num_tokens
@@ -342,17 +354,15 @@ _ByPage: TypeAlias = dict[int, list[Piece[Placed]]]
 """The pieces of one group on a path, by the first page of their extent."""
 
 
-def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int) -> tuple[dict[int, Extent], int]:
+def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int) -> tuple[list[Placed], int]:
     """Adjoining extents that hold only matched rows, from the first needed page on, the largest first; and where they end."""
     page = group.page_of(start)
-    run: dict[int, Extent] = {}
+    run: list[Placed] = []
     while usable := [
-        piece.value.extent
-        for piece in by_page.get(page, ())
-        if piece.end_token <= num_tokens and piece.value.first_token <= start
+        piece.value for piece in by_page.get(page, ()) if piece.end_token <= num_tokens and piece.value.first_token <= start
     ]:
-        run[page] = max(usable, key=lambda extent: extent.num_pages)
-        page += run[page].num_pages
+        run.append(max(usable, key=lambda placed: placed.extent.num_pages))
+        page = run[-1].end_page
     return run, page
 
 

@@ -35,7 +35,7 @@ class Placed(NamedTuple):
     page: int
     extent: Extent
     first_token: int = 0
-    """Rows before it may be missing: the slot that the extent comes from began within it, for its window needed no more."""
+    """The rows before it are missing: the slot that the extent comes from began within it, for its window needed no more."""
 
     @property
     def end_page(self) -> int:
@@ -142,14 +142,14 @@ class PrefixIndex:
         """The extents of a slot that can be shared with `num_tokens` tokens and could not with `after`."""
         pieces = []
         for index, arena in enumerate(self._memory.arenas):
-            span, group, start = arena.spans[slot], arena.group, int(self._memory.table.starts[index, slot])
+            span, group, first_row = arena.spans[slot], arena.group, int(self._memory.table.firsts[index, slot])
             first = max(span.first_page, group.page_of(after))
             for mapping in span.live_from(span.border_before(first)):
                 last = end_token(group, mapping.end_page)
                 if last > num_tokens:
                     break
                 if last > after:
-                    first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0
+                    first_token = first_row if mapping.page * PAGE_BYTES < first_row * group.row_bytes else 0
                     pieces.append(Piece(last, Placed(mapping.page, mapping.extent, first_token), index))
         return sorted(pieces, key=piece_place)
 

@@ -201,7 +201,7 @@ def restore(
                 if num_tokens > end:
                     raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
                 slot = cache.clear_run(1)
-                cache.memory.table.starts[:, slot] = header.starts
+                cache.table.begin(slot, header.starts)
                 bare: list[Pages] = [{} for _ in header.starts]
                 sequence = cache.open_with(
                     slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
@@ -242,7 +242,7 @@ def fill_batches(
         with cache.pool.lock:
             cache.check_running(sequence)
             cache.check_capture()
-            cache.memory.table.starts[:, sequence.slot] = header.starts
+            cache.table.begin(sequence.slot, header.starts)
             bare: list[Pages] = [{} for _ in header.starts]
             cache.fill(sequence.slot, num_tokens, bare, lambda group, _, *rest, into=copies: into.append(_Copy(group, *rest)))
             sequence.known_positions = header.positions
@@ -434,7 +434,7 @@ def _fill(rows: _Rows, chunks: Iterator[torch.Tensor]) -> None:
     for part in rows.parts:
         shared = () if part.owner is None else part.owner.live()
         given.append({mapping.page: mapping.extent for mapping in shared if mapping.end_page <= part.shared_end})
-        memory.table.starts[part.span.index, sequence.slot] = part.start
+    memory.table.begin(sequence.slot, [part.start for part in rows.parts])
     memory.table.ends[sequence.slot] = sequence.max_tokens
 
     def copy_bytes(_group: int, _first_byte: int, size_bytes: int, target: int) -> None:
