@@ -317,7 +317,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "records of the disk that are not verified": ("is_right = checksum_of(key, data) == slot.checksum", "is_right = True"),
     },
     ("tiers/disk.py", f"{TIERS}::test_a_changed_entry_is_no_entry"): {
-        "entries of an index that are not verified": ("if own == _own_checksum(number, fields):", "if True:"),
+        "entries of an index that are not verified": (
+            "if entry[_ENTRY.size :] != _own_checksum(",
+            "if False and entry[_ENTRY.size :] != _own_checksum(",
+        ),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_a_path_that_is_stored_in_pieces_loses_its_end_first"): {
         "what is stored of a path is newer than what was there": (

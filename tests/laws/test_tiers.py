@@ -403,22 +403,25 @@ def test_a_changed_entry_is_no_entry(tmp_path, at):
 
 
 @pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1])
-def test_an_entry_that_no_tier_writes_is_said_once_and_the_tier_goes_on(tmp_path, caplog, generation):
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_entry_that_no_tier_has_written_is_a_miss_and_the_tier_goes_on(tmp_path, caplog, generation, is_whole):
     with_one(tmp_path)
     fields = disk_module._ENTRY.pack(generation, key_of(2), 0)
-    entry = (fields + disk_module._own_checksum(3, fields)).ljust(disk_module._ENTRY_BYTES, b"\0")
+    entry = (fields + disk_module._own_checksum(3 + (not is_whole), fields)).ljust(disk_module._ENTRY_BYTES, b"\0")
     with open(tmp_path / "tier" / "index", "r+b") as index:
         index.seek(disk_module._entry_at(3))
         index.write(entry)
-    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
-    again.open(CPU)
+    for first in (20, 40):
+        again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+        again.open(CPU)
+        assert load(again, 1) or first == 40
+        assert not load(again, 2)
+        assert all(store(again, number) and load(again, number) for number in range(first, first + NUM_RECORDS))
+        assert again.stats().errors == (is_whole and first == 20)
+        again.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / 'tier'}: 1 entries of its index are damaged; their records are lost"
-    ]
-    assert load(again, 1) and found(again, 2) == [False]
-    assert all(store(again, number) and load(again, number) for number in range(20, 20 + NUM_RECORDS))
-    assert again.stats().errors == 0
-    again.close()
+    ] * (not is_whole)
 
 
 def test_an_index_of_something_else_is_said_once_and_begun_anew(tmp_path, caplog):
@@ -452,6 +455,68 @@ def test_records_are_found_again_and_a_smaller_budget_keeps_what_fits(tmp_path):
             store(tier, number)
         assert os.stat(tmp_path / "tier" / "records").st_size == num_records * RECORD_BYTES
         tier.close()
+
+
+@pytest.mark.parametrize("num_writes", range(7))
+def test_a_tier_that_is_killed_while_it_shrinks_keeps_what_was_used_last(tmp_path, monkeypatch, num_writes):
+    """Records 1, 3 and 6 were: one in a slot that stays and two that are moved, each by two writes."""
+    tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    tier.open(CPU)
+    assert all(store(tier, number) for number in range(NUM_RECORDS))
+    assert all(found(tier, 6, 3, 1))
+    tier.close()
+    write_at, left = DiskTier.write_at, iter([True] * num_writes)
+
+    def killed(tier, *written):
+        if not next(left, False):
+            raise KeyboardInterrupt
+        write_at(tier, *written)
+
+    monkeypatch.setattr(DiskTier, "write_at", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        DiskTier(tmp_path / "tier", 3 * RECORD_BYTES)._close_files()
+    monkeypatch.undo()
+    again = DiskTier(tmp_path / "tier", 3 * RECORD_BYTES)
+    again.open(CPU)
+    assert all(load(again, number) for number in (1, 3, 6)) and again.stats().held_bytes == 3 * RECORD_BYTES
+    assert store(again, 20) and [load(again, number) for number in (1, 3, 6, 20)].count(True) == 3
+    again.close()
+
+
+def test_a_record_that_cannot_be_read_while_a_tier_shrinks_is_lost_and_no_other(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    tier.open(CPU)
+    assert all(store(tier, number) for number in range(NUM_RECORDS))
+    assert tier._records[key_of(5)].number == 5
+    tier.close()
+    read_at = DiskTier.read_at
+
+    def damaged(tier, fd, data, offset):
+        if offset == 5 * RECORD_BYTES:
+            raise OSError(errno.EIO, "injected")
+        read_at(tier, fd, data, offset)
+
+    monkeypatch.setattr(DiskTier, "read_at", damaged)
+    again = DiskTier(tmp_path / "tier", 4 * RECORD_BYTES)
+    monkeypatch.undo()
+    again.open(CPU)
+    assert [number for number in range(NUM_RECORDS) if load(again, number)] == [4, 6, 7]
+    assert store(again, 20) and load(again, 20) and load(again, 4)
+    again.close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_order_of_use_outlives_a_tier_that_is_closed(tmp_path, is_killed):
+    tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    tier.open(CPU)
+    assert all(store(tier, number) for number in range(NUM_RECORDS))
+    found(tier, 0, 1)
+    (tier._close_files if is_killed else tier.close)()
+    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    again.open(CPU)
+    assert store(again, 20) and store(again, 21)
+    assert found(again, *range(4)) == ([False, False, True, True] if is_killed else [True, True, False, False])
+    again.close()
 
 
 def test_the_newest_record_of_each_slot_is_found_again_and_the_files_never_grow(tmp_path):

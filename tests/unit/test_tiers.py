@@ -733,6 +733,9 @@ def test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored(short_
     prefix.release(second, turn)
     prefix.release(first)
     assert_reads(bring_back(prefix, turn), turn[:96])
+    prefix.fetch(turn[:65])
+    prefix.flush()
+    assert_reads(prefix.attach(turn[:80]).sequence, turn[:79])
 
 
 def with_the_last_rows_alone(prefix, text):
@@ -770,6 +773,22 @@ def test_rows_that_a_page_on_the_device_lacks_are_fetched(short_window):
     assert_reads(again, LONG[:32])
     prefix.release(again)
     prefix.release(target)
+
+
+@pytest.mark.parametrize("ends", [(113,), (65, 113), (33, 65, 97, 113)])
+def test_of_a_path_in_a_disk_tier_that_shrinks_its_beginning_is_kept(pool, tmp_path, ends):
+    """Also where it grew turn by turn, and so its end was written last."""
+    for num_pages in (20, 4, 2):
+        with KVCache(LAYOUT, pool, slots=4, max_tokens=512) as cache:
+            disk = DiskTier(tmp_path, num_pages * PAGE_BYTES)
+            prefix = PrefixCache(cache, [disk], fingerprint="model")
+            for num_tokens in ends if num_pages == 20 else ():
+                compute(prefix, LONG[:num_tokens])
+                prefix.flush()
+            prefix.evict()
+            assert disk.stats().held_bytes == min(7, num_pages) * PAGE_BYTES
+            assert_reads(bring_back(prefix, LONG), LONG[: min(7, num_pages) * 16])
+        disk.close()
 
 
 def test_without_tiers_nothing_is_fetched_and_nothing_is_made(cache, driver):

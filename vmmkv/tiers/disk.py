@@ -5,9 +5,11 @@
 
 A record is written to its slot first, and its entry after. So whenever the process is killed, each entry describes what its
 slot holds, or what it held before; the checksum tells which when the record is read. If two entries have one key, that of the
-higher generation counts.
+higher generation counts. Generations are the order in which records were written. When a tier is opened or closed all are
+numbered anew, in the order of use.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -37,9 +39,6 @@ _HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
 _ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
 """Generation, key, and checksum of the record; a checksum of these and the slot's number follows."""
 
-_GENERATIONS: Final = range(1, 1 << 63)
-"""Those that an entry can have: a tier does not come to the end of them."""
-
 _ENTRY_BYTES: Final = 64
 """From one entry to the next: none lies in two sectors."""
 
@@ -63,7 +62,8 @@ class DiskTier(ThreadedTier):
 
     The directory is made if need be, and its space allocated at once. Records, of 2 MiB, are found again after a restart, and
     verified when they are read. If the process is killed, only what was being written is lost. The least recently used record
-    is evicted first. One process at a time can use a path. Only the owner may read its files. Close it after its caches.
+    is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied for that. One
+    process at a time can use a path. Only the owner may read its files. Close it after its caches.
     Raises: TierUnavailable if another process uses the path, or no file can be written there; BudgetError if it does not fit on
     the disk, naming what fits; OSError.
     """
@@ -168,6 +168,9 @@ class DiskTier(ThreadedTier):
     def close(self) -> None:
         """See Tier.close."""
         super().close()
+        with self.lock:
+            if self._fd >= 0:
+                self._write_index()
         self._close_files()
 
     # files
@@ -199,11 +202,11 @@ class DiskTier(ThreadedTier):
             self._allocate()
             self._use_direct_io()
             self._read_index()
+            self._shorten()
+            self._write_index()
         except BaseException:
             self._close_files()
             raise
-        taken = {slot.number for slot in self._records.values() if slot is not None}
-        self._free = [number for number in reversed(range(self._num_slots)) if number not in taken]
 
     def _lock_path(self) -> None:
         try:
@@ -224,7 +227,7 @@ class DiskTier(ThreadedTier):
             ) from error
 
     def _allocate(self) -> None:
-        """Take the disk space of both files, or give back what is beyond it. On failure the records stay as they were.
+        """Take the disk space of both files. On failure the records stay as they were.
 
         A restart takes no more, so it does not fail on a disk that has become full.
         """
@@ -234,7 +237,7 @@ class DiskTier(ThreadedTier):
             for fd, size_bytes in sizes.items():
                 _take(fd, size_bytes)
             for fd, size_bytes in sizes.items():
-                os.ftruncate(fd, size_bytes)
+                os.ftruncate(fd, max(size_bytes, before[fd].st_size))
         except OSError as error:
             for fd, stat in before.items():
                 os.ftruncate(fd, stat.st_size)
@@ -266,28 +269,68 @@ class DiskTier(ThreadedTier):
     # the index
 
     def _read_index(self) -> None:
-        """Find the records that are there. An index of another version is begun anew. The log says once what is damaged."""
+        """Find the records that are there. The log says what is damaged; `_write_index` leaves it out."""
         self._records.clear()
-        content = (self.path / "index").read_bytes()
-        if not content.startswith(_HEADER):
-            if any(content):
-                log.warning("%s: its index is damaged, or of another version: the tier begins empty", self.path)
-            self.write_at(self._index_fd, memoryview(_HEADER + bytes(len(content) - len(_HEADER))), 0)
-            return
-        num_damaged, found = 0, []
-        for number, at in enumerate(range(len(_HEADER), len(content), _ENTRY_BYTES)):
-            entry = content[at : at + _ENTRY_BYTES]
-            known = _entry(number, entry)
-            if known is not None:
-                found.append(known)
-            elif any(entry):
-                num_damaged += 1
+        num_slots, num_damaged, found = os.fstat(self._fd).st_size // RECORD_BYTES, 0, []
+        with open(self.path / "index", "rb") as index:
+            if (header := index.read(len(_HEADER))) != _HEADER:
+                if any(header):
+                    log.warning("%s: its index is damaged, or of another version: the tier begins empty", self.path)
+                return
+            for number in range(num_slots):
+                entry = index.read(_ENTRY_BYTES)
+                if (known := _entry(number, entry)) is not None:
+                    found.append(known)
+                elif any(entry):
+                    num_damaged += 1
         if num_damaged:
             log.warning("%s: %d entries of its index are damaged; their records are lost", self.path, num_damaged)
         for key, slot in sorted(found, key=lambda entry: entry[1].generation):
             self._records.pop(key, None)
             self._records[key] = slot
-            self._generation = slot.generation
+
+    def _shorten(self) -> None:
+        """Keep the records that were used last, as many as the budget has slots for, and give back the space of the others.
+
+        A path is stored and looked up from its end: what is left of it is its beginning, with which a hit begins. What lies
+        behind the last slot is moved to slots before it, and its entry is written there after it: if the process is killed,
+        the next one does the rest. What cannot be read is lost.
+        """
+        for _ in range(len(self._records) - self._num_slots):
+            self._records.popitem(last=False)
+        found = [(key, slot) for key, slot in self._records.items() if slot is not None]
+        taken = {slot.number for _, slot in found}
+        self._free = [number for number in reversed(range(self._num_slots)) if number not in taken]
+        data = memoryview(mmap.mmap(-1, RECORD_BYTES))
+        for key, slot in found:
+            if slot.number < self._num_slots:
+                continue
+            moved = _Slot(self._free.pop(), slot.generation, slot.checksum)
+            try:
+                self.read_at(self._fd, data, slot.number * RECORD_BYTES)
+                self.write_at(self._fd, data, moved.number * RECORD_BYTES)
+                self.write_at(self._index_fd, memoryview(_packed(key, moved)), _entry_at(moved.number))
+                self._records[key] = moved
+            except OSError:
+                self._free.append(moved.number)
+                del self._records[key]
+        os.ftruncate(self._fd, self.budget_bytes)
+        os.ftruncate(self._index_fd, _entry_at(self._num_slots))
+
+    def _write_index(self) -> None:
+        """Write the whole index anew, with generations from 1 in the order of use, which this process alone knows.
+
+        The caller holds the lock, or is alone. If the process is killed meanwhile, or the disk takes no more, some entries stay
+        as they were: as good, in another order.
+        """
+        content = bytearray(_HEADER.ljust(_entry_at(self._num_slots), b"\0"))
+        self._generation = 0
+        for key, slot in self._records.items():
+            if slot is not None:
+                self._generation = slot.generation = self._generation + 1
+                content[_entry_at(slot.number) : _entry_at(slot.number + 1)] = _packed(key, slot)
+        with contextlib.suppress(OSError):
+            self.write_at(self._index_fd, memoryview(content), 0)
 
     def _take_slot(self) -> int:
         """A slot to write to; the least recently used record makes room. Raises OSError if all are being read."""
@@ -342,9 +385,9 @@ def _own_checksum(number: int, fields: bytes) -> bytes:
 
 
 def _entry(number: int, entry: bytes) -> tuple[bytes, _Slot] | None:
-    """Key and slot of an entry of the index; None for one that is not whole, or that no tier writes."""
+    """Key and slot of an entry of the index; None for one that is not whole."""
     fields = entry[: _ENTRY.size]
     if entry[_ENTRY.size :] != _own_checksum(number, fields).ljust(_ENTRY_BYTES - _ENTRY.size, b"\0"):
         return None
     generation, key, checksum = _ENTRY.unpack(fields)
-    return (key, _Slot(number, generation, checksum)) if generation in _GENERATIONS else None
+    return key, _Slot(number, generation, checksum)
