@@ -364,6 +364,7 @@ class Sequence(Planes, Closing, Unique):
     def save(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> None:
         """Write the sequence's rows to a file, for `KVCache.restore`. The file is there whole or, after a failure, as before.
 
+        It is written beside `path`, as `NAME.xxxxxxxx.new`. Such files that killed processes have left there are removed.
         `fingerprint` tells models apart whose layouts are alike. The tokens are the caller's to keep. Only the file's owner may
         read it.
         Cost: blocks while the rows are copied and written.

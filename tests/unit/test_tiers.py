@@ -25,6 +25,7 @@ from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_ove
 from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache, transfers
 from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.tiers import saved
 from vmmkv.tiers.record import Keys
 from vmmkv.units import PAGE_BYTES
 
@@ -829,12 +830,33 @@ def test_a_saved_sequence_is_restored_and_goes_on(pool, tmp_path, layout):
 
 def test_what_another_save_left_behind_hinders_none(cache, tmp_path):
     """A container's processes all have the same number; and a save that fails takes only its own file with it."""
-    (tmp_path / f"one.{os.getpid()}.new").touch()
+    (tmp_path / f"one.{os.getpid()}.new").write_bytes(b"another program's")
     sequence = cache.open()
     write(sequence, PROMPT)
     sequence.save(tmp_path / "one")
     assert_reads(cache.restore(tmp_path / "one"), PROMPT)
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_what_a_killed_save_left_behind_is_removed_by_the_next_one_there(cache, tmp_path):
+    sequence = cache.open()
+    write(sequence, PROMPT)
+    (tmp_path / "mine.backup00.new").write_bytes(b"something else")
+    os.mkfifo(tmp_path / "pipe.abcdefgh.new")
+    (tmp_path / "empty.abcdefgh.new").touch()
+    if (child := os.fork()) == 0:
+        fd, _ = saved._new_file(tmp_path / "one")
+        os.write(fd, saved._MAGIC + b"rows")
+        os._exit(9)  # as if it was killed
+    os.waitpid(child, 0)
+    fd, under_way = saved._new_file(tmp_path / "one")  # another process's
+    assert len([*tmp_path.iterdir()]) == 5
+    sequence.save(tmp_path / "two")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"mine.backup00.new", "pipe.abcdefgh.new", os.path.basename(under_way), "two"}
+    os.close(fd)
+    sequence.save(tmp_path / "two")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.backup00.new", "pipe.abcdefgh.new", "two"}
 
 
 def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(cache, tmp_path, monkeypatch):

@@ -13,10 +13,12 @@ Host memory holds the same chunks. Pages that sequences of a batch share are kep
 """
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
 import os
+import re
 import struct
 import tempfile
 import zlib
@@ -150,17 +152,47 @@ def save_batches(batches: Sequence[Sequence["caches.Sequence"]], path: Path, fin
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when it is written; if that fails, all is as before."""
-    fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
+    _remove_left(path.parent)
+    fd, new = _new_file(path)
     try:
         with open(fd, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, path)
+            os.replace(new, path)  # before the lock goes with the open file
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
+
+
+_NEW_NAME: Final = re.compile(r".+\.[a-z0-9_]{8}\.new")
+"""Of a file that is being written. It is locked until then, by its process: an unlocked one is what a killed process left."""
+
+
+def _new_file(path: Path) -> tuple[int, str]:
+    """A locked file beside `path`, which takes its place when it is whole, and its name."""
+    while True:
+        fd, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd, new
+        os.close(fd)  # another save has removed it, before it was locked
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what saves of killed processes have left in a folder. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for name in filter(_NEW_NAME.fullmatch, os.listdir(folder)):
+            with contextlib.suppress(OSError):
+                fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.pread(fd, len(_MAGIC), 0) in (_MAGIC, _BATCHES_MAGIC, b""):
+                        os.unlink(folder / name)
+                finally:
+                    os.close(fd)
 
 
 def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
