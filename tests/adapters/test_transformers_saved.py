@@ -1,6 +1,7 @@
 """Keys and values of a VmmCache outside of it: as tensors that torch copies, and in a file."""
 
 import copy
+import itertools
 import json
 import pickle
 import struct
@@ -9,16 +10,17 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.adapters.models import MODELS as KINDS
 from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
-from vmmkv import MIB, Pool, SequenceTooLong, ViewNotCloned
+from vmmkv import MIB, DriverError, Pool, SequenceTooLong, ViewNotCloned
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.eviction import SnapKV
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import saved
 
 ROOT = Path(__file__).parents[2]
@@ -232,3 +234,29 @@ def test_a_file_cut_or_changed_anywhere_is_damage(pool: Pool, tmp_path: Path, cu
             with pytest.raises(ValueError, match=r"is damaged|holds no|is longer"):
                 cache.restore(path)
             assert cache.get_seq_length() == 0 and pool.used_bytes == 0
+
+
+@MODELS
+def test_at_whichever_driver_call_a_restore_fails_the_cache_is_empty(pool: Pool, tmp_path: Path, make: Any) -> None:
+    model, driver, path = make(), cast(FakeDriver, pool.driver), tmp_path / "batch"
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 0, 1, num_tokens=40))
+        before = [each.clone() for each in states_of(cache)]
+        cache.save(path)
+        for number in itertools.count():
+            cache.reset()
+            failing = driver.num_calls + number
+            driver.fail_at = {failing}
+            try:
+                cache.restore(path)
+            except DriverError:
+                driver.fail_at = set()
+                assert (cache.get_seq_length(), pool.used_bytes) == (0, 0), f"call {number} failed"
+                cache.check()
+                cache.restore(path)
+            driver.fail_at = set()
+            assert all(map(torch.equal, states_of(cache), before))
+            if driver.num_calls <= failing:
+                break
+        assert number > 5
+        cache.check()
