@@ -33,6 +33,8 @@ BORROWING = "tests/unit/test_borrowing.py"
 POLICIES = "tests/engine/test_kv_policy.py::test_the_tokens_are_those_of_the_reference"
 SUMS_UNIT = "tests/kernels/test_sums.py"
 CACHE_POLICY = "tests/adapters/test_transformers_policy.py"
+ADMINISTRATION_UNIT = "tests/engine/test_administration.py"
+LLM_UNIT = "tests/engine/test_llm.py"
 
 
 class Mutant(NamedTuple):
@@ -48,6 +50,8 @@ SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_mem
 SUMS = "kernels/sums.py"
 COMPACTION = "server/engine/compaction.py"
 TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
+THREADED, HOST, DISK = "tiers/tier.py", "tiers/host.py", "tiers/disk.py"
+ADMINISTRATION, OWN_PROCESS = "server/engine/administration.py", "server/llm.py"
 OTHERS = f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record"
 
 RAISED_BEHIND = "                for fence in behind.values():\n                    fence.order(self.streams)\n"
@@ -446,6 +450,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "return tier, offset - number * RECORD_BYTES, 0",
         ),
         "a fetch in a pool full of what has just ended": ("                self.cache.collect()  #", "                pass  #"),
+        "what one tier loads never stored in another": ("if len(self.tiers) > 1:", "if False:"),
     },
     (POOL, HOLDER): {
         "rows of an earlier process taken for zeroes": (
@@ -520,6 +525,219 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("server/engine/fetches.py", FETCHES): {
         "the room that one waits for taken": ("return is_finding or len(", "return len("),
+    },
+    (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_a_sleep_stores_what_a_tier_has_not_had_time_to_take"): {
+        "a sleep that stores nothing": ("            engine.store_all(STORE_S)\n", ""),
+    },
+    (
+        ADMINISTRATION,
+        f"{ADMINISTRATION_UNIT}::test_a_larger_budget_that_an_operator_gives_admits_requests_that_found_no_room",
+    ): {
+        "a budget that the scheduler does not hear of": ("            engine.budget_changed()\n", "            pass\n"),
+    },
+    (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_what_goes_back_to_the_device_and_what_to_the_pool_counts_as_freed"): {
+        "created memory that went back not counted": ("before.pool_created_bytes - after.pool_created_bytes", "0"),
+    },
+    (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle"): {
+        "maps that leave no time for steps": (
+            "self._rest_until_s = now_s + self._took_us * REST / 1e6",
+            "self._rest_until_s = now_s",
+        ),
+        "an idle engine's map that rests": (
+            'began_s < self._rest_until_s and budget_us < float("inf")',
+            "began_s < self._rest_until_s",
+        ),
+    },
+    (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_a_slice_has_no_more_slots_than_fit_where_each_takes_long"): {
+        "a map made in one slice": ("if now_s >= until_s:", "if False:"),
+        "slots forgotten between slices": (
+            "some, self._left = self._left[:count], self._left[count:]",
+            "some, self._left = self._left[:count], self._left[count + 1 :]",
+        ),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_without_a_seed_requests_differ_and_a_run_of_the_program_does_not"): {
+        "a refused call that moves a seed": ("                    self._random.setstate(state)", "                    pass"),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_what_comes_behind_a_stop_string_or_with_an_end_token_is_not_the_answers"): {
+        "tokens kept behind a stop string": ("                del own.token_ids[self.detokenizer.num_tokens :]\n", ""),
+        "log-probabilities of an end token kept": (
+            "                    del of_tokens[len(own.token_ids) :]\n",
+            "                    pass\n",
+        ),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_a_stop_string_ends_an_answer_and_only_that"): {
+        "a request that runs on behind its stop string": ("return output.finish_reason is None", "return False"),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again"): {
+        "requests that run on after Ctrl-C": (
+            "                engine.receive(Abort(request_id=request_id))\n            while",
+            "                pass\n            while",
+        ),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_progress_counts_the_prompt_tokens_that_were_computed"): {
+        "cached tokens counted as computed": (
+            "len(result.prompt_token_ids) - output.cached_tokens",
+            "len(result.prompt_token_ids)",
+        ),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_what_a_tier_lacks_is_stored_when_an_llm_ends"): {
+        "an LLM that ends without storing": ("                loaded.engine.store_all(_STORE_S)\n", ""),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_answers_of_one_prompt_have_the_seeds_that_follow"): {
+        "answers of one prompt with one seed": ("seed=(seed + index) & SEED_MASK", "seed=seed"),
+    },
+    (OWN_PROCESS, f"{LLM_UNIT}::test_one_thread_generates_at_a_time"): {
+        "a call beside another thread's": (
+            'raise RuntimeError("this LLM is generating in another thread: give both lists of prompts to one call")',
+            "pass",
+        ),
+    },
+    (THREADED, f"{TIERS}::test_a_store_for_which_no_buffer_is_free_is_refused_and_counts_once"): {
+        "stores that take all buffers": (" or len(self._storing) >= _NUM_BUFFERS // 2", ""),
+    },
+    (THREADED, TIERS_UNIT, TIERS): {
+        "a flush that waits for nothing": ("lambda: not self._num_writes", "lambda: True"),
+        "the end of a path used last": ("    for key in reversed(keys):\n", "    for key in keys:\n"),
+        "a buffer lent again while a thread still reads into it": (
+            "            transfer.future.add_done_callback(lambda _: self.give_back(transfer))",
+            "            self.give_back(transfer)",
+        ),
+    },
+    (THREADED, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {
+        "a store that failed in silence": (
+            '            self._count("errors", 1)\n            self.listener([transfer.key], False)\n',
+            '            self._count("errors", 1)\n',
+        ),
+        "a store given up in silence": (
+            "        if transfer.is_store:\n            self.listener([transfer.key], False)\n",
+            "",
+        ),
+    },
+    (THREADED, f"{TIERS}::test_a_record_is_stored_once"): {
+        "a record found before it is stored": ("key in records and key not in storing for", "key in records for"),
+    },
+    (THREADED, f"{TIERS}::test_memory_that_is_lent_is_not_given_back_under_a_copy"): {
+        "a tier closed while its memory is lent": ("            check_returned(self.name, self._num_lent)\n", ""),
+    },
+    (THREADED, f"{TIERS}::test_memory_that_is_lent_comes_back_however_a_transfer_ends"): {
+        "a buffer lost with a store given up": (
+            "        else:\n            self.give_back(transfer)\n",
+            "        elif not transfer.is_store:\n            self.give_back(transfer)\n",
+        ),
+    },
+    (HOST, f"{TIERS}::test_a_record_is_stored_once"): {
+        "a record loaded while it is stored": ("if held is None or key in self._storing:", "if held is None:"),
+    },
+    (HOST, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {
+        "a record of the host that goes in silence": (
+            "        self.listener([key], False)\n        self._counts",
+            "        self._counts",
+        ),
+    },
+    (HOST, f"{TIERS}::test_memory_that_is_lent_comes_back_however_a_transfer_ends"): {
+        "a load given up keeps its record for ever": (
+            "            elif transfer.address:\n                self._records[transfer.key].num_copies -= 1\n",
+            "            else:\n                pass\n",
+        ),
+    },
+    (DISK, f"{TIERS}::test_a_slot_is_not_written_while_a_thread_reads_it"): {
+        "a record of the disk overwritten while it is read": ("if slot and not slot.num_reads)", "if slot)"),
+    },
+    (SHARED, STORES): {
+        "a store that is down is asked as often as before": (
+            "max(2 * self._pause_s, _FIRST_PAUSE_S)",
+            "max(self._pause_s, _FIRST_PAUSE_S)",
+        ),
+        "an old call ends a store's pause": ("if self._pause_s and began_s is not None:", "if self._pause_s:"),
+        "a question asked twice": ("if key not in self._asked]", "if True]"),
+        "a close that waits for a store that hangs": ("        late.start()\n", ""),
+        "a question that is no use of a record": ("pipeline.touch(name)", "pipeline.exists(name)"),
+        "known records of a store that outlive its outage": ("            self._known.clear()  #", "            pass  #"),
+        "a wrong record found again": (
+            "            self._learn([key], [False])\n        raise OSError",
+            "            pass\n        raise OSError",
+        ),
+    },
+    (TRANSFERS, TIERS_UNIT, TIER_MACHINE): {
+        "what a fetch goes on from evicted": (
+            "            tree.lock(fetch._node)\n",
+            "",
+            (TRANSFERS, "            index.tree.unlock(fetch._node)\n", "            pass\n"),
+        ),
+        "loads of a fetch that was given up go on": (
+            "            part.failed = True\n        for part in [part",
+            "            pass\n        for part in [part",
+        ),
+    },
+    (TRANSFERS, f"{TIERS_UNIT}::test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped"): {
+        "paths queued without a bound": ("            if len(stores) > _MOST_QUEUED:\n                del stores[first]\n", ""),
+    },
+    (TRANSFERS, FETCHES): {
+        "a load that is worth nothing": ("if fetch._worth is None or fetch._worth(fetch):", "if True:"),
+        "a load that takes the room of running requests": (
+            "if pool.spare_pages + pool.kept_pages < fetch._room_pages:",
+            "if False:",
+        ),
+    },
+    (TRANSFERS, f"{TIERS_UNIT}::test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored"): {
+        "a path longer than a tier evicts its own beginning": (
+            "            has.update(chain.in_order[stats.budget_bytes // RECORD_BYTES :])",
+            "            pass",
+        ),
+    },
+    (SEALED, f"{HOLDER}::test_rows_are_sealed_once_they_are_known_to_be_written"): {
+        "an end that seals rows on their way": (
+            "                written.wait()\n        self.poll()",
+            "                pass\n        self.poll()",
+        ),
+    },
+    (BORROWED, f"{BORROWING}::test_room_for_what_is_borrowed_is_not_made_by_evicting_what_it_goes_on_from"): {
+        "what a prompt matches evicted for what is behind it": (
+            "            tree.lock(match.path[-1])\n",
+            "            pass\n",
+            (BORROWED, "                tree.unlock(match.path[-1])\n", "                pass\n"),
+        ),
+    },
+    (SAVED, TIERS_UNIT): {
+        "a header whose rows begin behind what is needed": (
+            "start > cache.layout.start_for(group, num_tokens) for",
+            "False for",
+        ),
+        "positions of a saved sequence that go back": (
+            "any(position >= following for position, following in itertools.pairwise(positions))",
+            "False",
+        ),
+        "a header as long as it likes": (
+            "if size_bytes > _HEADER_BYTES + _POSITION_BYTES * (cache.max_tokens + 1):",
+            "if False:",
+        ),
+        "rows of a file not verified": (
+            " or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):",
+            " or not file.read(_NUMBER.size):",
+        ),
+        "a sequence that loses rows while it is saved": ("                    self.check()\n", ""),
+        "a save that failed leaves its file": ("            os.unlink(new)\n", "            pass\n"),
+    },
+    (SAVED, TIERS_UNIT, FAILURES): {
+        "a file that failed leaves its sequence open": (
+            "            if sequence is not None:\n                sequence.close()\n            raise",
+            "            raise",
+        ),
+    },
+    ("prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
+        "pages stored that others hold already": (
+            "        returned = {piece.value.extent for piece in duplicates}\n",
+            "        returned = set()\n",
+        ),
+    },
+    ("prefix/index.py", TIER_MACHINE): {
+        "a page's rows that are missing stored": (
+            "first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0",
+            "first_token = 0",
+        ),
+    },
+    (DISK, TIERS): {
+        "a disk's records found in the order of their slots": ("sorted(found, key=lambda entry: entry[1].generation)", "found"),
     },
     (SUMS, SUMS_UNIT): {
         "each sum written over the last one": (
