@@ -249,6 +249,7 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(ope
 def connected(path):
     """A connection to a holder, of which nothing was read."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(60)
     connection.connect(str(path))
     return contextlib.closing(connection)
 
@@ -300,7 +301,7 @@ def test_a_process_that_does_not_read_costs_the_holder_one_answer_and_no_time(pa
                 with contextlib.suppress(OSError):  # it was hung up on, or the holder is slower
                     for _ in range(2000):
                         connection.send(b'{"do": "count"}')
-                connection.setblocking(True)
+                connection.settimeout(60)
             os.close(owner.create(PAGE_BYTES)[1])
             assert owner.held_bytes() == PAGE_BYTES
             assert [len(packets_left(connection)) for connection in deaf] == [1] * 20

@@ -144,6 +144,16 @@ def test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes(path
         assert served(path, prompts=[([2] * 60, None)]) == [60 // 16 * 16], "and the next one is warm"
 
 
+def test_a_handle_is_sealed_once_until_it_is_dropped(path, caplog):
+    with held(path):
+        assert served(path, prompts=[([2] * 60, None)]) == [0]
+        with left_log(path) as log:
+            contents = log.read()
+            log.seal(next(seal for seal in contents.seals.values() if seal.parent is None))
+        assert served(path, prompts=[([2] * 60, None)]) == [0]
+        assert "damaged" in caplog.text
+
+
 def test_a_seal_goes_on_from_one_that_ends_before_it(path, caplog):
     with held(path):
         assert served(path, prompts=[([2] * 100, None)]) == [0]
