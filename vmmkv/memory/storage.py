@@ -66,7 +66,11 @@ class ReservedStorage(MappedStorage):
             f"copy them: cache.k(layer)[slot, :length].clone()"
         )
 
-    cpu = share_memory_ = __reduce__ = _share_cuda_ = clone
+    share_memory_ = __reduce__ = _share_cuda_ = clone
+
+    def cpu(self) -> torch.UntypedStorage:
+        """Itself on a CPU, which reads nothing: Triton's interpreter asks for it. Refused on a GPU."""
+        return self if self.device.type == "cpu" else self.clone()
 
 
 def _refuse_to_save(storage: Any) -> None:
