@@ -154,6 +154,17 @@ def test_a_handle_is_sealed_once_until_it_is_dropped(path, caplog):
         assert "damaged" in caplog.text
 
 
+def test_an_extent_stands_at_a_multiple_of_its_size(path, caplog):
+    with held(path):
+        assert served(path, prompts=[([2] * 100, None)]) == [0]
+        with left_log(path) as log:
+            seal = next(seal for seal in log.read().seals.values() if seal.num_pages == 4)
+            log.drop(seal.serial)
+            log.seal(seal._replace(page=2, end_token=96, tokens=np.full(96, 2, np.int32).tobytes()))
+        assert served(path, prompts=[([2] * 100, None)]) == [0]
+        assert "damaged" in caplog.text
+
+
 def test_a_seal_goes_on_from_one_that_ends_before_it(path, caplog):
     with held(path):
         assert served(path, prompts=[([2] * 100, None)]) == [0]
