@@ -57,10 +57,10 @@ class CommonPrefillRows(KVRows):
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
-        assert step.query_starts is not None, "a decode step"
+        assert step.query_starts is not None and softcap is None, "a decode step, or a model with soft caps"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
         skips_singles = out_NHD is not None
         return prefill_as_over_blocks(

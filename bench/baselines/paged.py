@@ -387,17 +387,21 @@ class FA3Rows(BlockRows):
         """The last step, its batch, and how that is split: the same in all layers. A captured step has its own."""
 
     def decode(
-        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
-    ) -> torch.Tensor:
+        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:  # fmt: skip
         """See KVRows.decode."""
+        assert softcap is None, "the models of the benchmarks have none"
         return self._attend(layer, q_BHD, step, self._singles[: len(q_BHD) + 1], 1, scale, None)
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
-        assert step.query_starts is not None and lse_NH is None, "a decode step, or rows to rank, of which blocks have none"
+        assert step.query_starts is not None and lse_NH is None and softcap is None, (
+            "a decode step, or rows to rank, of which blocks have none"
+        )
         return self._attend(layer, q_NHD, step, step.query_starts, len(q_NHD), scale, out_NHD)
 
     def _attend(

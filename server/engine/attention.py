@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from vmmkv import MIB, eviction
+from vmmkv.kernels import reference
 from vmmkv.kernels.quantise import dequantise, kind_of, quantise
 from vmmkv.layout import SCALES
 
@@ -112,20 +113,22 @@ class KVRows:
         append(k_NKD, v_NKD, *places, positions_N=step.positions_N, tables_SC=self.tables_SC, **options)
 
     def decode(
-        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
-    ) -> torch.Tensor:
+        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend from one query of each sequence. Returns [B, H, D]."""
         from vmmkv.kernels.attention.decode import decode
 
         rows = *self.views[layer], step.lengths_B, step.slots_B
         # Settled: the model has embedded the step's tokens since.
         return decode(
-            q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, settled=True, **self.scales.get(layer, {})
-        )
+            q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, softcap=softcap, settled=True,
+            **self.scales.get(layer, {}),
+        )  # fmt: skip
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend from the last queries of each sequence. Returns [N, H, D]: `out_NHD`, where `cascade` gave it.
 
@@ -136,20 +139,22 @@ class KVRows:
         assert step.query_starts is not None, "a decode step"
         rows = *self.views[layer], step.query_starts, step.lengths_B, step.slots_B
         return prefill(
-            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, out=out_NHD, lse_NH=lse_NH,
+            q_NHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, softcap=softcap, out=out_NHD, lse_NH=lse_NH,
             skips_singles=out_NHD is not None, **self.scales.get(layer, {}),
         )  # fmt: skip
 
     def cascade(
-        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None
-    ) -> torch.Tensor:
+        self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:  # fmt: skip
         """As `decode`, with one pass over each shared prefix. Beside chunks it writes the rows that decode alone."""
         from vmmkv.kernels.attention.cascade import cascade
 
         return cascade(
             q_BHD, *self.views[layer], step.lengths_B, step.slots_B, group_starts_G1=shared.starts_G1,
             leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B,
-            query_starts=step.query_starts, tables_SC=self.tables_SC, scale=scale, **self.scales.get(layer, {}),
+            query_starts=step.query_starts, tables_SC=self.tables_SC, scale=scale, softcap=softcap,
+            **self.scales.get(layer, {}),
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
@@ -265,10 +270,12 @@ class CachedAttention:
         k_norm: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Norm each head where weights [D] are given, rotate, append to the step's sequences, attend there. Returns [N, H, D].
 
         appends: False for another layer that attends to the rows of `layer`, which has appended them in this step.
+        softcap: scores become softcap * tanh(score / softcap); with one, queries are not ranked.
         q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. Queues launches, and waits for nothing.
         """
         step, rows, window, lse_NH = self._step, self._rows, self._windows.get(layer), None
@@ -283,12 +290,14 @@ class CachedAttention:
             q_NHD = q_NHD if rotary is None else rotary.q_out_NHD
             out_NHD = None
             if step.shared is not None and window is None:
-                out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale)
+                out_NHD = rows.cascade(layer, q_NHD, step, step.shared, scale=scale, softcap=softcap)
             if step.query_starts is not None:
                 lse_NH = None if step.ranking is None else q_NHD.new_empty(q_NHD.shape[:2], dtype=torch.float32)
-                out_NHD = rows.prefill(layer, q_NHD, step, scale=scale, window=window, out_NHD=out_NHD, lse_NH=lse_NH)
+                out_NHD = rows.prefill(
+                    layer, q_NHD, step, scale=scale, window=window, softcap=softcap, out_NHD=out_NHD, lse_NH=lse_NH
+                )
             elif out_NHD is None:
-                out_NHD = rows.decode(layer, q_NHD, step, scale=scale, window=window)
+                out_NHD = rows.decode(layer, q_NHD, step, scale=scale, window=window, softcap=softcap)
         else:
             if rotary is not None:
                 q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, step.rows_N if step.positions_N is None else step.positions_N)
@@ -302,8 +311,9 @@ class CachedAttention:
             for slot, length, (begin, end) in sequences:
                 first = 0 if window is None else max(0, length - (end - begin) + 1 - window)
                 k_TKD, v_TKD = rows.read(layer, slot, first, length)
-                out_NHD[begin:end] = attend(q_NHD[begin:end].to(k_TKD.dtype), k_TKD, v_TKD, scale, window)
+                out_NHD[begin:end] = attend(q_NHD[begin:end].to(k_TKD.dtype), k_TKD, v_TKD, scale, window, softcap)
         if step.ranking is not None:
+            assert softcap is None, "scores are ranked as they are"
             k_scale = rows.scales.get(layer, {}).get("k_scale")
             step.ranking.add(q_NHD[None], rows.views[layer][0][None], scale, k_scale, lse_NH)
         return out_NHD
@@ -333,17 +343,25 @@ def rotate(x_NHD: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) ->
 
 
 def attend(
-    q_NHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float | None, window: int | None
-) -> torch.Tensor:
+    q_NHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float | None, window: int | None,
+    softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of one sequence's last tokens to its rows, by torch. The last query sees the last row."""
     num_queries, num_rows = q_NHD.shape[0], k_TKD.shape[0]
+    most = max(1, _SCORES_BYTES // (4 * q_NHD.shape[1] * num_rows))
+    if softcap is not None:  # which torch's own function lacks
+        positions_N = torch.arange(num_rows - num_queries, num_rows)
+        parts = zip(torch.split(q_NHD, most), torch.split(positions_N, most), strict=True)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        outs = [reference.attend(q_PHD, k_TKD, v_TKD, positions_P, **options) for q_PHD, positions_P in parts]
+        return torch.cat(outs).to(q_NHD.dtype)
     mask_NT: torch.Tensor | None = None
     is_causal = num_queries == num_rows > 1
     if num_rows > (window or num_rows) or (num_queries > 1 and not is_causal):
         # Each query sees its own row, and the rows before it that its window reaches.
         offset, is_causal = num_rows - num_queries, False
         mask_NT = torch.ones(num_queries, num_rows, dtype=torch.bool).tril(offset).triu(offset - (window or num_rows) + 1)
-    at_once = num_queries if mask_NT is None else max(1, _SCORES_BYTES // (4 * q_NHD.shape[1] * num_rows))
+    at_once = num_queries if mask_NT is None else most
     k_1KTD, v_1KTD = (tensor.transpose(0, 1)[None] for tensor in (k_TKD, v_TKD))
     outs = [
         F.scaled_dot_product_attention(

@@ -35,7 +35,7 @@ from tests.adapters.models import (
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import attention as attention_module
-from vmmkv.adapters.transformers.attention import _CHOSEN, _IGNORED, DeclinedWarning, attention, declined, mask
+from vmmkv.adapters.transformers.attention import _CHOSEN, INERT_ARGUMENTS, DeclinedWarning, attention, declined, mask
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention import decode, prefill
 
@@ -307,7 +307,7 @@ def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str
 
 def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
     """By a look into its models: what a new release adds is not ignored."""
-    known = {*inspect.signature(attention).parameters, "position_bias", *_IGNORED, *_CHOSEN}
+    known = {*inspect.signature(attention).parameters, "position_bias", *INERT_ARGUMENTS, *_CHOSEN}
     of_flash = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
     found: dict[str, str] = {}
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):

@@ -29,6 +29,12 @@ from vmmkv.server.models import UnsupportedModel
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 """Of models that choose some of their experts for each token."""
 
+CAPPED: dict[str, Any] = {
+    "head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 1.0, "sliding_window": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""Scores so large that the cap changes the tokens; tied embeddings, being random, repeat the last one whatever the scores."""
+
 OPT = "opt, whose head calls a part of a part"
 BLOOM = hf.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
 RIGHT: dict[str, Callable[[], hf.PreTrainedConfig]] = {
@@ -61,6 +67,8 @@ RIGHT: dict[str, Callable[[], hf.PreTrainedConfig]] = {
         hidden_size_per_layer_input=8,
         layer_types=["sliding_attention", "full_attention"] * 3,
     ),
+    "gemma 2, capped scores": lambda: small(hf.Gemma2Config, **CAPPED),
+    "vaultgemma, capped scores": lambda: small(hf.VaultGemmaConfig, **CAPPED),
     "phimoe, a window in its mask alone": lambda: small(hf.PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
 }
 REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
@@ -77,9 +85,9 @@ REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
         lambda: small(hf.JetMoeConfig, kv_channels=16, num_local_experts=4),
         "JetMoeForCausalLM cannot be served: JetMoeAttention gives keys of 4 heads of 16 and values of 4 heads of 16",
     ),
-    "gemma 2, capped scores": (
-        lambda: small(hf.Gemma2Config, head_dim=16, attn_logit_softcapping=50.0),
-        "Gemma2Attention asks for softcap, which vmmkv does not do yet",
+    "gpt-oss, sinks": (
+        lambda: small(hf.GptOssConfig, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+        "GptOssAttention asks for s_aux, which vmmkv does not do yet",
     ),
     "bloom": (lambda: BLOOM, "BloomForCausalLM has an attention of its own"),
     "llama, made an encoder": (
@@ -113,7 +121,8 @@ def assert_tokens_are_those_of_transformers(
     config: hf.PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
 ) -> None:
     model = model_of(config)
-    model.set_attn_implementation(quantising(options["kv_cache_dtype"]) if "kv_cache_dtype" in options else "sdpa")
+    plain = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"  # sdpa ignores caps
+    model.set_attn_implementation(quantising(options["kv_cache_dtype"]) if "kv_cache_dtype" in options else plain)
     model.save_pretrained(directory)
     model.to(device)
     prompts = [prompt_of(length, length) for length in lengths]
@@ -166,6 +175,24 @@ def test_the_others_are_refused_and_it_is_said_why(tmp_path: Path, name: str) ->
     with pytest.raises(ValueError) as raised, engine_of(tmp_path, load_format="dummy"):
         pass
     assert reason in str(raised.value)
+
+
+def test_capped_scores_are_those_of_transformers_in_steps_of_any_size(tmp_path: Path) -> None:
+    config = RIGHT["gemma 2, capped scores"]()
+    assert_tokens_are_those_of_transformers(config, tmp_path, "cpu", max_num_batched_tokens=11)
+    plain = small(hf.Gemma2Config, **(CAPPED | {"attn_logit_softcapping": None}))
+    ids = torch.tensor([prompt_of(50, 50)])
+    capped, uncapped = (model_of(each).generate(ids, max_new_tokens=NUM_NEW, do_sample=False) for each in (config, plain))
+    assert not torch.equal(capped, uncapped), "the cap changes nothing here"
+
+
+@pytest.mark.parametrize("name", ["sinks", "s_aux", "indices", "block_indices", "position_bias", "of_tomorrow"])
+def test_arguments_of_attention_that_are_unknown_are_refused_by_name(harness: MakeHarness, name: str) -> None:
+    model = harness(ours=False).runner.model
+    assert isinstance(model, TransformersModel)
+    module, states = torch.nn.Module(), [torch.zeros(1, 4, 3, 16)] * 3
+    with pytest.raises(UnsupportedModel, match=rf"Module asks for {name}, which vmmkv does not do yet"):
+        model.attend(module, *states, None, cache_position=torch.arange(3), output_attentions=False, **{name: torch.zeros(3)})
 
 
 def test_a_mask_of_later_tokens_is_refused_even_if_layers_say_causal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

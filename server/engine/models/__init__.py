@@ -1,5 +1,7 @@
 """The models of the engine: `decoder` (the Llama line, from configuration), `transformers` (any other, by its own code).
 
+Weights of both go through `checkpoint`, which refuses those that are not the model's; `weights` reads them for `decoder`.
+
 To add a family to `decoder`, name it and the fields that it reads there.
 """
 

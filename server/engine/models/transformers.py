@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
+from vmmkv.adapters.transformers.attention import INERT_ARGUMENTS
 from vmmkv.errors import VmmkvError
 from vmmkv.kernels.quantise import kind_of
 from vmmkv.model_config import read, shared_rows
@@ -160,11 +161,18 @@ class TransformersModel:
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         is_causal: bool | None = None,
+        dropout: float = 0.0,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
-        refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+        """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D].
+
+        Raises: UnsupportedModel, naming arguments that are not known here: what they mean is not ignored.
+        """
+        refused = [name for name, given in others.items() if given is not None and name not in INERT_ARGUMENTS]
+        if dropout:
+            refused.append("dropout")
         if attention_mask is not None:  # _no_mask gave none
             refused.append("a mask of its own")
         if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -182,7 +190,7 @@ class TransformersModel:
         self._check_shapes(module, layer, key, value)
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._attention(owner, q_NHD, k_NKD, v_NKD, appends=owner == layer, scale=scaling)[None], None
+        return self._attention(owner, q_NHD, k_NKD, v_NKD, appends=owner == layer, scale=scaling, softcap=softcap)[None], None
 
     def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
         """Raise UnsupportedModel unless the layer's window, as an argument or as a mask, is that of its group."""

@@ -68,10 +68,10 @@ class DeclinedWarning(UserWarning):
 
 # what a model calls
 
-_IGNORED: Final = frozenset(
+INERT_ARGUMENTS: Final = frozenset(
     {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
 )
-"""Arguments that do not change what is attended to. A call with an argument that is unknown here goes to sdpa."""
+"""Arguments that do not change what is attended to. A call with an unknown one goes to sdpa here; the engine refuses it."""
 
 _CHOSEN: Final = ("indices", "block_indices")
 """Which tokens, or blocks of them, each query sees. sdpa would ignore them."""
@@ -116,7 +116,7 @@ def attention(
     keys = key if pending is None else pending.k_BKND
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and query.shape[2] <= keys.shape[2]
-    others = [name for name, given in kwargs.items() if given is not None and name not in _IGNORED]
+    others = [name for name, given in kwargs.items() if given is not None and name not in INERT_ARGUMENTS]
     reason = None
     if dropout > 0.0:
         reason = "dropout"
