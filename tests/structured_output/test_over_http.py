@@ -67,8 +67,8 @@ def schema(value: Any) -> dict[str, Any]:
     ("body", "param", "said"),
     [
         (schema({"type": "strange"}), "response_format.json_schema.schema", "type 'strange'"),
-        (schema({"$ref": "#/$defs/none"}), "response_format", "Cannot find field"),
-        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format", "minimum greater than maximum"),
+        (schema({"$ref": "#/$defs/none"}), "response_format.json_schema.schema", "nothing there"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format.json_schema.schema", "allows no value"),
         (schema({"const": "\ud800"}), "response_format.json_schema.schema", "half of a surrogate pair"),
         ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice", "half of a surrogate pair"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
