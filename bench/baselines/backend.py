@@ -57,7 +57,7 @@ class CommonPrefillRows(KVRows):
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None = None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None and softcap is None, "a decode step, or a model with soft caps"

@@ -388,7 +388,7 @@ class FA3Rows(BlockRows):
 
     def decode(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        softcap: float | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.decode."""
         assert softcap is None, "the models of the benchmarks have none"
@@ -396,7 +396,7 @@ class FA3Rows(BlockRows):
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None = None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See KVRows.prefill."""
         assert step.query_starts is not None and lse_NH is None and softcap is None, (

@@ -114,7 +114,7 @@ class KVRows:
 
     def decode(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        softcap: float | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend from one query of each sequence. Returns [B, H, D]."""
         from vmmkv.kernels.attention.decode import decode
@@ -128,7 +128,7 @@ class KVRows:
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None,
-        softcap: float | None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
+        softcap: float | None = None, out_NHD: torch.Tensor | None = None, lse_NH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend from the last queries of each sequence. Returns [N, H, D]: `out_NHD`, where `cascade` gave it.
 
@@ -145,7 +145,7 @@ class KVRows:
 
     def cascade(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None,
-        softcap: float | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """As `decode`, with one pass over each shared prefix. Beside chunks it writes the rows that decode alone."""
         from vmmkv.kernels.attention.cascade import cascade
