@@ -251,6 +251,23 @@ def test_a_store_that_answers_a_tier_opened_again_is_left_alone_when_it_fails():
     tier.close()
 
 
+def test_what_a_store_had_is_not_believed_after_an_outage(clock):
+    """It may come back empty."""
+    tier = FaultyStore(NUM_RECORDS)
+    tier.open(CPU)
+    assert store(tier, 1) and found(tier, 1, 2) == [True, False]
+    tier.fault = "gone"
+    tier.lookup([key_of(3)])
+    until(lambda: is_left_alone(tier))
+    tier.values.clear()
+    tier.fault = None
+    clock.pass_for(shared._FIRST_PAUSE_S)
+    until(lambda: not is_left_alone(tier))
+    assert shared._FIRST_PAUSE_S < shared._KNOWN_S and found(tier, 1) == [False]
+    assert tier.stats().held_bytes == 0 and store(tier, 1) and load(tier, 1)
+    tier.close()
+
+
 def test_a_store_that_hangs_blocks_no_call_and_comes_back(make, server, clock, monkeypatch):
     tier, callers = make(server.url, timeout_s=2.0), set()
     for name in ("ask", "get", "put"):

@@ -251,6 +251,25 @@ def test_what_is_being_loaded_is_not_overwritten(tier):
     tier.finished(lent)
 
 
+def test_a_buffer_is_not_lent_again_while_a_thread_reads_into_it():
+    tier, reads, ends = Slow(), threading.Event(), threading.Event()
+    tier.open(CPU)
+    tier.read = lambda key, data: (reads.set(), ends.wait(60))
+    dropped = tier.load(key_of(1))
+    assert reads.wait(60)
+    tier.drop(dropped)
+    lent = []
+    while (transfer := tier.load(key_of(2))) is not None:
+        lent.append(transfer)
+    addresses = {transfer.address for transfer in lent}
+    ends.set()  # also if this fails: nothing waits for the threads
+    assert lent and dropped.address not in addresses
+    until(lambda: dropped.address in tier._buffers)
+    for transfer in lent:
+        tier.drop(transfer)
+    tier.close()
+
+
 def test_memory_that_is_lent_is_not_given_back_under_a_copy(tier):
     store(tier, 1)
     found(tier, 2)

@@ -22,7 +22,7 @@ import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
-from vmmkv import BudgetError, Closed, DiskTier, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
+from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache, transfers
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import saved
@@ -737,6 +737,20 @@ def test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored(short_
     prefix.fetch(turn[:65])
     prefix.flush()
     assert_reads(prefix.attach(turn[:80]).sequence, turn[:79])
+
+
+def test_what_a_failed_copy_was_to_store_is_not_kept(prefix, host, monkeypatch):
+    compute(prefix, PROMPT)
+
+    def fail(*_):
+        raise DriverError("injected", call="copy", code="FAKE_INJECTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix.cache.pool.driver, "copy", fail)
+        with pytest.raises(DriverError):
+            prefix.flush()
+    assert_reads(bring_back(prefix, PROMPT), [])
+    assert host.stats().held_bytes == 0
 
 
 def with_the_last_rows_alone(prefix, text):
