@@ -581,9 +581,11 @@ def _chunked(fields: _Fields, layer: int) -> Iterable[Part]:
 
 def _indexed(fields: _Fields, layer: int) -> Iterable[Part]:
     """Attention to the tokens that an indexer chooses; a layer may go by the choice of the one before."""
-    kinds = fields.get("indexer_types")
+    kinds = fields.listed("indexer_types")
+    if kinds and layer >= len(kinds):
+        fields.refuse(f"does not say by indexer_types whether layer {layer} has an indexer of its own")
     yield from _full(fields, layer)
-    if kinds is None or kinds[layer] == "full":
+    if not kinds or kinds[layer] == "full":
         yield IndexKeys(fields.need("index_head_dim"), scaled=True)
 
 
@@ -594,7 +596,10 @@ def _block_sparse(fields: _Fields, layer: int) -> Iterable[Part]:
 def _compressed(fields: _Fields, layer: int, kind: str) -> Iterable[Part]:
     """DeepSeek-V4: a window, compressed rows behind it, and the inputs of the next of these."""
     dim, index_dim = fields.need("head_dim"), fields.need("index_head_dim")
-    num_tokens = fields.get("compress_rates")[kind]
+    rates = fields.get("compress_rates")
+    num_tokens = rates.get(kind) if isinstance(rates, Mapping) else None
+    if type(num_tokens) is not int or num_tokens < 1:
+        fields.refuse(f"does not say by compress_rates how many tokens a row of {kind} is for")
     yield Latent(dim, fields.need("sliding_window"))
     yield Compressed(dim, num_tokens)
     overlap, dims = 1, [dim]
@@ -612,12 +617,20 @@ def _state(fields: _Fields, layer: int) -> Iterable[Part]:
     return (read_state(fields),)
 
 
+def _state_dtype(fields: _Fields, name: str) -> str:
+    """The type of a recurrent state, float32 if the field is not there."""
+    dtype = str(fields.get(name) or "float32").removeprefix("torch.")
+    if dtype not in _ITEMSIZES:
+        fields.refuse(f"has {name}={dtype!r}; known are {', '.join(_ITEMSIZES)}")
+    return dtype
+
+
 def _gated_delta(fields: _Fields) -> State:
     keys = fields.need("linear_num_key_heads") * fields.need("linear_key_head_dim")
     num_heads, dim = fields.need("linear_num_value_heads"), fields.need("linear_value_head_dim")
     inputs = (2 * keys + num_heads * dim) * (fields.need("linear_conv_kernel_dim") - 1)
     state = num_heads * fields.need("linear_key_head_dim") * dim
-    return State("gated delta rule", state, fields.get("mamba_ssm_dtype") or "float32", inputs)
+    return State("gated delta rule", state, _state_dtype(fields, "mamba_ssm_dtype"), inputs)
 
 
 def _delta_attention(fields: _Fields) -> State:
@@ -633,7 +646,7 @@ def _mamba_2(fields: _Fields) -> State:
     groups = fields.need("mamba_n_groups", "mamba_ngroups", "n_groups")
     kernel = fields.need("mamba_d_conv", "conv_kernel")
     inputs = (num_heads * dim + 2 * groups * size) * (kernel - 1)
-    return State("Mamba-2", num_heads * dim * size, fields.get("mamba_ssm_cache_dtype") or "float32", inputs)
+    return State("Mamba-2", num_heads * dim * size, _state_dtype(fields, "mamba_ssm_cache_dtype"), inputs)
 
 
 def _mamba_1(fields: _Fields) -> State:

@@ -209,6 +209,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list": (decoder("fog", layer_types=5), "layer_types=5, which is no list"),
     "layers that all read others": (decoder("fog", num_kv_shared_layers=4), "has 4 layers, of which 4 read the rows of others"),
     "a negative number": (decoder("fog", num_key_value_heads=2, head_dim=-64, layers=-4), "layers=-4"),
+    "an indexer of each layer": (
+        decoder("fog", layer_types=["deepseek_sparse_attention"] * 4, index_head_dim=128, indexer_types=["full"] * 3),
+        "does not say by indexer_types whether layer 3 has",
+    ),
+    "rows that are compressed": (
+        decoder(
+            *("fog", 1), layer_types=["compressed_sparse_attention"], head_dim=64, index_head_dim=64, compress_rates={"fog": 4}
+        ),
+        "does not say by compress_rates how many tokens a row of compressed_sparse_attention",
+    ),
+    "a type of a state": (decoder("qwen3_next", mamba_ssm_dtype="float64"), "mamba_ssm_dtype='float64'; known are float32"),
     "a block without attention": (decoder("nemotron-nas", 1, block_configs=[{"ffn": {}}]), "what the attention of layer 0 is"),
 }
 

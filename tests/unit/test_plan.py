@@ -310,6 +310,7 @@ def test_wrong_input_is_one_line_that_says_what_is_right(
         '{"model_type": "gpt2", "n_layer": "two"}',
         '{"model_type": "xlstm", "num_blocks": 2}',
         '{"model_type": "t5"}',
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "layer_types": ["mlp", "mlp"]}',
     ],
 )
 def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

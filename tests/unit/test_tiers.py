@@ -936,6 +936,26 @@ def test_what_cannot_be_restored_is_refused_and_leaves_nothing(cache, pool, tmp_
     assert pool.stats().held_bytes == 0
 
 
+@pytest.mark.parametrize("windows", [[1, None], [2, 1], [60, 100]])
+def test_a_sequence_whose_windows_keep_least_is_restored(pool, tmp_path, windows):
+    layout = KVLayout.uniform(layers=2, kv_heads=1, head_dim=64, dtype=torch.float32, windows=windows)
+    cache = KVCache(layout, pool, slots=2, max_tokens=512)
+    sequence = cache.open()
+    sequence.grow(100)
+    for layer in range(2):
+        sequence.k(layer)[:] = torch.arange(len(sequence.k(layer)))[:, None, None]
+    sequence.advance(100)
+    for index, window in enumerate(windows):
+        if window is not None:
+            sequence.advance_start(index)
+    sequence.save(tmp_path / "one")
+    restored = cache.restore(tmp_path / "one")
+    for layer in range(2):
+        start = sequence.start(layer)
+        assert restored.start(layer) == start == layout.start_for(layout.groups[layer], 100)
+        assert torch.equal(restored.k(layer)[: 100 - start], sequence.k(layer)[: 100 - start])
+
+
 HEADERS = {
     "no tokens": {"num_tokens": 0},
     "fewer than none": {"num_tokens": -1},

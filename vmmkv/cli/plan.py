@@ -209,6 +209,8 @@ def run(
     if prefill_rate is not None and not prefill_rate > 0:
         raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
     memory_pages, least_pages = memory_bytes // PAGE_BYTES, memory_of.pages_for(1, 0)
+    if not least_pages:
+        raise ValueError("this model keeps nothing of the tokens: there is no KV cache to plan")
     if memory_pages < least_pages:
         raise ValueError(
             f"{format_bytes(memory_bytes)} is less than a sequence of one token takes, {counted(least_pages, 'page')} of "

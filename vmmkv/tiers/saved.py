@@ -341,7 +341,7 @@ def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprin
     groups = cache.layout.groups
     if not _are_whole([num_tokens], range(1, _MOST_TOKENS)):
         raise ValueError(f"{path} is damaged: no sequence has num_tokens={num_tokens!r:.40}")
-    if not _are_whole(starts, range(num_tokens), len(groups)) or any(
+    if not _are_whole(starts, range(num_tokens + 1), len(groups)) or any(
         start > cache.layout.start_for(group, num_tokens) for group, start in zip(groups, starts, strict=True)
     ):
         raise ValueError(
