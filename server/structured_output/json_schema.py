@@ -849,6 +849,8 @@ class _Reader:
                 break
             prefix.append(goal)
         items = self.closure(*((rest, f"{node.place}/items") for node, (_, rest) in zip(nodes, read, strict=True)))
+        if maximum is not None and maximum < minimum:
+            raise _Empty
         return _Array(tuple(prefix), items, minimum, maximum)
 
     def _object(self, nodes: list[_Node], absent: set[str]) -> _Object:
@@ -987,8 +989,8 @@ class _Grammar(_Reader):
             self._names[key] = f"v{index}"
         for key, name in self._names.items():
             self._rules[name] = self._body(self._goals[key])
-        rules = [f"root ::= {self._names[frozenset(root)]}", *(f"{name} ::= {body}" for name, body in self._rules.items())]
-        return "\n".join(rules)
+        rules = _merged({"root": self._names[frozenset(root)]} | self._rules)
+        return "\n".join(f"{name} ::= {body}" for name, body in rules.items())
 
     def _possible_in_order(self) -> list[frozenset[_Part]]:
         return [key for key in self._goals if key in self._possible]
@@ -1201,6 +1203,35 @@ class _Grammar(_Reader):
             f"{quoted(first)} {self._other_than(rest)}" for first, rest in by_first.items() if first and text.is_plain(first)
         ]
         return self._rule("key", " | ".join(ways))
+
+
+_WORD: Final = re.compile(r'\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"|[a-z]+[0-9]*')
+"""Of GBNF: a set of characters, a text, or a name."""
+_NAME: Final = re.compile("[a-z]+[0-9]*")
+
+
+def _merged(rules: dict[str, str]) -> dict[str, str]:
+    """The same rules without those that say what another does: each takes time to compile."""
+    while True:
+        first: dict[str, str] = {}
+        same: dict[str, str] = {}
+        for name, body in rules.items():
+            if name == "root":
+                continue
+            if _NAME.fullmatch(body):
+                same[name] = body
+            elif (other := first.setdefault(body, name)) != name:
+                same[name] = other
+        if not same:
+            return rules
+
+        def kept(word: re.Match[str], same: dict[str, str] = same) -> str:
+            name = word[0]
+            while name in same:
+                name = same[name]
+            return name
+
+        rules = {name: _WORD.sub(kept, body) for name, body in rules.items() if name not in same}
 
 
 def _inner(kind: _Kind) -> list[Goal]:

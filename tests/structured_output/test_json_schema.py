@@ -301,3 +301,15 @@ def test_a_repeated_character_that_may_be_escaped_is_no_group(bounds: dict[str, 
     """xgrammar 0.2.8 would try every token of several characters at each step of `([^"\\\\] | "\\\\" [n])*`."""
     source = of_schema({"type": "string", **bounds}).source
     assert not re.search(r"\)[*+{]", source)
+
+
+def test_equal_schemas_have_one_rule() -> None:
+    def pair() -> dict[str, Any]:
+        return {"type": "array", "items": {"type": "array", "items": {"enum": ["v0", "v1"]}, "minItems": 2}}
+
+    one = of_schema({"type": "object", "properties": {"a": pair()}, "required": ["a"]}).source
+    many = of_schema(
+        {"type": "object", "properties": {"a": pair(), "b": pair(), "c": pair()}, "required": ["a", "b", "c"]}
+    ).source
+    assert len(many.splitlines()) == len(one.splitlines())
+    assert many.count('"\\U00000022v0\\U00000022"') == 1

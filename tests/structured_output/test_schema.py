@@ -39,6 +39,11 @@ def nested(depth: int) -> Any:
         ({"type": "object", "required": ["z"], "additionalProperties": False}, "allows no value"),
         ({"type": "integer", "enum": ["a"]}, "allows no value"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "allows no value"),
+        ({"type": "array", "prefixItems": [False], "minItems": 1}, "allows no value"),
+        (
+            {"type": "array", "prefixItems": [True, {"type": "array", "items": False, "minItems": 1}], "minItems": 2},
+            "allows no",
+        ),
         ({"$ref": "https://example.org/x"}, "within the schema"),
         ({"$ref": "#/$defs/x"}, "nothing there"),
         ({"$ref": "#"}, "refers to itself"),
