@@ -623,7 +623,9 @@ def replayed(client: "zmq.Socket[bytes]") -> list[int]:
         numbers.append(int.from_bytes(number, "big"))
 
 
-def test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_batches, asked = 600, [b"", bytes(8)]
     with large_batches(f"ipc://{tmp_path}/replay", num_batches) as publisher:
         with asking(publisher, asked) as deaf:
@@ -634,6 +636,9 @@ def test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_o
                 assert replayed(client) == [*range(num_batches)]
                 client.send_multipart((b"", (num_batches - 2).to_bytes(8, "big")))
                 assert replayed(client) == [num_batches - 2, num_batches - 1]
+            turns, replay = itertools.count(), publisher._replay
+            monkeypatch.setattr(publisher, "_replay", lambda: (next(turns), replay())[1])
+            until(lambda: next(turns) > num_batches)  # more than would send all
             (start,) = publisher._replays.values()
             assert start < num_batches // 2, "a queue, and the buffers of the kernel"
             numbers = replayed(deaf)
