@@ -35,6 +35,8 @@ SUMS_UNIT = "tests/kernels/test_sums.py"
 CACHE_POLICY = "tests/adapters/test_transformers_policy.py"
 ADMINISTRATION_UNIT = "tests/engine/test_administration.py"
 LLM_UNIT = "tests/engine/test_llm.py"
+DAMAGE = "tests/unit/test_holder_damage.py"
+EVENTS = "tests/engine/test_kv_events.py"
 
 
 class Mutant(NamedTuple):
@@ -741,6 +743,51 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (DISK, TIERS): {
         "a disk's records found in the order of their slots": ("sorted(found, key=lambda entry: entry[1].generation)", "found"),
+    },
+    ("holder/process.py", f"{HOLDER}::test_the_owners_end_is_heard_before_the_next_one_that_wants_to_own"): {
+        "other engines heard before the owner's end": (
+            "                if self._owner in heard:\n",
+            "                if False:\n",
+        ),
+    },
+    (SEALED, f"{HOLDER}::test_a_seal_that_fills_a_gap_goes_on_from_what_ends_before_it"): {
+        "a seal whose parent ends behind it": ("if above.end_token <= pieces[0].end_token and above", "if above"),
+    },
+    (SEALED, f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
+        "a seal believed whose handle has another size": ("if left.get(serial) != wanted:", "if False:"),
+    },
+    (SEALED, f"{DAMAGE}::test_an_extent_stands_at_a_multiple_of_its_size"): {
+        "a seal believed whose extent stands anywhere": ("        or seal.page % seal.num_pages\n", ""),
+    },
+    ("holder/sealed_log.py", f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
+        "a seal believed whose rows begin behind its end": ("        or not 0 <= first_token < end_token\n", ""),
+    },
+    ("holder/client.py", f"{DAMAGE}::test_a_borrower_computes_what_a_handle_of_another_size_was_to_hold"): {
+        "a handle of another size borrowed": ("if sizes_bytes.get(serial) == size_bytes:", "if True:"),
+    },
+    ("holder/client.py", f"{DAMAGE}::test_a_welcome_that_is_none_is_refused"): {
+        "a truth value taken for a number": ("if type(value) is not int or", "if not isinstance(value, int) or"),
+    },
+    (POOL, f"{HOLDER}::test_prefixes_make_room_for_prompts_where_descriptors_are_short"): {
+        "nothing evicted where descriptors are short": (
+            "except (OutOfDeviceMemory, OutOfDescriptors) as",
+            "except OutOfDeviceMemory as",
+        ),
+    },
+    ("server/engine/kv_events.py", f"{EVENTS}::test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection"): {
+        "a request for replay as large as it likes": ("socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)", "pass"),
+    },
+    (
+        "server/engine/kv_events.py",
+        f"{EVENTS}::test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client",
+    ): {
+        "replays lost to a client that is slow": (
+            "self._replayer.router_mandatory = True",
+            "self._replayer.router_mandatory = False",
+        ),
+    },
+    ("server/engine/loading.py", "tests/engine/test_transformers.py::test_rows_of_other_frequencies_have_another_identity"): {
+        "rows of other rotary frequencies taken for the same": ("{code}{self._rotary}", "{code}"),
     },
     (SUMS, SUMS_UNIT): {
         "each sum written over the last one": (
