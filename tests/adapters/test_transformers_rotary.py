@@ -72,6 +72,17 @@ def test_the_last_number_of_tokens_counts(name: str) -> None:
     assert torch.allclose(logits(one, short), alone, atol=1e-5)
 
 
+def test_a_forward_that_a_hook_has_set_is_called_within() -> None:
+    one, called = model("phi3, longrope"), []
+    rotary: Any = next(module for name, module in one.named_modules() if name.endswith("rotary_emb"))
+    forward = rotary.forward
+    rotary.forward = lambda *args, **kwargs: called.append(1) or forward(*args, **kwargs)
+    for _ in range(2):
+        assert settle_rotary(one, MAX_TOKENS)
+    logits(one, ids_of(SHORT))
+    assert called == [1]
+
+
 def test_a_model_of_other_frequencies_is_as_it_was() -> None:
     one = model("llama, default")
     assert not settle_rotary(one, MAX_TOKENS)

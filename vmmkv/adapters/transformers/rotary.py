@@ -24,7 +24,10 @@ def settle_rotary(model: torch.nn.Module, max_tokens: int) -> bool:
     for module in settled:
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
             setattr(module, name, 0)  # how far earlier passes have stretched dynamic ones
-        module.forward = functools.partial(_beside_the_last, type(module).forward, module, max_tokens - 1)
+        forward: Any = module.forward  # that of its class, or a hook's, as accelerate sets it
+        if isinstance(forward, functools.partial) and forward.func is _beside_the_last:
+            forward = forward.args[0]  # settled before
+        module.forward = functools.partial(_beside_the_last, forward, max_tokens - 1)
     return bool(settled)
 
 
@@ -35,9 +38,9 @@ def _depends_on_length(kind: Any) -> bool:
 
 
 def _beside_the_last(
-    forward: Any, module: torch.nn.Module, last: int, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    forward: Any, last: int, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     """Cosines and sines of positions [..., N], as `forward` gives them when position `last` is among them."""
     beside = torch.cat((position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), last)), dim=-1)
-    given = forward(module, x, beside, *args, **kwargs)
+    given = forward(x, beside, *args, **kwargs)
     return tuple(table[..., :-1, :] for table in given)
