@@ -49,7 +49,7 @@ class OutOfMappings(DriverError):
 
 
 class OutOfDescriptors(DriverError):
-    """The process may open no more files (`ulimit -n`). Internal: callers get OutOfPages where evicting gives none."""
+    """The process may open no more files. Internal: callers get OutOfPages where evicting gives none."""
 
 
 class HolderGone(DriverError):

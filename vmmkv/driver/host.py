@@ -643,6 +643,8 @@ class HostDriver(DriverBase):
                 )
                 return OutOfMappings(message, call=call, code=code)
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            remedy = f"; of {most_descriptors():,} files each imported handle takes one: raise `ulimit -n`"
+            remedy = f"; each imported handle takes a file, of {most_descriptors():,}: raise `ulimit -n`"
+            if error.errno == errno.ENFILE:
+                remedy = "; the machine has as many files open as it may: raise that with `sysctl -w fs.file-max=...`"
             return OutOfDescriptors(f"{call}: {what}: {error.strerror} ({code}){remedy}", call=call, code=code)
         return DriverError(f"{call}: {what}: {error.strerror} ({code}){remedy}", call=call, code=code)

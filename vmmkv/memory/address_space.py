@@ -73,7 +73,7 @@ class SlotTable:
         self.lengths[slot] = self.ends[slot] = 0
 
     def begin(self, slot: int, starts: npt.ArrayLike, firsts: npt.ArrayLike | None = None) -> None:
-        """A slot without rows gets, in each group, those from `firsts` on, by default `starts`, and keeps those from there."""
+        """Set from which row on a slot keeps rows, in each group, and the first that is really there: by default the same."""
         self.starts[:, slot] = starts
         self.firsts[:, slot] = starts if firsts is None else firsts
 
