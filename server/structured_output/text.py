@@ -116,7 +116,9 @@ _CLASSES: Final[Mapping[str, tuple[Ranges, Ranges]]] = {
 }
 """Of all dialects, and of any."""
 _CONTROLS: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-_COUNTS: Final = re.compile(r"\{([0-9]{1,9})(,([0-9]{1,9})?)?\}")
+_COUNTS: Final = re.compile(r"\{([0-9]+)(,([0-9]+)?)?\}")
+_COUNTS_OF_SOME: Final = re.compile(r"\{,[0-9]+\}")
+"""From 0 in some dialects, and text in others."""
 _GROUP: Final = re.compile(r"\?(:|<[A-Za-z_]\w*>)")
 _CODE: Final = re.compile(r"x([0-9a-fA-F]{2})|u\{([0-9a-fA-F]{1,6})\}|u([dD][89abAB]..)\\u([dD][c-fC-F]..)|u([0-9a-fA-F]{4})")
 
@@ -161,27 +163,28 @@ class _Reader:
         return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
     def _repeated(self, part: Node) -> Node:
-        while True:
-            counts = _COUNTS.match(self._text, self._at)
-            if counts is not None:
-                self._at = counts.end()
-                low = int(counts[1])
-                high = low if counts[2] is None else None if counts[3] is None else int(counts[3])
-            elif self._peek() and self._peek() in "*+?":
-                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._peek()]
-                self._at += 1
-            else:
-                return part
-            if isinstance(part, Anchor):
-                raise PatternRefused("it repeats an anchor")
-            if high is not None and high < low:
-                raise PatternRefused(f"it repeats {low} to {high} times")
-            if max(low, high or 0) > MAX_COUNT:
-                raise PatternRefused(f"it repeats something {max(low, high or 0)} times, and {MAX_COUNT} are served")
-            self._takes("?")  # lazy: the same strings
-            if self._peek() == "+":
-                raise PatternRefused("possessive repetitions are not served")
-            part = Repeat(part, low, high)
+        counts = _COUNTS.match(self._text, self._at)
+        if counts is not None:
+            self._at = counts.end()
+            low = int(counts[1])
+            high = low if counts[2] is None else None if counts[3] is None else int(counts[3])
+        elif self._peek() and self._peek() in "*+?":
+            low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._peek()]
+            self._at += 1
+        else:
+            return part
+        if isinstance(part, Anchor):
+            raise PatternRefused("it repeats an anchor")
+        if high is not None and high < low:
+            raise PatternRefused(f"it repeats {low} to {high} times")
+        if max(low, high or 0) > MAX_COUNT:
+            raise PatternRefused(f"it repeats something {max(low, high or 0)} times, and {MAX_COUNT} are served")
+        self._takes("?")  # lazy: the same strings
+        if self._peek() == "+":
+            raise PatternRefused("possessive repetitions are not served")
+        if (self._peek() and self._peek() in "*?") or _COUNTS.match(self._text, self._at):
+            raise PatternRefused("it repeats a repetition; put that into a group")
+        return Repeat(part, low, high)
 
     def _atom(self) -> Node:
         if self._takes("("):
@@ -208,6 +211,8 @@ class _Reader:
         character = self._peek()
         if character in "*+?":
             raise PatternRefused(f"{character} repeats nothing")
+        if (counts := _COUNTS_OF_SOME.match(self._text, self._at)) is not None:
+            raise PatternRefused(f"{counts[0]} has no first number; write {counts[0].replace(',', '0,')}")
         self._at += 1
         return Characters(_of(character))
 
@@ -252,7 +257,7 @@ class _Reader:
                 found += first
         ranges = _joined(found)
         ranges = _complement(ranges) if is_negated else ranges
-        if not ranges:
+        if not found or not ranges:  # in some dialects a ] at the begin is one of the set
             raise PatternRefused("a set is empty")
         return Characters(ranges)
 

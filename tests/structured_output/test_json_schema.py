@@ -282,6 +282,23 @@ def test_numeric_formats_are_bounds_and_unknown_ones_say_nothing() -> None:
     assert allows(compiled({"type": "string", "format": "colour"}), '"any"')
 
 
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("^a{,3}$", "write {0,3}"),
+        ("^a{12345678901}$", "4096 are served"),
+        ("^[^]]$", "a set is empty"),
+        ("^[]]$", "a set is empty"),
+        ("^a**$", "repeats a repetition"),
+        ("^a{2}{3}$", "repeats a repetition"),
+        ("a" + "*" * 4000, "repeats a repetition"),
+    ],
+)
+def test_patterns_that_dialects_read_differently_are_refused(pattern: str, why: str) -> None:
+    with pytest.raises(GrammarRefused, match=re.escape(why)):
+        of_schema({"type": "string", "pattern": pattern})
+
+
 def test_further_properties_differ_from_those_that_are_named() -> None:
     schema = {"type": "object", "properties": {"ab": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     grammar = compiled(schema)
