@@ -175,13 +175,7 @@ def _key(value: Any) -> Any:
         return frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):
         return tuple(map(_key, value))
-    return (
-        Fraction(value)
-        if isinstance(value, float)
-        else (type_of(value), value)
-        if value in (0, 1) and isinstance(value, bool)
-        else value
-    )
+    return Fraction(value) if isinstance(value, float) else (bool, value) if isinstance(value, bool) else value
 
 
 def grammar_of(schema: dict[str, Any] | bool) -> str:
@@ -397,7 +391,7 @@ class _Reader:
                 then = {"required": wanted} if isinstance(wanted, list) else wanted
                 if then is True:
                     continue
-                made = {"anyOf": [{"not": {"required": [name]}}, {"required": [name], "allOf": [then]}]}
+                made = {"anyOf": [{"not": _having(name)}, {"required": [name], "allOf": [then]}]}
                 if not self._add(
                     self.schema.made(made, f"{place}/{keyword}/{name}").value, f"{place}/{keyword}/{name}", found, within
                 ):
@@ -417,10 +411,12 @@ class _Reader:
             )
         if said <= {"required", "type"} and node.value.get("type", "object") == "object" and node.value.get("required"):
             names = node.value["required"]
+            if "type" not in said:  # `required` allows all that is no object
+                found[_Part(self.schema.made({"type": "object"}, place))] = None
             if len(names) == 1:
                 found[_Part(None, absent=names[0])] = None
                 return True
-            made = {"anyOf": [{"not": {"required": [name]}} for name in names]}
+            made = {"anyOf": [{"not": _having(name)} for name in names]}
             return self._add(self.schema.made(made, place).value, place, found, within)
         if said == {"type"}:
             given = node.value["type"]
@@ -848,6 +844,8 @@ class _Reader:
                 maximum = index
                 break
             prefix.append(goal)
+        if maximum is not None and maximum < minimum:
+            raise _Empty
         items = self.closure(*((rest, f"{node.place}/items") for node, (_, rest) in zip(nodes, read, strict=True)))
         if maximum is not None and maximum < minimum:
             raise _Empty
@@ -856,7 +854,7 @@ class _Reader:
     def _object(self, nodes: list[_Node], absent: set[str]) -> _Object:
         minimum, maximum = _counts(nodes, "Properties")
         required = {name for node in nodes for name in node.value.get("required", ())}
-        if required & absent:
+        if required & absent or (maximum is not None and maximum < len(required)):
             raise _Empty
         declared = dict.fromkeys(name for node in nodes for name in node.value.get("properties", {}))
         properties: dict[str, Goal] = {}
@@ -889,8 +887,11 @@ class _Reader:
         declared = {name for node in nodes for name in node.value.get("properties", {})}
         if patterns:
             # A key may match several patterns, so its value satisfies all their schemas.
-            is_mixed = len(nodes) > 1 and any(
-                "patternProperties" not in node.value and _further_keyword(node.value) is not None for node in nodes
+            # A schema that lacks one of the patterns may call its keys further ones.
+            is_mixed = any(
+                _further_keyword(node.value) is not None
+                and not node.value.get("patternProperties", {}).keys() >= patterns.keys()
+                for node in nodes
             )
             if declared or names or is_mixed:
                 return None
@@ -908,6 +909,11 @@ class _Reader:
 
 
 _TYPES_IN_ORDER: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+
+def _having(name: str) -> dict[str, Any]:
+    """The schema of objects that have a property."""
+    return {"type": "object", "required": [name]}
 
 
 _APPLICATORS: Final = frozenset(["$ref", "allOf", "anyOf", "oneOf", "not", "dependentSchemas", "dependencies"])

@@ -282,6 +282,37 @@ def test_numeric_formats_are_bounds_and_unknown_ones_say_nothing() -> None:
     assert allows(compiled({"type": "string", "format": "colour"}), '"any"')
 
 
+def patterned(pattern: str, others: Any) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {pattern: True}, "additionalProperties": others}
+
+
+@pytest.mark.parametrize(
+    ("schema", "held", "refused"),
+    [
+        # `required` allows all that is no object, and `not` of it none of that.
+        ({"not": {"required": ["a"]}}, ["{}"], ['"x"', "1", "[]", '{"a":1}']),
+        ({"type": ["object", "string"], "not": {"required": ["a", "b"]}}, ["{}"], ['"x"']),
+        ({"enum": ["x", {}], "not": {"required": ["a"]}}, ["{}"], ['"x"']),
+        ({"type": ["object", "string"], "not": {"type": "object", "required": ["a"]}}, ["{}", '"x"'], ['{"a":1}']),
+        ({"type": ["object", "string"], "dependentRequired": {"a": ["b"]}}, ["{}", '"x"'], ['{"a":1}']),
+        # A key of one pattern is a further one where only another pattern is.
+        ({"allOf": [patterned("^a", False), patterned("^b", False)]}, ["{}"], ['{"a":1}', '{"b":1}']),
+        ({"allOf": [patterned("^a", True), patterned("^b", {"type": "integer"})]}, ["{}"], ['{"a":"x"}']),
+        # No array or object is so short and so long.
+        ({"anyOf": [{"type": "null"}, {"type": "array", "prefixItems": [True, False], "minItems": 2}]}, ["null"], ["[1]"]),
+        ({"anyOf": [{"type": "null"}, {"required": ["a", "b"], "maxProperties": 1}]}, ["null"], ['{"a":1,"b":1}']),
+        # True is neither 1 nor a list.
+        ({"enum": [["boolean", 1], 1, None], "allOf": [{"enum": [True, None]}]}, ["null"], ['["boolean",1]', "1"]),
+    ],
+)
+def test_values_that_are_easily_taken_for_others_are_not(schema: Any, held: list[str], refused: list[str]) -> None:
+    grammar, validator = compiled(schema), jsonschema_rs.validator_for(schema)
+    for text in held:
+        assert validator.is_valid(json.loads(text)) and allows(grammar, text), text
+    for text in refused:
+        assert not validator.is_valid(json.loads(text)) and not allows(grammar, text), text
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
