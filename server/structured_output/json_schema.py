@@ -29,6 +29,8 @@ MAX_NODES: Final = 4096
 """Values in a schema."""
 MAX_GOALS: Final = 4096
 """Rules that its goals become."""
+MAX_STEPS: Final = 30_000
+"""Schemas that are read for goals and compared with others. References make more of them than a schema has values."""
 MAX_COUNT: Final = 4096
 """Of a minimum or maximum of items or characters: each is a copy of a rule."""
 MAX_MULTIPLES: Final = 1024
@@ -181,7 +183,10 @@ def _key(value: Any) -> Any:
 def grammar_of(schema: dict[str, Any] | bool) -> str:
     """GBNF with a rule `root`, of JSON without spaces. Raises: SchemaRefused, naming the place and what is not served there."""
     _check_size(schema)
-    return _Grammar(schema).write()
+    try:
+        return _Grammar(schema).write()
+    except RecursionError:
+        raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
 
 
 _HALF: Final = re.compile("[\ud800-\udfff]")
@@ -355,7 +360,15 @@ class _Reader:
         self._kinds: dict[frozenset[_Part], list[_Kind]] = {}
         self._branches: dict[frozenset[_Part], list[Goal]] = {}
         self._working: set[frozenset[_Part]] = set()
+        self._num_steps = 0
         self._string = self.schema.made({"type": "string"}, "").value
+
+    def _count(self, num_steps: int = 1) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise SchemaRefused(
+                f"it takes more than {MAX_STEPS} steps to read, by its references or alternatives; make it simpler"
+            )
 
     def closure(self, *schemas: tuple[Any, str], parts: Goal = ()) -> Goal | None:
         """The goal of values that satisfy all these schemas, each with its place, and parts. None if there is none."""
@@ -369,6 +382,7 @@ class _Reader:
         return tuple(found)
 
     def _add(self, value: Any, place: str, found: dict[_Part, None], within: frozenset[int]) -> bool:
+        self._count()
         node = self.schema.node(value, place)
         if isinstance(node, bool):
             return node
@@ -501,6 +515,7 @@ class _Reader:
         return depth < 8 and all(self._excludes_kind(kind, schema, place, depth) for kind in self.kinds(goal))
 
     def _excludes_kind(self, kind: _Kind, schema: Any, place: str, depth: int) -> bool:
+        self._count()
         node = self.schema.node(schema, place)
         if isinstance(node, bool):
             return not node
@@ -579,6 +594,7 @@ class _Reader:
 
     def holds(self, value: Any, schema: Any, place: str, depth: int = 0) -> bool | None:
         """Whether a schema allows a value. None if that is not known."""
+        self._count()
         node = self.schema.node(schema, place)
         if isinstance(node, bool):
             return node
@@ -689,6 +705,7 @@ class _Reader:
 
     def _direct_kinds(self, goal: Goal) -> Iterator[_Kind]:
         nodes = [part.node for part in goal if part.node is not None]
+        self._count(len(nodes))
         if (lister := next((node for node in nodes if node.value.keys() & {"enum", "const"}), None)) is not None:
             listed = lister.value.get("enum", [lister.value.get("const")])
             unique = {_key(value): value for value in listed}

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema_rs
@@ -328,6 +329,28 @@ def test_values_that_are_easily_taken_for_others_are_not(schema: Any, held: list
 def test_patterns_that_dialects_read_differently_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(GrammarRefused, match=re.escape(why)):
         of_schema({"type": "string", "pattern": pattern})
+
+
+def chain(length: int, link: Callable[[dict[str, str]], Any]) -> dict[str, Any]:
+    """Definitions, each of which is linked to the next."""
+    links = {f"a{index}": link({"$ref": f"#/$defs/a{index + 1}"}) for index in range(length)}
+    return {"$defs": {**links, f"a{length}": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "oneOf"])
+def test_a_small_schema_that_doubles_at_each_reference_is_refused(keyword: str) -> None:
+    schema = {"oneOf": [{"enum": ["x"]}, {"$ref": "#/$defs/a0"}], **chain(40, lambda ref: {keyword: [ref, ref]})}
+    with pytest.raises(GrammarRefused, match=r"steps|may hold together"):
+        of_schema(schema)
+
+
+def test_a_long_chain_of_references_is_refused() -> None:
+    with pytest.raises(GrammarRefused, match="nested too deep"):
+        of_schema({"$ref": "#/$defs/a0", **chain(1500, lambda ref: ref)})
+
+
+def test_a_union_of_many_tagged_objects_is_served() -> None:
+    compiled({"oneOf": [tagged({"const": f"kind {index}"}, more={"type": "string"}) for index in range(60)]})
 
 
 def test_further_properties_differ_from_those_that_are_named() -> None:
