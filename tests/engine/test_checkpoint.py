@@ -215,8 +215,9 @@ def test_tensors_of_parts_that_the_model_lacks_are_passed_over(tmp_path: Path) -
 
 
 def test_buffers_that_are_computed_may_be_stored(tmp_path: Path) -> None:
-    """Old checkpoints of GPT-2 have the causal mask of each layer, and names without the model's prefix."""
+    """Old checkpoints of GPT-2 have the causal mask of each layer, what it masks with, and names without the model's prefix."""
     model = saved(tmp_path, hf.GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=128, eos_token_id=None))
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril().bool() for layer in range(2)}
+    masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(2)}
     change(tmp_path, lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()} | masks)
     assert answer(tmp_path) == ("transformers", expected(model))

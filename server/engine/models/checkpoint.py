@@ -24,8 +24,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INSTEAD: Final = "use a checkpoint in bfloat16, float16 or float32, or in FP8 by blocks (quant_method fp8)"
 """What would work in place of a quantised checkpoint."""
 
-_COMPUTED: Final = ".rotary_emb.inv_freq"
-"""Older checkpoints have these tensors, which follow from the configuration."""
+_COMPUTED: Final = (".rotary_emb.inv_freq", ".masked_bias")
+"""Older checkpoints have these tensors, which follow from the configuration or from the code."""
 
 _BY_BLOCKS: Final = ("fp8", "mxfp8")
 """Methods whose weights transformers unpacks by a scale for each block, on any device and without another library."""
