@@ -362,6 +362,7 @@ class _Reader:
         self._working: set[frozenset[_Part]] = set()
         self._num_steps = 0
         self._string = self.schema.made({"type": "string"}, "").value
+        self._any_object = self.schema.made({"type": "object"}, "").value
 
     def _count(self, num_steps: int = 1) -> None:
         self._num_steps += num_steps
@@ -428,7 +429,8 @@ class _Reader:
             if "type" not in said:  # `required` allows all that is no object
                 found[_Part(self.schema.made({"type": "object"}, place))] = None
             if len(names) == 1:
-                found[_Part(None, absent=names[0])] = None
+                # Only an object can fail to have it.
+                found |= {_Part(_Node(self._any_object, place)): None, _Part(None, absent=names[0]): None}
                 return True
             made = {"anyOf": [{"not": _having(name)} for name in names]}
             return self._add(self.schema.made(made, place).value, place, found, within)

@@ -384,3 +384,12 @@ def test_equal_schemas_have_one_rule() -> None:
     ).source
     assert len(many.splitlines()) == len(one.splitlines())
     assert many.count('"\\U00000022v0\\U00000022"') == 1
+
+
+def test_what_is_not_required_is_an_object() -> None:
+    grammar = compiled({"not": {"required": ["a"]}, "properties": {"a": True, "b": True}})
+    assert allows(grammar, '{"b":1}') and not allows(grammar, '{"a":1}')
+    grammar = compiled({"not": {"required": ["a", "b"]}, "enum": [None, {}, {"a": 1}, {"a": 1, "b": 2}]})
+    assert [text for text in ("null", "{}", '{"a":1}', '{"a":1,"b":2}') if allows(grammar, text)] == ["{}", '{"a":1}']
+    grammar = compiled({"dependentRequired": {"a": ["b"]}, "enum": [None, {"a": 1}, {"b": 1}]})
+    assert [text for text in ("null", '{"a":1}', '{"b":1}') if allows(grammar, text)] == ["null", '{"b":1}']
