@@ -146,7 +146,7 @@ entries = st.lists(
     ),
     max_size=6,
 )
-"""Of each: slot, generation, key; checksum of the record, or the right one of record 1; is its own checksum right?"""
+"""Of each: slot, generation, key; checksum of the record, or that of record 1, which no other key has; is its own right?"""
 
 
 @lengths
@@ -163,7 +163,7 @@ def test_what_a_changed_disk_tier_finds_is_right_or_a_miss_and_it_goes_on(tmp_pa
         new, edit, num_slots, cut_bytes, byte = change
         content = bytearray(right)
         for number, generation, key, checksum, is_right in new:
-            checksum = checksum_of(key, memoryview(payload(1))) if checksum is None else checksum
+            checksum = checksum_of(key_of(1), memoryview(payload(1))) if checksum is None else checksum
             fields = disk._ENTRY.pack(generation, key, checksum)
             own = disk._own_checksum(number if is_right else number + 1, fields)
             at = disk._entry_at(number)
