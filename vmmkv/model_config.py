@@ -567,7 +567,7 @@ def _full(fields: _Fields, layer: int) -> Iterable[Part]:
 
 
 def _windowed(fields: _Fields, layer: int) -> Iterable[Part]:
-    window = fields.whole("sliding_window", layer)
+    window = fields.need("sliding_window", layer=layer)
     if fields.family == "deepseek_v4":
         return (Latent(fields.need("head_dim"), window),)
     if rank := fields.whole("kv_lora_rank"):

@@ -276,7 +276,7 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
             "by hybrid_override_pattern",
         ),
         (
-            lambda: KVLayout.from_config({**TINY, "num_kv_shared_layers": 2, **KINDS, "mamba_d_state": 16}, torch.float16),
+            lambda: KVLayout.from_config({**TINY, **KINDS, "sliding_window": 9, "mamba_d_state": 16}, torch.float16),
             "by mamba_d_state",
         ),
         (

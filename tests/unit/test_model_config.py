@@ -194,6 +194,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a state of unknown size": (decoder("fog", layer_types=["mamba"] * 4), "what a state of this type of model takes"),
     "a state, by its field": (decoder("fog", mamba_d_state=16), "by mamba_d_state, which is not known"),
     "a state, by its type": (decoder("rwkv5", head_size=64), "of a type that keeps states"),
+    "a window of no size": (decoder("fog", layer_types=["sliding_attention"] * 4), "has no sliding_window"),
     "a window of some layers": (decoder("fog", sliding_window=9), "does not say by layer_types"),
     "an indexer": (decoder("fog", index_head_dim=128), "by index_head_dim"),
     "kv heads by another name": (decoder("fog", num_attention_groups=1), "by num_attention_groups"),

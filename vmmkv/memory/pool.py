@@ -234,8 +234,8 @@ class Pool(Closing, Unique):
         owner, num_extents = self.holder or self.lender, budget_bytes // PAGE_BYTES
         if owner is not None and self.device.type == "cpu" and num_extents > (most := most_descriptors() - SPARE_DESCRIPTORS):
             log.warning(
-                "this process may open %s files (`ulimit -n`): each of up to %s extents of the holder at %s takes one: what "
-                "is over %s is evicted; raise it",
+                "this process may open %s files (`ulimit -n`), and each of up to %s extents of the holder at %s takes one: "
+                "extents beyond %s are evicted; raise the limit to keep them",
                 *(f"{most + SPARE_DESCRIPTORS:,}", f"{num_extents:,}", owner.path, f"{most:,}"),
             )
         self.budget_bytes = budget_bytes

@@ -46,7 +46,7 @@ class MappedStorage(torch.UntypedStorage):
     __str__ = __repr__
 
     def __reduce__(self) -> NoReturn:
-        raise ViewNotCloned(f"torch pickles no storage of this type of numbers by itself: {_REMEDY}")
+        raise ViewNotCloned(f"torch cannot pickle storages of fp8: {_REMEDY}")
 
     def _share_cuda_(self, *_: Any, **__: Any) -> NoReturn:
         raise ViewNotCloned(f"torch cannot send rows of a cache on a GPU to another process: {_REMEDY}")

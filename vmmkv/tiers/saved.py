@@ -38,7 +38,7 @@ from vmmkv.memory.pool import Extent
 from vmmkv.memory.sharing import Pages
 from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import host_memory
-from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
     from vmmkv import cache as caches
@@ -197,6 +197,11 @@ def _remove_left(folder: Path) -> None:
 
 def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
+    if len(text) > _BATCHES_HEADER_BYTES:
+        raise ValueError(
+            f"the header of the rows takes {format_bytes(len(text))}, and may take {format_bytes(_BATCHES_HEADER_BYTES)}: save "
+            "fewer sequences together"
+        )
     file.write(magic + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
 
 
