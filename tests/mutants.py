@@ -603,10 +603,30 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (THREADED, TIERS_UNIT, TIERS): {
         "a flush that waits for nothing": ("lambda: not self._num_writes", "lambda: True"),
         "the end of a path used last": ("    for key in reversed(keys):\n", "    for key in keys:\n"),
+    },
+    (THREADED, f"{TIERS}::test_a_buffer_is_not_lent_again_while_a_thread_reads_into_it"): {
         "a buffer lent again while a thread still reads into it": (
-            "            transfer.future.add_done_callback(lambda _: self.give_back(transfer))",
-            "            self.give_back(transfer)",
+            "transfer.future.add_done_callback(lambda _: self.give_back(transfer))",
+            "self.give_back(transfer)",
         ),
+    },
+    (TRANSFERS, f"{TIERS_UNIT}::test_what_a_failed_copy_was_to_store_is_not_kept"): {
+        "what a failed copy stored kept": ("tier.drop if copy.failed else tier.finished", "tier.finished"),
+    },
+    (TRANSFERS, f"{TIERS_UNIT}::test_a_page_that_lacks_its_first_rows_is_not_stored"): {
+        "an extent that lacks its first rows stored": ("keys = [] if placed.first_token else chain", "keys = chain"),
+    },
+    (TRANSFERS, f"{TIERS_UNIT}::test_rows_that_a_page_on_the_device_lacks_are_fetched"): {
+        "a find that counts lacking rows as on the device": (" and not piece.value.first_token]", "]"),
+    },
+    (SHARING, f"{TIERS_UNIT}::test_a_page_that_lacks_its_first_rows_is_not_stored"): {
+        "rows that a copy lacks taken to be there": (
+            "np.where(first_token < starts, starts, memory.table.firsts[:, target])",
+            "memory.table.firsts[:, target]",
+        ),
+    },
+    ("prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
+        "rows before a window taken to be missing": ("begin(slot, hit.starts, hit.extents.firsts)", "begin(slot, hit.starts)"),
     },
     (THREADED, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {
         "a store that failed in silence": (
@@ -735,12 +755,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "        returned = set()\n",
         ),
     },
-    ("prefix/index.py", TIER_MACHINE): {
-        "a page's rows that are missing stored": (
-            "first_token = first_row if mapping.page * PAGE_BYTES < first_row * group.row_bytes else 0",
-            "first_token = 0",
-        ),
-    },
+    ("prefix/index.py", TIER_MACHINE): {},
     (DISK, TIERS): {
         "a disk's records found in the order of their slots": ("sorted(found, key=lambda entry: entry[1].generation)", "found"),
     },
