@@ -626,7 +626,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     ("prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
-        "rows before a window taken to be missing": ("begin(slot, hit.starts, hit.extents.firsts)", "begin(slot, hit.starts)"),
+        "rows before a window taken to be missing": (
+            "begin(slot, hit.starts, hit.extents.firsts)\n        with self._reading(hit):\n",
+            "begin(slot, hit.starts)\n        with self._reading(hit):\n",
+        ),
     },
     (THREADED, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {
         "a store that failed in silence": (
@@ -755,7 +758,6 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "        returned = set()\n",
         ),
     },
-    ("prefix/index.py", TIER_MACHINE): {},
     (DISK, TIERS): {
         "a disk's records found in the order of their slots": ("sorted(found, key=lambda entry: entry[1].generation)", "found"),
     },
