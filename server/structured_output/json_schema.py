@@ -29,8 +29,10 @@ MAX_NODES: Final = 4096
 """Values in a schema."""
 MAX_GOALS: Final = 4096
 """Rules that its goals become."""
-MAX_STEPS: Final = 30_000
+MAX_STEPS: Final = 100_000
 """Schemas that are read for goals and compared with others. References make more of them than a schema has values."""
+MAX_PLACES: Final = 500_000
+"""Of texts of a schema, from which parts of its patterns are tried."""
 MAX_COUNT: Final = 4096
 """Of a minimum or maximum of items or characters: each is a copy of a rule."""
 MAX_MULTIPLES: Final = 1024
@@ -360,7 +362,7 @@ class _Reader:
         self._kinds: dict[frozenset[_Part], list[_Kind]] = {}
         self._branches: dict[frozenset[_Part], list[Goal]] = {}
         self._working: set[frozenset[_Part]] = set()
-        self._num_steps = 0
+        self._num_steps = self._num_places = 0
         self._string = self.schema.made({"type": "string"}, "").value
         self._any_object = self.schema.made({"type": "object"}, "").value
 
@@ -370,6 +372,14 @@ class _Reader:
             raise SchemaRefused(
                 f"it takes more than {MAX_STEPS} steps to read, by its references or alternatives; make it simpler"
             )
+
+    def _matches(self, pattern: text.Node, value: str) -> bool:
+        return text.matches(pattern, value, self._count_places)
+
+    def _count_places(self, num_places: int) -> None:
+        self._num_places += num_places
+        if self._num_places > MAX_PLACES:
+            raise SchemaRefused("its names or values take too long to compare with its patterns; make them fewer or shorter")
 
     def closure(self, *schemas: tuple[Any, str], parts: Goal = ()) -> Goal | None:
         """The goal of values that satisfy all these schemas, each with its place, and parts. None if there is none."""
@@ -587,19 +597,18 @@ class _Reader:
             for name in sorted(kind.required & properties.keys() & kind.properties.keys())
         )
 
-    @staticmethod
-    def _may_be(kind: _Text, value: str) -> bool:
+    def _may_be(self, kind: _Text, value: str) -> bool:
         fits = kind.minimum <= len(value) and (kind.maximum is None or len(value) <= kind.maximum)
-        return fits and (kind.pattern is None or text.matches(kind.pattern, value))
+        return fits and (kind.pattern is None or self._matches(kind.pattern, value))
 
     # Does a schema allow a value?
 
     def holds(self, value: Any, schema: Any, place: str, depth: int = 0) -> bool | None:
         """Whether a schema allows a value. None if that is not known."""
-        self._count()
         node = self.schema.node(schema, place)
         if isinstance(node, bool):
             return node
+        self._count()
         if depth > 2 * MAX_DEPTH:
             return None
         said = node.value
@@ -648,9 +657,9 @@ class _Reader:
         if kind == "string":
             found.append(said.get("minLength", 0) <= len(value) <= said.get("maxLength", math.inf))
             if "pattern" in said:
-                found.append(text.matches(self.pattern(said["pattern"], place), value))
+                found.append(self._matches(self.pattern(said["pattern"], place), value))
             if (form := said.get("format")) in FORMATS:
-                found.append(True if text.matches(text.of_format(form), value) else None)
+                found.append(True if self._matches(text.of_format(form), value) else None)
             elif form in UNSERVED_FORMATS or "contentEncoding" in said:
                 found.append(None)
         elif kind in ("integer", "number"):
@@ -690,7 +699,7 @@ class _Reader:
         if name in said.get("properties", {}):
             found.append((said["properties"][name], f"{place}/properties/{name}"))
         for pattern, schema in said.get("patternProperties", {}).items():
-            if text.matches(self.pattern(pattern, place), name):
+            if self._matches(self.pattern(pattern, place), name):
                 found.append((schema, f"{place}/patternProperties/{pattern}"))
         if not found and (keyword := _further_keyword(said)) is not None:
             found.append((said[keyword], f"{place}/{keyword}"))
@@ -878,6 +887,7 @@ class _Reader:
         declared = dict.fromkeys(name for node in nodes for name in node.value.get("properties", {}))
         properties: dict[str, Goal] = {}
         for name in (*declared, *sorted(required - declared.keys())):
+            self._count(len(nodes))
             parts = [part for node in nodes for part in self._of_name(name, node.value, node.place)]
             is_named = all(
                 self.holds(name, node.value.get("propertyNames", True), f"{node.place}/propertyNames") for node in nodes

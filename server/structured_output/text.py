@@ -333,12 +333,16 @@ def _branches(node: Node) -> list[list[Node]]:
     return found
 
 
-def matches(node: Node, text: str) -> bool:
-    """Is the whole text one of the pattern's? Takes time in proportion to both, and to counts."""
-    return len(text) in _ends(node, text, frozenset([0]))
+def matches(node: Node, text: str, count: Callable[[int], None] = lambda num_places: None) -> bool:
+    """Is the whole text one of the pattern's? Takes time in proportion to both, and to counts.
+
+    `count` is told of the places in the text from which a part of the pattern is tried, and may raise.
+    """
+    return len(text) in _ends(node, text, frozenset([0]), count)
 
 
-def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _ends(node: Node, text: str, starts: frozenset[int], count: Callable[[int], None]) -> frozenset[int]:
+    count(1 + len(starts))
     if isinstance(node, Characters):
         return frozenset(
             start + 1
@@ -346,19 +350,20 @@ def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
             if start < len(text) and any(low <= ord(text[start]) <= high for low, high in node.ranges)
         )
     if isinstance(node, Choice):
-        return frozenset[int]().union(*(_ends(branch, text, starts) for branch in node.branches))
+        return frozenset[int]().union(*(_ends(branch, text, starts, count) for branch in node.branches))
     if isinstance(node, Series):
         for part in node.parts:
-            starts = _ends(part, text, starts)
+            starts = _ends(part, text, starts, count)
         return starts
     assert isinstance(node, Repeat), "anchors are gone"
-    found, count = starts if not node.minimum else frozenset[int](), 0
-    while starts and (node.maximum is None or count < node.maximum):
-        starts, count = _ends(node.part, text, starts), count + 1
-        if count >= node.minimum:
+    found, times = starts if not node.minimum else frozenset[int](), 0
+    while starts and (node.maximum is None or times < node.maximum):
+        starts, times = _ends(node.part, text, starts, count), times + 1
+        if times >= node.minimum:
             if starts <= found:
                 break
             found |= starts
+            count(len(found) // 8)  # it is copied
     return found
 
 

@@ -349,8 +349,23 @@ def test_a_long_chain_of_references_is_refused() -> None:
         of_schema({"$ref": "#/$defs/a0", **chain(1500, lambda ref: ref)})
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["a" * 200_000], "pattern": "(a{0,40}b?){0,4000}c"},
+        {
+            "properties": {f"p{index}": True for index in range(1000)},
+            "patternProperties": {f"^({index}|a{{0,50}}b)$": True for index in range(1000)},
+        },
+    ],
+)
+def test_texts_that_take_long_to_compare_with_patterns_are_refused(schema: Any) -> None:
+    with pytest.raises(GrammarRefused, match="take too long to compare"):
+        of_schema(schema)
+
+
 def test_a_union_of_many_tagged_objects_is_served() -> None:
-    compiled({"oneOf": [tagged({"const": f"kind {index}"}, more={"type": "string"}) for index in range(60)]})
+    compiled({"oneOf": [tagged({"const": f"kind {index}"}, more={"type": "string"}) for index in range(100)]})
 
 
 def test_further_properties_differ_from_those_that_are_named() -> None:
