@@ -437,10 +437,9 @@ class _Reader:
         if said <= {"required", "type"} and node.value.get("type", "object") == "object" and node.value.get("required"):
             names = node.value["required"]
             if "type" not in said:  # `required` allows all that is no object
-                found[_Part(self.schema.made({"type": "object"}, place))] = None
+                found[_Part(_Node(self._any_object, place))] = None
             if len(names) == 1:
-                # Only an object can fail to have it.
-                found |= {_Part(_Node(self._any_object, place)): None, _Part(None, absent=names[0]): None}
+                found[_Part(None, absent=names[0])] = None
                 return True
             made = {"anyOf": [{"not": _having(name)} for name in names]}
             return self._add(self.schema.made(made, place).value, place, found, within)
