@@ -450,6 +450,28 @@ def test_a_pass_whose_call_has_returned_is_kept_whatever_fails_then(cache: VmmCa
     assert cache.get_seq_length() == 14
 
 
+def test_an_exception_that_the_model_caught_and_kept_does_not_make_its_pass_a_failed_one(cache: VmmCache, small: Any) -> None:
+    kept: list[Exception] = []
+
+    def keep(*_: Any) -> None:
+        try:
+            raise ImportError
+        except ImportError as error:
+            kept.append(error)  # and with it the frames of all calls around this one
+
+    with hooked(small.model.layers[0], keep), hooked(small.lm_head, keep):
+        for num_tokens in (9, 18):
+            forward(small, cache, IDS)
+            cache.crop(0)
+            assert cache.get_seq_length() == num_tokens
+        with pytest.raises(ZeroDivisionError), hooked(small.lm_head, lambda *_: 1 / 0):
+            forward(small, cache, IDS)
+        with pytest.raises(RuntimeError, match=r"crop\(0\) takes"):
+            forward(small, cache, IDS)
+        cache.crop(0)
+        assert cache.get_seq_length() == 18
+
+
 @contextlib.contextmanager
 def hooked(module: torch.nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
     handle = module.register_forward_pre_hook(hook)

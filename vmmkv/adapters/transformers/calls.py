@@ -6,8 +6,14 @@ the keyword arguments of each call of a module that was given the cache. They ha
 
     the call returns    its mark goes, and the caller is still at the call
     the call raises     its mark stays as long as the exception, and goes with it: then the caller is elsewhere
+
+An exception that was caught within the call and kept also keeps the mark, with the frames of all calls around it. The frame
+of a call that has ended tells by which instruction: so it is looked up before a pass counts as failed. If the exception is
+dropped before that, the pass counts as failed: nothing then tells how the call ended.
 """
 
+import dis
+import gc
 import itertools
 import sys
 from collections.abc import Iterator
@@ -18,6 +24,8 @@ import torch
 
 _CALL: Final = torch.nn.Module._wrapped_call_impl.__code__
 """The code of a call of a module. Its frame has the module's arguments in `args` and `kwargs`, and passes on copies."""
+
+_RETURN: Final = dis.opmap["RETURN_VALUE"]
 
 _numbers = itertools.count()
 
@@ -34,11 +42,11 @@ class PassCalls:
                 kwargs[f"_vmmkv_mark_{id(cache)}"] = _Mark(self._not_returned, frame.f_back)
 
     def have_failed(self) -> bool:
-        """Has one of them ended without returning?"""
-        if not self._not_returned:
+        """Has one of them ended without returning? Cost: if so, or if a frame is kept, a walk through Python's objects."""
+        if not self._not_returned or self._not_returned <= _marks(_calls_under_way()):
             return False
-        given = itertools.chain.from_iterable(frame.f_locals["kwargs"].values() for frame in _calls_under_way())
-        return not self._not_returned <= {each.number for each in given if isinstance(each, _Mark)}
+        self._not_returned -= _marks(_calls_kept_that_returned())
+        return not self._not_returned <= _marks(_calls_under_way())
 
 
 class _Mark:
@@ -68,3 +76,17 @@ def _calls_under_way() -> Iterator[FrameType]:
         if frame.f_code is _CALL:
             yield frame
         frame = frame.f_back
+
+
+def _calls_kept_that_returned() -> Iterator[FrameType]:
+    instructions = _CALL.co_code
+    for each in gc.get_objects():  # among frames, those that have ended
+        if type(each) is FrameType and each.f_code is _CALL and instructions[each.f_lasti] == _RETURN:
+            yield each
+
+
+def _marks(calls: Iterator[FrameType]) -> set[int]:
+    """The numbers of the marks in these calls."""
+    # Without `kwargs` if the frame was cleared.
+    given = itertools.chain.from_iterable(frame.f_locals.get("kwargs", {}).values() for frame in calls)
+    return {each.number for each in given if isinstance(each, _Mark)}
