@@ -203,7 +203,7 @@ def _as_biases(value: Any) -> Any:
     if len(value) > MAX_LOGIT_BIASES:
         raise refusal("", f"it has {len(value)} tokens and may have {MAX_LOGIT_BIASES}")
     for key in value:
-        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)):  # one way to write each, so that none is lost
             raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {key!r} is none')
     return {int(key): bias for key, bias in value.items()}
 
@@ -585,6 +585,7 @@ class ChatMessage(WireRequest):
     model_config = ConfigDict(extra="allow")
     unserved: ClassVar[Unserved] = {
         **dict.fromkeys(("refusal", "tool_call_id", "function_call", "audio"), ()),
+        "prefix": (False,),
         "tool_calls": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"]

@@ -1018,7 +1018,7 @@ class _Grammar(_Reader):
             self._find(root)
             self._find_possible()
         if root is None or frozenset(root) not in self._possible:
-            raise SchemaRefused("it allows no value")
+            raise SchemaRefused("it allows no value that is known here to fit")
         for index, key in enumerate(self._possible_in_order()):
             self._names[key] = f"v{index}"
         for key, name in self._names.items():

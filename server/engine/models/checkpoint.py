@@ -92,7 +92,7 @@ def _method(said: Any) -> str:
     fields = said if isinstance(said, dict) else said.to_dict()
     if fields.get("load_in_4bit") or fields.get("load_in_8bit"):
         return "bitsandbytes"
-    named = (fields.get("quant_method"), fields.get("producer", {}).get("name"), fields.get("quant_algo"))
+    named = (fields.get("quant_method"), (fields.get("producer") or {}).get("name"), fields.get("quant_algo"))
     return str(next((name for name in named if name), "by no method that is named"))
 
 
