@@ -76,7 +76,6 @@ OF_CHATS: dict[str, list[Any]] = {
     "chat_template_kwargs.a": [{"a": value} for value in ([], {}, math.nan, "x" * (MAX_VARIABLE_CHARS + 1))],
     "messages": [[], [{"role": "user", "content": "\ud800"}]],
     "messages.0.role": [[{"role": "tool", "content": "x"}]],
-    "messages.0.prefix": [[{"role": "assistant", "content": "x", "prefix": True}]],
     "messages.0.content": [
         [{"role": "user"}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
@@ -126,6 +125,7 @@ def test_the_parameter_is_named(server: Running, path: str, param: str, value: A
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "mean the same: send one."),
         (CHAT, {"top_logprobs": 2}, "only for logprobs=true."),
         (CHAT, {"max_token": 5}, "Unknown parameter: 'max_token'; did you mean max_tokens?"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "The parameter 'prefix' is not supported"),
         (CHAT, {"messages": [{"role": "user", "contents": "a"}]}, "Unknown parameter: 'contents'; did you mean content?"),
         (CHAT, {"made_up\ud800": 5}, "Unknown parameter: 'made_up\\ud800'."),
         (CHAT, {"tools": [{}]}, 'for an answer of a schema send "response_format": {"type": "json_schema", ...}.'),
