@@ -7,6 +7,7 @@ Types and OpenAI's limits are checked here; what a parameter may be is checked b
 
 import dataclasses
 import functools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -74,7 +75,7 @@ class WireRequest(BaseModel):
         for name, neutral in cls.unserved.items():
             value = data.get(name)
             if value is not None and not any(_are_same(value, other) for other in neutral):
-                wanted = f"leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
+                wanted = f"leave it out or send {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
                 wanted += _TOOLS_INSTEAD if name in ("tools", "functions") else ""
                 raise PydanticCustomError(
                     "unsupported_parameter",
@@ -299,7 +300,9 @@ class ResponseFormat(WireRequest):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise refusal("json_schema", '"type": "json_schema" needs a json_schema with a schema')
+        if self.type != "json_schema" and self.json_schema is not None:
             raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
         try:
             _ = self.grammar
