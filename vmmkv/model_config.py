@@ -154,9 +154,8 @@ def beside_rows(layers: Iterable[Sequence[Part]]) -> dict[str, list[int]]:
     """What layers keep beside the keys and values of all tokens or of a window: the layers, by its name in sentences."""
     others: dict[str, list[int]] = {}
     for layer, parts in enumerate(layers):
-        for part in parts:
-            if name := _name_beside_rows(part):
-                others.setdefault(name, []).append(layer)
+        for name in dict.fromkeys(filter(None, map(_name_beside_rows, parts))):
+            others.setdefault(name, []).append(layer)
     return others
 
 

@@ -269,3 +269,8 @@ def test_a_field_of_any_other_value_is_read_or_refused(name: str) -> None:
         changed = {**inner, field: value}
         with contextlib.suppress(LayoutError):
             read({**config, "text_config": changed} if inner is not config else changed)
+
+
+def test_a_layer_that_keeps_two_parts_of_a_kind_is_named_once() -> None:
+    layers = [(Compressed(8, 4), Compressed(8, 128)), (Latent(16),), (Compressed(8, 4),)]
+    assert described(beside_rows(layers)) == "compressed rows in layers 0, 2; latents (kv_lora_rank) in layer 1"
