@@ -154,7 +154,7 @@ class TestDeadlines:
         assert eventually(lambda: bool(server.engine.aborted()))
 
     def test_time_in_the_tokeniser_counts(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(server.tokenizer, "encode", lambda prompt: time.sleep(1) or [97])
+        monkeypatch.setattr(server.tokenizer, "encode", lambda prompt, **limits: time.sleep(1) or [97])
         assert server.complete(prompt="a" * 9999, timeout=0.1).status_code == 408
         assert not server.generates
 
