@@ -71,7 +71,7 @@ def schema(value: Any) -> dict[str, Any]:
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format.json_schema.schema", "allows no value"),
         (schema({"const": "\ud800"}), "response_format.json_schema.schema", "half of a surrogate pair"),
         ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice", "half of a surrogate pair"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs a json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"structured_outputs": {"regex": "([a"}}, "structured_outputs.regex", "Unclosed"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "Lookahead is not supported"),
