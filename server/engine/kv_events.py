@@ -55,7 +55,7 @@ REPLAY_PERIOD_MS: Final = 5
 UNREAD_MS: Final = 30_000
 """A peer over TCP that reads nothing for so long, though there is something, loses its connection."""
 _MOST_ASKED_BYTES: Final = 1024
-"""Of one frame from a peer: a request has 8, a subscription its topic. A peer that sends more loses its connection."""
+"""The most bytes of one frame from a peer: a request has 8, a subscription its topic. A peer that sends more is cut off."""
 
 log = logging.getLogger(__name__)
 

@@ -263,7 +263,7 @@ class ModelSource:
         self._decoder: Decoder | None = None
         self._transformers: Any = None
         self._rotary = ""
-        """What rotary frequencies depend on beside the model: part of its identity."""
+        """The length that rotary frequencies depend on beside the model, as text; part of the identity of its rows."""
         is_random = config.load_format == "dummy"
         refuse_codes(directory, hf_config, is_random=is_random)
         if config.model_impl != "transformers":

@@ -1,4 +1,4 @@
-"""What tensors a model's directory has, and whether their numbers are its weights.
+"""The tensors of a model's directory: their names and types, and whether their numbers are its weights.
 
 A quantised checkpoint has codes in place of weights, and scales to unpack them with. Codes read as weights are noise. So codes
 that nothing here can unpack are refused before a weight is read. FP8 by blocks is unpacked by transformers. That library fills
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from vmmkv.server.models import UnsupportedModel, from_directory
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the types that weights may have. Others are codes, and need more than a copy."""
+"""Names in safetensors of the types that weights may have. Others are codes, and need more than a copy."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
