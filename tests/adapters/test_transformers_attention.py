@@ -305,6 +305,7 @@ def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str
     assert not declined
 
 
+@pytest.mark.nightly
 def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
     """By a look into its models: what a new release adds is not ignored."""
     known = {*inspect.signature(attention).parameters, "position_bias", *INERT_ARGUMENTS, *_CHOSEN}

@@ -82,7 +82,7 @@ with Pool("cpu", 64 * MIB) as pool, VmmCache(model.config, pool) as cache:
 """
 
 
-@pytest.mark.parametrize("name", ["grouped", "sliding and full, head size 256"])
+@pytest.mark.parametrize("name", ["grouped", pytest.param("sliding and full, head size 256", marks=pytest.mark.nightly)])
 def test_another_process_generates_on_from_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
     model, inputs, path = KINDS[name](), prompts(40, 23), tmp_path / "batch"
     with VmmCache(model.config, pool) as cache:

@@ -118,6 +118,7 @@ def test_mapped_bytes_follow_the_tokens_and_come_back(served: ServerProcess) -> 
     assert given_back == served.metric("kv_created_bytes")
 
 
+@pytest.mark.nightly
 def test_the_second_to_ask_waits_for_its_last_token_only(served: ServerProcess) -> None:
     prompt = "A prompt that both send, word by word. " * 15
 
@@ -136,7 +137,8 @@ def test_the_second_to_ask_waits_for_its_last_token_only(served: ServerProcess) 
     assert len(set(beams)) == 2
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stream", [True, False])
 def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(served: ServerProcess, stream: bool) -> None:
     names = ("three keys", "address", "receipt", "unicode enum", "steps")
 

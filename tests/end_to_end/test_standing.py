@@ -15,6 +15,8 @@ import pytest
 
 from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_model, small_server, until
 
+pytestmark = pytest.mark.nightly
+
 NAME = "model"
 NUM_RUNNING, NUM_QUEUED = 4, 4
 CAPACITY = NUM_RUNNING + NUM_QUEUED
@@ -59,7 +61,6 @@ def test_keys_do_not_see_what_others_have_asked(standing: ServerProcess) -> None
     assert cached(TWO) > 600
 
 
-@pytest.mark.nightly
 def test_ten_times_too_many_are_each_answered_and_memory_does_not_grow_with_them(standing: ServerProcess) -> None:
     def flood() -> collections.Counter[int]:
         answers: collections.Counter[int] = collections.Counter()
@@ -167,7 +168,6 @@ def test_a_signal_lets_those_who_run_finish(standing: ServerProcess) -> None:
     assert standing.process.wait(120) == 0
 
 
-@pytest.mark.nightly
 def test_what_an_engine_had_on_a_disk_when_it_was_killed_another_server_hits(tmp_path: Path) -> None:
     directory = small_model(tmp_path / NAME, num_attention_heads=16, num_key_value_heads=16, head_dim=128)  # 64 tokens a page
     options = ("--load-format", "dummy", "--kv-budget", "64MiB", "--kv-disk", str(tmp_path / "kv"), "--kv-disk-budget", "64MiB")

@@ -95,6 +95,7 @@ def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
         engine.cache.check()
 
 
+@pytest.mark.nightly
 def test_a_request_waits_for_room_to_borrow_rather_than_compute(
     directory: Path, socket: Path, prefill: Callable[..., None]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_request_waits_for_room_to_borrow_rather_than_compute(
     assert [output.outputs[0].token_ids for output in outputs] == [expected(directory, each) for each in ([1, 2, 3], PROMPT)]
 
 
+@pytest.mark.nightly
 def test_an_engine_of_other_weights_computes_its_prompts_and_says_so(
     socket: Path, prefill: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,7 +207,9 @@ def test_an_engine_hits_what_another_computed_over_one_store(directory: Path, ex
             assert answers(second.generate(PROMPTS, GREEDY)) == expected
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault == "lies" else pytest.mark.nightly) for fault in FAULTS]
+)
 def test_a_tier_that_fails_is_counted_and_changes_no_token(harness: MakeHarness, fault: str) -> None:
     tier = FaultyTier(HostTier(64 * PAGE_BYTES), 1, [fault], chance=0.3)
     one = serving(harness, tier, budget_pages=20)

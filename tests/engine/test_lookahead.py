@@ -208,7 +208,7 @@ def test_beams_beside_others(harness: MakeHarness, lookahead: int, share: bool) 
         assert [beam.token_ids for beam in found[name]] == [beam.token_ids for beam in message.beams]
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_a_window_that_moves_leaves_what_was_confirmed_usable(harness: MakeHarness, lookahead: int, share: bool) -> None:
     """It moves by the rows that are launched, and a request that ends then has fewer that count."""

@@ -214,7 +214,7 @@ def test_models_of_transformers_have_the_tokens_of_one_rank(
         assert everything(checked(several, threads)) == expected
 
 
-@pytest.mark.parametrize("model_impl", ["vmmkv", "transformers"])
+@pytest.mark.parametrize("model_impl", ["vmmkv", pytest.param("transformers", marks=pytest.mark.nightly)])
 def test_preempted_requests_have_the_tokens_of_one_rank(model_impl: str, tmp_path: Path, threads: Threads) -> None:
     path = saved(wide_rows(vocab_size=258, eos_token_id=257, max_position_embeddings=512), tmp_path)
     found = []

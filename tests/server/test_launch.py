@@ -184,6 +184,7 @@ def test_a_server_that_is_killed_leaves_no_process_and_no_file(model_dir: Path, 
         assert list(tmp_path.glob("vmmkv-*")) == []
 
 
+@pytest.mark.nightly
 def test_requests_in_flight_at_a_signal_get_the_drain_timeout_and_streams_end(model_dir: Path) -> None:
     with serving(model_dir, front={"drain_timeout_s": 1}) as served:
         url = served.url()
@@ -198,6 +199,7 @@ def test_requests_in_flight_at_a_signal_get_the_drain_timeout_and_streams_end(mo
         assert served.is_quiet(), served.log()
 
 
+@pytest.mark.nightly
 def test_without_descriptors_it_says_so_once_and_serves_again_when_there_are(standing: Served) -> None:
     url, pid = httpx.URL(standing.url()), standing.process.pid
     limit = len(list(Path(f"/proc/{pid}/fd").iterdir())) + 3
@@ -259,6 +261,7 @@ launch.Tokenizer.load = lambda path: (print("it loads", file=sys.stderr, flush=T
         assert served.is_quiet(), served.log()
 
 
+@pytest.mark.nightly
 def test_a_stuck_engine_is_logged_and_a_dead_one_ends_the_server_with_an_error(model_dir: Path) -> None:
     with serving(model_dir, front={"stuck_after_s": 0.5}) as served:
         url = served.url()
@@ -293,6 +296,7 @@ def test_why_an_engine_cannot_start_is_one_error_that_names_flags(model_dir: Pat
             assert (json.loads(line)["event"], json.loads(line)["level"]) == (said, "error")
 
 
+@pytest.mark.nightly
 def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text((model_dir / name).read_text())

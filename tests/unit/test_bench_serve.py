@@ -148,6 +148,7 @@ def test_a_cache_is_full_before_requests_are_served_over_a_full_cache() -> None:
         engine.close()
 
 
+@pytest.mark.nightly
 def test_vllm_serves_the_engines_workloads_over_the_engines_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = fakes_vllm(monkeypatch)
     rows = measured(tmp_path, "sampled", "outside", cases=("sampled", "full"))
@@ -164,12 +165,14 @@ def test_vllm_serves_the_engines_workloads_over_the_engines_weights(tmp_path: Pa
     assert sum(llm.kept[:-10]) > llm.max_model_len  # those that fill the cache come before the ten of the last run
 
 
+@pytest.mark.nightly
 def test_vllm_with_other_log_probabilities_has_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes_vllm(monkeypatch, off=0.5)
     recorder = recorded(tmp_path, "outside", cases=("single",))
     assert [(row.system, row.metric) for row in recorder.rows] == [("vLLM 0.25.1", "failed")]
 
 
+@pytest.mark.nightly
 def test_types_of_the_kv_cache_are_measured_in_the_same_memory(tmp_path: Path) -> None:
     rows = measured(tmp_path, "quantised", cases=("auto", "int4"))
     fitting = {row.system: row.summary.p50 for row in rows if row.metric == "sequences that fit"}
@@ -177,6 +180,7 @@ def test_types_of_the_kv_cache_are_measured_in_the_same_memory(tmp_path: Path) -
     assert fitting["vmmkv, int4 KV"] > 4 * fitting["vmmkv, float32 KV"]
 
 
+@pytest.mark.nightly
 def test_policies_are_measured_beside_full_attention_that_waits_for_memory(tmp_path: Path) -> None:
     cases = ("none", "snapkv-64", "h2o-32", "streaming_llm-32")
     rows = measured(tmp_path, "policies", cases=cases)
@@ -197,6 +201,7 @@ def test_cases_of_vllm_are_refused_where_it_cannot_run(tmp_path: Path) -> None:
         recorded(tmp_path, "outside", cases=("mixed", "full"))
 
 
+@pytest.mark.nightly
 def test_systems_are_compared_in_closed_and_open_loops(tmp_path: Path) -> None:
     rows = measured(tmp_path, "closed", "rates", cases=("multi turn", "8"))
     systems = {row.system for row in rows if row.metric == "throughput"}

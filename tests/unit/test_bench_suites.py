@@ -42,6 +42,7 @@ def found(rows: list[Row], metric: str) -> dict[tuple[str, str], float]:
     return {(row.workload.partition(":")[0], row.system): row.summary.median for row in rows if row.metric == metric}
 
 
+@pytest.mark.nightly
 def test_every_driver_call_is_timed_alone_and_beside_a_thread(tmp_path: Path) -> None:
     rows = measured(tmp_path, "driver_calls")
     for workload in ("2.0 MiB handle, alone", "32.0 MiB handle, beside a busy thread"):
@@ -49,6 +50,7 @@ def test_every_driver_call_is_timed_alone_and_beside_a_thread(tmp_path: Path) ->
         assert {"reserve", "create", "map", "set_access", "unmap", "release", "fence", "memory", "export_fd"} <= calls
 
 
+@pytest.mark.nightly
 def test_static_slots_never_wait_and_growth_in_front_does(tmp_path: Path) -> None:
     rows = measured(tmp_path, "append")
     stalled = found(rows, "stalled")
@@ -72,6 +74,7 @@ def test_products_by_rows_and_one_that_is_wrong(tmp_path: Path, monkeypatch: pyt
     assert {row.metric for row in recorder.rows} == {FAILED}
 
 
+@pytest.mark.nightly
 def test_memory_that_is_given_back_arrives_and_comes_again(tmp_path: Path) -> None:
     rows = measured(tmp_path, "resize")
     given, device = found(rows, "given back"), found(rows, "given back, says the device")
@@ -168,6 +171,7 @@ def test_what_the_host_does_between_steps_is_timed_by_size(tmp_path: Path) -> No
         assert timed == grown != set()
 
 
+@pytest.mark.nightly
 def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_pieces", lambda start, end: [])
     real = host.RadixTree.match
@@ -196,6 +200,7 @@ def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
     assert {system for _, system in found(rows, "load")} >= {"one copy", "host tier", "disk tier"}
 
 
+@pytest.mark.nightly
 def test_another_answer_over_a_tier_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorder_in(tmp_path, "tiers", SETTINGS)
     engine = SimpleNamespace(snapshot=SimpleNamespace(preemptions=0, fetches={}, resumed_tokens={}))
@@ -255,6 +260,7 @@ def test_an_engine_behind_one_that_was_killed_answers_from_its_rows(tmp_path: Pa
     assert {system for _, system in found(rows, "first token of the first prompt")} == {"computed", "restarted"}
 
 
+@pytest.mark.nightly
 def test_rows_of_a_tier_that_lies_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostTier, "finished", lies)
     recorder = recorder_in(tmp_path, "tiers", replace(SETTINGS, parts=("bandwidth",), cases=("host",)))

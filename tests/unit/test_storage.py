@@ -85,7 +85,9 @@ warnings.simplefilter("ignore")
 """
 
 
-@pytest.mark.parametrize("dtype", ["torch.float32", "KVType('int8')", "KVType('fp8')"])
+@pytest.mark.parametrize(
+    "dtype", ["torch.float32", *(pytest.param(f"KVType({kind!r})", marks=pytest.mark.nightly) for kind in ("int8", "fp8"))]
+)
 def test_a_view_is_copied_right_or_refused_by_name_whatever_torch_does_with_it(dtype: str) -> None:
     child = subprocess.run(
         [sys.executable, "-c", f"{CHILD}main({dtype})"], cwd=ROOT, capture_output=True, text=True, check=False
