@@ -40,6 +40,7 @@ from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, curren
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Forget, Loading, Manage, Managed, Ready, Resize, Sleep, WakeUp
 from vmmkv.server.sampling_params import InvalidParam, Limits, RequestRefused, SamplingParams
+from vmmkv.server.structured_output.schema import Grammar
 from vmmkv.server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 from vmmkv.units import counted
 
@@ -377,15 +378,15 @@ async def _answer(
     _, tokenizer = service.require(body.model)
     # Again: a drain may have begun since its headers came.
     check_tokens = state.at_end.enter_context(service.queue.place(body.num_prompts * body.params.num_sequences))
+    asked = await _grammar(service, request, body, deadline)
     prompts, echoes = await _prompts(service, request, body, tokenizer, deadline)
     params = _check(service, body, state, prompts)
     check_tokens(body.params.num_sequences * sum(map(len, prompts)))
     namespace = service.queue.namespace(state.caller, body.cache_salt)
-    param, asked = body.grammar
     grammar = b""
     if asked is not None:
         ready, _ = service.require(body.model)
-        compiling = service.grammars.compiled(param, asked, ready, namespace=namespace, deadline=deadline)
+        compiling = service.grammars.compiled(body.grammar_param, asked, ready, namespace=namespace, deadline=deadline)
         grammar = await _present(service, request, compiling, needs_engine=True)
         service.require(body.model)  # again: the engine may have died meanwhile
     form = form_type(service.model, tokenizer.texts)
@@ -416,7 +417,9 @@ async def _render(service: Service, request: Request, body: schemas.GenerationRe
     if body.use_beam_search:
         raise errors.invalid("use_beam_search", "a beam search cannot be rendered: leave it out")
     _, tokenizer = service.require(body.model)
-    prompts, _ = await _prompts(service, request, body, tokenizer, service.deadline(body.timeout))
+    deadline = service.deadline(body.timeout)
+    await _grammar(service, request, body, deadline)
+    prompts, _ = await _prompts(service, request, body, tokenizer, deadline)
     params = _check(service, body, request.state.request, prompts)
 
     def write() -> str:
@@ -427,6 +430,11 @@ async def _render(service: Service, request: Request, body: schemas.GenerationRe
         return texts[0] if isinstance(body, schemas.ChatRequest) else f"[{','.join(texts)}]"
 
     return Response(await off_loop(sum(map(len, prompts)), write, inline=INLINE_CHARS), media_type="application/json")
+
+
+async def _grammar(service: Service, request: Request, body: schemas.GenerationRequest, deadline: Deadline) -> Grammar | None:
+    """What the answer follows; None for any text. Raises: ApiError: 400 naming the parameter, 408, 499, 503."""
+    return await _present(service, request, service.grammars.read(body), deadline) if body.grammar_param else None
 
 
 async def _prompts(
@@ -455,7 +463,7 @@ def _check(
             eviction = limits.eviction(body.params)
             new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens, eviction=eviction)
             params.append(dataclasses.replace(body.params, max_tokens=new_tokens))
-            limits.check(prompt, params[-1], follows_grammar=body.grammar[1] is not None)
+            limits.check(prompt, params[-1], follows_grammar=bool(body.grammar_param))
     except InvalidParam as error:
         raise errors.invalid(error.param, f"it {error.reason}") from error
     except RequestRefused as error:

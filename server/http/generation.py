@@ -118,10 +118,19 @@ def engine_requests(
 
 
 class GrammarService:
-    """The grammar compiler of one server, created for the first grammar."""
+    """The grammars that requests ask for, and the compiler of one server, created for the first of them."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        """One thread: to read a schema holds Python's lock, which several would take from the event loop in turn."""
+
+    async def read(self, request: GenerationRequest) -> Grammar:
+        """The grammar of a request that has one, read in a thread. Raises: ApiError (400) naming the parameter."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, request.grammar)
+        except GrammarRefused as error:
+            raise errors.invalid(request.grammar_source, error) from error
 
     async def compiled(self, param: str, grammar: Grammar, ready: Ready, *, namespace: str | None, deadline: Deadline) -> bytes:
         """The grammar of `param` as the engine takes it. The compiler's start is not on the request's time.
@@ -147,7 +156,8 @@ class GrammarService:
             raise errors.unavailable(str(error)) from error
 
     async def close(self) -> None:
-        """End the compiler's process. Idempotent."""
+        """End the compiler's process and the reader's thread. Idempotent."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:
             await self._compiler.close()
 

@@ -33,7 +33,6 @@ from vmmkv.server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_INDEX, Inter
 from vmmkv.server.structured_output.schema import (
     MAX_SOURCE_CHARS,
     Grammar,
-    GrammarRefused,
     of_object,
     of_schema,
     of_structured_outputs,
@@ -291,12 +290,14 @@ class ResponseFormat(WireRequest):
             raise refusal("", f"it must be an object whose type is {types}")
         return data
 
-    @functools.cached_property
-    def grammar(self) -> Grammar | None:
-        """The grammar of the answer; None for plain text."""
-        if self.json_schema is not None:
-            return of_schema(self.json_schema.schema_)
-        return of_object() if self.type == "json_object" else None
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer follows a grammar; else it is plain text."""
+        return self.type != "text"
+
+    def grammar(self) -> Grammar:
+        """The grammar of the answer. Raises: GrammarRefused. Cost: as `of_schema`."""
+        return of_object() if self.json_schema is None else of_schema(self.json_schema.schema_)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -304,10 +305,6 @@ class ResponseFormat(WireRequest):
             raise refusal("json_schema", '"type": "json_schema" needs a json_schema with a schema')
         if self.type != "json_schema" and self.json_schema is not None:
             raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
-        try:
-            _ = self.grammar
-        except GrammarRefused as error:
-            raise refusal("json_schema.schema", str(error)) from error
         return self
 
 
@@ -323,20 +320,19 @@ class StructuredOutputs(WireRequest):
     grammar_: Annotated[Source | None, Field(alias="grammar")] = None
     """GBNF, with a rule `root`."""
 
-    @functools.cached_property
-    def grammar(self) -> tuple[str, Grammar]:
-        """The grammar of the answer, after the name of the field that has it."""
-        given = self.model_dump(by_alias=True, exclude_unset=True)
-        if len(given) != 1:
-            raise refusal("", "it must have exactly one of json, regex, choice and grammar")
-        try:
-            return next(iter(given)), of_structured_outputs(given)
-        except GrammarRefused as error:
-            raise refusal(next(iter(given)), str(error)) from error
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(iter(self.model_fields_set)).rstrip("_")
+
+    def grammar(self) -> Grammar:
+        """The grammar of the answer. Raises: GrammarRefused. Cost: as `of_schema`."""
+        return of_structured_outputs(self.model_dump(by_alias=True, exclude_unset=True))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _ = self.grammar
+        if len(self.model_fields_set) != 1:
+            raise refusal("", "it must have exactly one of json, regex, choice and grammar")
         return self
 
 
@@ -463,11 +459,11 @@ class GenerationRequest(_SamplingFields):
             yield "beam_width", "beam_width is only for use_beam_search=true"
         if not self.use_beam_search and self.length_penalty != 1.0:
             yield "length_penalty", "length_penalty is only for use_beam_search=true"
-        param, grammar = self.grammar
+        param = self.grammar_param
         if param == "response_format" and self.structured_outputs is not None:
             yield param, "response_format and structured_outputs both say what the answer is: send one"
         for name in ("use_beam_search", "ignore_eos", "min_tokens"):
-            if grammar is not None and getattr(self, name) and not (name == "min_tokens" and self._is_prefill):
+            if param and getattr(self, name) and not (name == "min_tokens" and self._is_prefill):
                 why = "an answer that follows a grammar is sampled, and ends where that ends"
                 yield name, f"{why}: leave {name} out, or {param}"
         param, each = ("n", self.n) if self.beam_width is None else ("beam_width", self.beam_width)
@@ -482,7 +478,7 @@ class GenerationRequest(_SamplingFields):
     @property
     def _is_prefill(self) -> bool:
         """Is it for one token of a grammar or beam search? Routers ask an engine that prefills so, with min_tokens=1."""
-        return self.wanted_tokens == 1 and (self.use_beam_search or self.grammar[1] is not None)
+        return self.wanted_tokens == 1 and (self.use_beam_search or bool(self.grammar_param))
 
     @functools.cached_property
     def params(self) -> SamplingParams:
@@ -501,14 +497,23 @@ class GenerationRequest(_SamplingFields):
             raise refusal(param.replace("prompt_logprobs", "logprobs"), f"it {error.reason}") from error
 
     @property
-    def grammar(self) -> tuple[str, Grammar | None]:
-        """The grammar of the answer, after the name of the parameter that has it; "" and None for none."""
-        if self.response_format is not None and self.response_format.grammar is not None:
-            return "response_format", self.response_format.grammar
-        if self.structured_outputs is not None:
-            param, grammar = self.structured_outputs.grammar
-            return f"structured_outputs.{param}", grammar
-        return "", None
+    def grammar_param(self) -> str:
+        """The parameter that has the grammar of the answer; empty if none has."""
+        if self.response_format is not None and self.response_format.has_grammar:
+            return "response_format"
+        return "" if self.structured_outputs is None else f"structured_outputs.{self.structured_outputs.kind}"
+
+    @property
+    def grammar_source(self) -> str:
+        """The parameter that the grammar is written in: `grammar_param`, or one within it."""
+        return "response_format.json_schema.schema" if self.grammar_param == "response_format" else self.grammar_param
+
+    def grammar(self) -> Grammar:
+        """The grammar of the answer, if `grammar_param` has one. Raises: GrammarRefused. Cost: as `of_schema`."""
+        if self.response_format is not None and self.response_format.has_grammar:
+            return self.response_format.grammar()
+        assert self.structured_outputs is not None, "no parameter has a grammar"
+        return self.structured_outputs.grammar()
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -570,7 +575,7 @@ class CompletionRequest(GenerationRequest):
         yield from super()._conflicts()
         if self.max_tokens == 0 and (not self.echo or self.logprobs is None):
             yield "max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise"
-        if self.max_tokens == 0 and (param := self.grammar[0]):
+        if self.max_tokens == 0 and (param := self.grammar_param):
             yield "max_tokens", f"max_tokens=0 leaves nothing that {param} could be followed by: raise it"
 
     @property

@@ -43,7 +43,10 @@ class Grammar:
 
 
 def of_schema(schema: dict[str, Any] | bool) -> Grammar:
-    """JSON that a schema allows. Raises: GrammarRefused, naming the place and what is not served there."""
+    """JSON that a schema allows. Raises: GrammarRefused, naming the place and what is not served there.
+
+    Cost: a millisecond for most schemas, seconds for one at the limits. All of it holds Python's lock.
+    """
     try:
         return Grammar("json", grammar_of(schema))
     except SchemaRefused as error:

@@ -15,6 +15,7 @@ from tests.server.fake_engine import READY
 from tests.server.support import CHAT, HELLO, Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.http import generation
+from vmmkv.server.structured_output import schema as schemas
 from vmmkv.server.structured_output.compiler import GrammarCompiler
 from vmmkv.server.structured_output.matcher import DIGEST_BYTES
 
@@ -94,6 +95,25 @@ def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
 ) -> None:
     error = server.refuses(CHAT, max_tokens=4, **body)
     assert error["param"].rstrip(".") == param and said in error["message"], error
+
+
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/render"])
+@pytest.mark.parametrize("body", [schema(COLOUR), {"structured_outputs": {"json": COLOUR}}])
+def test_a_schema_is_not_read_on_the_event_loop(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would hold up all streams: one at the limits takes seconds."""
+    on_loop, read = list[bool](), schemas.grammar_of
+
+    def watched(given: Any) -> str:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return read(given)
+
+    monkeypatch.setattr(schemas, "grammar_of", watched)
+    assert server.post(path, {"messages": HELLO, "max_tokens": 4} | body).status_code == 200
+    assert on_loop == [False]
+    refused = server.post(path, {"messages": HELLO} | schema({"type": "strange"}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
 
 
 @pytest.mark.parametrize("body", [{"structured_outputs": {"regex": "a"}}, {"use_beam_search": True}, {}])
