@@ -290,10 +290,10 @@ class LLM(Closing):
         Raises: as `generate`; ValueError for a malformed message, and for a conversation that the template refuses.
         """
 
-        def encoded(conversation: Any) -> list[int]:
+        def encoded(conversation: Any, params: SamplingParams) -> list[int]:
             if self._tokenizer is None:
                 raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
-            return self._tokenizer.encode_chat(conversation, chat_template_kwargs, self._limits)
+            return self._tokenizer.encode_chat(conversation, chat_template_kwargs, self._limits, params.max_tokens)
 
         listed = _listed("messages", messages, "a list of messages, or a list of such lists")
         conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
@@ -332,7 +332,7 @@ class LLM(Closing):
     def _generate(
         self,
         prompts: Sequence[Any],
-        encoded: Callable[[Any], list[int]],
+        encoded: Callable[[Any, SamplingParams], list[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         priorities: Iterable[int] | None,
         progress: bool | None,
@@ -361,7 +361,7 @@ class LLM(Closing):
                     if not isinstance(params, SamplingParams):
                         raise ValueError(f"its sampling_params are {shortened(params)}; wanted SamplingParams")
                     checked = int(_PRIORITY.checked("its priority", priority))
-                    batch.add(self._answers(f"{name}-{index}", encoded(prompt), params, checked, continues))
+                    batch.add(self._answers(f"{name}-{index}", encoded(prompt, params), params, checked, continues))
                 except ValueError as error:
                     self._random.setstate(state)  # a refused call moves no seed
                     raise ValueError(f"prompt {index}: {error}") from error
@@ -375,13 +375,13 @@ class LLM(Closing):
         finally:
             self._working.release()
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encoded(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a text or of token ids. Raises: PromptError."""
         if not isinstance(prompt, str):
             return _token_ids_of(prompt)
         if self._tokenizer is None:
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
-        return self._tokenizer.encode(prompt, self._limits)
+        return self._tokenizer.encode(prompt, self._limits, params.max_tokens)
 
     def _answers(self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool) -> "list[_Answer]":
         """The answers of a prompt, still empty. Raises: ValueError if it cannot be served."""

@@ -344,12 +344,15 @@ class Limits:
                 message += ' Or have "positions": "rerotated" in its kv_policy: it may go past the model\'s positions.'
         raise RequestRefused(message, param="prompt" if room <= 0 else "max_tokens", code="context_length_exceeded")
 
-    def check_least(self, least_tokens: int) -> None:
-        """Raises: RequestRefused for a prompt of so many tokens or more, if it can never fit; no `kv_policy` changes that."""
+    def check_least(self, least_tokens: int, wanted: int | None = None) -> None:
+        """Raises: RequestRefused for a prompt of so many tokens or more, if it can never fit; no `kv_policy` changes that.
+
+        `wanted`: as of `fit`.
+        """
         if least_tokens > self.max_tokens:
             message = (
                 f"The prompt has {least_tokens} tokens or more, but one request can have {self.max_tokens} ({self._reason}): "
-                f"shorten it to {counted(self.max_tokens - 1, 'token')}."
+                f"{_shorter(wanted, self.max_tokens)}."
             )
             raise RequestRefused(message, param="prompt", code="context_length_exceeded")
 
@@ -407,12 +410,17 @@ def _too_long(num_prompt_tokens: int, wanted: int | None, limit: int, reason: st
     given = f"{counted(num_prompt_tokens, 'token')} of prompt"
     if wanted is not None:
         given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
-    num_new = 1 if wanted is None else wanted
-    remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
+    remedies = [_shorter(wanted, limit)]
     if wanted is not None and (room := limit - num_prompt_tokens) > 0:
-        remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
-    remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
-    return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
+        remedies = [f"lower max_tokens to {room}", *(remedies if limit > wanted else ())]
+    return f"This request is for {given}, but one request can have {limit} ({reason}): {' or '.join(remedies)}."
+
+
+def _shorter(wanted: int | None, limit: int) -> str:
+    """What to do about a prompt that leaves no room for the tokens that are `wanted`, or for one."""
+    if (room := limit - (1 if wanted is None else wanted)) > 0:
+        return f"shorten the prompt to {counted(room, 'token')}"
+    return f"shorten the prompt and lower max_tokens to {limit} together at most"
 
 
 def eviction_of(given: Any) -> Eviction | None:

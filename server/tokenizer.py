@@ -80,14 +80,16 @@ class Tokenizer:
 
         return cls(from_directory(AutoTokenizer, model_dir))
 
-    def encode(self, prompt: Prompt, limits: Limits | None = None, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, prompt: Prompt, limits: Limits | None = None, wanted: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """The token ids of a prompt; a text gets the model's start token.
 
         Raises: PromptError for an unknown token id, or a text that is not Unicode; RequestRefused for a text that is so long
-        that it can never be within the `limits`, before it is tokenised.
+        that it can never be within the `limits` with the new tokens that are `wanted`, before it is tokenised.
         """
         if isinstance(prompt, str):
-            return self._encode_text(prompt, limits, add_special_tokens=add_special_tokens)
+            return self._encode_text(prompt, limits, wanted, add_special_tokens=add_special_tokens)
         return self._known(prompt)
 
     def encode_chat(
@@ -95,6 +97,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, TemplateVariable] | None = None,
         limits: Limits | None = None,
+        wanted: int | None = None,
     ) -> list[int]:
         """The token ids of a conversation by the model's chat template, up to the start of the assistant's turn.
 
@@ -122,7 +125,7 @@ class Tokenizer:
             verb, reason = ("refuses", error) if refused else ("fails on", f"{type(error).__name__}: {error}")
             raise PromptError(f"the model's chat template {verb} this conversation: {reason}") from error
         assert isinstance(text, str)
-        return self._encode_text(text, limits, add_special_tokens=False)
+        return self._encode_text(text, limits, wanted, add_special_tokens=False)
 
     def text_of(self, prompt: Prompt, *, skip_special_tokens: bool = True) -> str:
         """The text of a prompt. Raises: PromptError."""
@@ -150,9 +153,9 @@ class Tokenizer:
             raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
         return token_ids
 
-    def _encode_text(self, text: str, limits: Limits | None, *, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, limits: Limits | None, wanted: int | None, *, add_special_tokens: bool) -> list[int]:
         if limits is not None and self._sizes is not None:
-            limits.check_least(self._sizes.least_tokens(text, limits.max_tokens))
+            limits.check_least(self._sizes.least_tokens(text, limits.max_tokens), wanted)
         try:  # JSON and str can hold half of a surrogate pair; UTF-8 and tokenizers cannot
             text.encode()
         except UnicodeEncodeError as error:

@@ -53,6 +53,9 @@ INLINE_LOGPROBS: Final = 512
 """So many log-probabilities are written in a few milliseconds."""
 INLINE_ECHO_TOKENS: Final = 256
 """For so many tokens of prompts, the places in their text are found in about a millisecond."""
+COUNTED_BYTES: Final = 1 << 20
+"""Of a body of /tokenize. The text of a longer one must be such that its tokens may fit into a request: a tokenizer takes
+hundreds of bytes of memory for each character."""
 MESSAGE_CHARS: Final = 64
 """A message takes so many characters' time beside its content."""
 
@@ -203,15 +206,19 @@ def _generation_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """The token ids of a text."""
         ready, tokenizer = service.require(body.model)
+        limits = service.limits(tokenizer) if len(await request.body()) > COUNTED_BYTES else None
         if body.prompt is None:
-            param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs)
+            param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs, limits)
         else:
-            encode = functools.partial(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            add_special_tokens = body.add_special_tokens is not False
+            encode = functools.partial(tokenizer.encode, body.prompt, limits, add_special_tokens=add_special_tokens)
             param, work = "prompt", off_loop(len(body.prompt), encode, inline=INLINE_CHARS)
         try:
             ids = await _present(service, request, work, service.deadline())
         except PromptError as error:
             raise errors.invalid(param, error) from error
+        except RequestRefused as error:
+            raise ApiError(400, str(error), param=param, code=error.code) from error
         limit = ready.limits.max_tokens
 
         def write() -> str:
@@ -339,10 +346,10 @@ async def _tokenise(
     Raises: PromptError, RequestRefused, ApiError.
     """
     if isinstance(body, schemas.ChatRequest):
-        return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, limits)], None
+        return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, limits, body.wanted_tokens)], None
     assert isinstance(body, schemas.CompletionRequest)
     num_given = sum(map(len, body.prompt))
-    encode = functools.partial(tokenizer.encode, limits=limits)
+    encode = functools.partial(tokenizer.encode, limits=limits, wanted=body.wanted_tokens)
     prompts = await off_loop(num_given, lambda: list(map(encode, body.prompt)), inline=INLINE_CHARS)
     check_prompt_logprobs(body, prompts)
     if body.params.prompt_logprobs is not None:
@@ -360,13 +367,15 @@ async def _encode_chat(
     messages: Sequence[schemas.ChatMessage],
     variables: dict[str, TemplateVariable] | None,
     limits: Limits | None = None,
+    wanted: int | None = None,
 ) -> list[int]:
     """Raises: PromptError; RequestRefused beyond the `limits`."""
     turns = [message.model_dump() for message in messages]
     texts = (value for turn in turns for value in turn.values() if isinstance(value, str))
     cost = MESSAGE_CHARS * len(turns) + sum(map(len, texts))
     has_more = any(message.model_extra for message in messages)  # of any size
-    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables, limits), inline=0 if has_more else INLINE_CHARS)
+    encode = functools.partial(tokenizer.encode_chat, turns, variables, limits, wanted)
+    return await off_loop(cost, encode, inline=0 if has_more else INLINE_CHARS)
 
 
 async def _answer(

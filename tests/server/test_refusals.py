@@ -11,6 +11,7 @@ import pytest
 from tests.server.fake_engine import READY, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
 from vmmkv.errors import did_you_mean
+from vmmkv.server.http import app
 from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
 
 OF_BOTH: dict[str, list[Any]] = {
@@ -196,10 +197,25 @@ def test_a_text_that_can_never_fit_is_not_tokenised(server: Running, path: str, 
         asked: Any = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
         error = server.refuses(path, **asked)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if path == CHAT else "prompt")
-        assert "tokens or more" in error["message"] and "shorten it to 255 tokens" in error["message"]
+        assert "tokens or more" in error["message"] and error["message"].endswith("shorten the prompt to 255 tokens.")
+        for wanted, remedy in ((3, "shorten the prompt to 253 tokens."), (256, "lower max_tokens to 256 together at most.")):
+            assert server.refuses(path, **asked, max_tokens=wanted)["message"].endswith(remedy)
     assert not sizes
     assert server.refuses(COMPLETIONS, prompt="a" * most)["code"] == "context_length_exceeded" and sizes == [most]
-    assert server.post("/tokenize", {"prompt": "a" * (most + 1)}).json()["count"] == most + 1, "which needs no room"
+
+
+def test_a_text_that_is_only_counted_needs_no_room_unless_it_is_very_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a" * 4000
+    for param, asked in (("prompt", {"prompt": text}), ("messages", {"messages": [{"role": "user", "content": text}]})):
+        monkeypatch.setattr(app, "COUNTED_BYTES", 5000)
+        assert server.post("/tokenize", asked).json()["count"] >= 4000 > READY.limits.max_tokens
+        monkeypatch.setattr(app, "COUNTED_BYTES", 3000)
+        refused = server.post("/tokenize", asked)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert error["message"].endswith("shorten the prompt to 255 tokens.")
 
 
 @pytest.mark.parametrize(
