@@ -72,7 +72,7 @@ class WireRequest(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, neutral in cls.unserved.items():
-            value = data.get(name)
+            value = _without_nulls(data.get(name))
             if value is not None and not any(_are_same(value, other) for other in neutral):
                 wanted = f"leave it out or send {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
                 wanted += _TOOLS_INSTEAD if name in ("tools", "functions") else ""
@@ -101,6 +101,11 @@ class WireRequest(BaseModel):
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         return reference
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value; an object without those of its parts that have their default."""
+    return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
 
 
 def _are_same(value: Any, other: Any) -> bool:
@@ -166,7 +171,7 @@ def _as_policy(value: Any) -> Any:
         raise refusal("", 'it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}')
     if isinstance(value, str):
         return value
-    return {name: _as_whole(option) for name, option in value.items() if option is not None}
+    return {name: _as_whole(option) for name, option in _without_nulls(value).items()}
 
 
 def _as_num_logprobs(value: Any) -> Any:
@@ -205,7 +210,7 @@ def _as_biases(value: Any) -> Any:
     for key in value:
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)):  # one way to write each, so that none is lost
             raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {key!r} is none')
-    return {int(key): bias for key, bias in value.items()}
+    return {int(key): bias for key, bias in _without_nulls(value).items()}
 
 
 def _as_variables(value: Any) -> dict[str, TemplateVariable]:
@@ -221,7 +226,8 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
         if not (each is None or is_small_text or is_number):
             wanted = f"it must be null, true, false, a number, or a text of {MAX_VARIABLE_CHARS} characters at most"
             raise refusal(name, wanted)
-    return value
+    variables: dict[str, TemplateVariable] = _without_nulls(value)
+    return variables
 
 
 _WHOLE: Final = BeforeValidator(_as_whole)
@@ -233,6 +239,7 @@ NumLogprobs = Annotated[
     _NumLogprobs | None, BeforeValidator(_as_num_logprobs, json_schema_input_type=_NumLogprobs | bool | None)
 ]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
+Biases = Annotated[dict[int, Bias], BeforeValidator(_as_biases, json_schema_input_type=dict[str, Bias | None])]
 _Ids = Annotated[list[Annotated[int, Field(ge=0), _WHOLE]], Field(min_length=1)]
 _UpToMost = Field(min_length=1, max_length=MAX_CHOICES)
 Prompts = Annotated[
@@ -398,7 +405,7 @@ class GenerationRequest(_SamplingFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_as_biases)] | None = None
+    logit_bias: Biases | None = None
     """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
     kv_policy: Annotated[KVPolicyLike, BeforeValidator(_as_policy)] | None = None
     """Which rows of its KV cache the request keeps."""
@@ -449,7 +456,7 @@ class GenerationRequest(_SamplingFields):
 
     def _conflicts(self) -> Iterator[tuple[str, str]]:
         """Parameters that do not go with the others, and why; the first one is reported."""
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and (self.stream_counts.include_usage or self.stream_counts.continuous_usage_stats):
             yield "stream_options", "stream_options is only for stream=true"
         if self.stream_counts.continuous_usage_stats and not self.stream_counts.include_usage:
             yield "stream_options", "continuous_usage_stats is only for include_usage=true"

@@ -112,6 +112,30 @@ def test_null_is_the_default_of_a_policys_options() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": None}),
+        ("logit_bias", {"5": None}),
+        ("mm_processor_kwargs", {"fps": None}),
+        ("response_format", {"type": "text", "json_schema": None}),
+        ("stream_options", {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}),
+        ("vllm_xargs", {"a": None}),
+    ],
+)
+def test_null_is_the_default_of_what_an_object_holds(name: str, value: Any) -> None:
+    plain, nulls = (ChatRequest.model_validate(LEAST[ChatRequest] | given) for given in ({}, {name: value}))
+    assert (nulls.params, nulls.stream_counts, nulls.grammar_param) == (plain.params, plain.stream_counts, "")
+    assert not nulls.chat_template_kwargs
+
+
+def test_options_of_a_stream_that_ask_for_nothing_go_with_any_answer() -> None:
+    for asked in ({}, {"include_usage": False}):
+        assert CompletionRequest.model_validate({"prompt": "a", "stream_options": asked})
+    with pytest.raises(ValidationError, match="only for stream=true"):
+        CompletionRequest.model_validate({"prompt": "a", "stream_options": {"include_usage": True}})
+
+
+@pytest.mark.parametrize(
     ("name", "values"),
     [("add_special_tokens", [True, 1, 0]), ("add_generation_prompt", [False]), ("echo", [True]), ("tools", [[{}]])],
 )
