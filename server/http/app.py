@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
 from vmmkv import __version__
@@ -166,17 +167,37 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(
         Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()
     )
-    if service.front.allowed_origins:
-        # Outside of all others: a browser asks with neither key nor body, and shows an error only to a page that may read it.
-        # Pages send a key themselves; a browser adds nothing of its own.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.front.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+    # Outside of all others: a browser asks with neither key nor body, and shows an error only to a page that may read it.
+    # Pages send a key themselves; a browser adds nothing of its own.
+    app.add_middleware(
+        _Origins,
+        allow_origins=service.front.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"] if service.front.allowed_origins else [],
+    )
     return app
+
+
+class _Origins(CORSMiddleware):
+    """CORS. A browser that asks for a page of an origin which is not allowed is told what would allow it, and the log once."""
+
+    _has_told = False
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks whether a page may send its request."""
+        origin = request_headers["origin"]
+        if self.is_allowed_origin(origin):
+            return super().preflight_response(request_headers)
+        allowed = f"; allowed are {', '.join(self.allow_origins)}" if self.allow_origins else ""
+        message = (
+            f"Pages of the origin {origin!r} may not use this server from a browser{allowed}: start it with --allowed-origin "
+            "and that origin."
+        )
+        if not self._has_told:
+            self._has_told = True
+            log.warning(message)
+        return ApiError(400, message, code="unknown_origin").response()
 
 
 def _generation_routes(service: Service) -> APIRouter:

@@ -440,8 +440,21 @@ class TestOrigins:
 
     def test_without_the_option_a_page_of_another_origin_gets_nothing(self, server: Running) -> None:
         before, then = self.ask(server, "http://localhost:5173")
-        assert (before.status_code, then.status_code) == (405, 200)
+        assert (before.status_code, then.status_code) == (400, 200)
         assert not [name for each in (before, then) for name in each.headers if name.startswith("access-control")]
+
+    @pytest.mark.parametrize("allowed", [(), ("http://localhost:3000",)])
+    def test_a_browser_is_told_what_would_allow_its_origin_and_the_log_once(
+        self, allowed: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with running_server(front=FrontConfig(allowed_origins=allowed, api_keys=(ONE,))) as server:
+            said = [self.ask(server, origin)[0].json()["error"] for origin in ("http://localhost:5173", "null")]
+        assert {error["code"] for error in said} == {"unknown_origin"}
+        assert "'http://localhost:5173' may not" in said[0]["message"] and "'null' may not" in said[1]["message"]
+        assert all("--allowed-origin" in error["message"] for error in said)
+        assert all(f"allowed are {allowed[0]}" in error["message"] for error in said if allowed)
+        logged = [record.getMessage() for record in caplog.records]
+        assert [each for each in logged if "--allowed-origin" in each] == [said[0]["message"]]
 
     @pytest.mark.parametrize("allowed", ["http://localhost:5173", "*"])
     def test_an_origin_that_is_named_may_ask_and_read_errors_too(self, servers: Servers, allowed: str) -> None:
