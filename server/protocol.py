@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.sampling_params import Limits, SamplingParams
+from vmmkv.units import MIB
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -18,6 +19,8 @@ KV_EVENTS_PENDING: Final = 1 << 16
 """Changes of the prefix tree that may wait to be published."""
 KV_EVENTS_REPLAYED: Final = 10_000
 """The last batches of events, which are sent again on request."""
+KV_EVENTS_REPLAYED_BYTES: Final = 64 * MIB
+"""Bytes of these batches: fewer are kept where they are longer. One has 100 KB at most."""
 KV_EVENTS_HWM: Final = 10_000
 """Batches that wait for a slow subscriber, before it loses some."""
 

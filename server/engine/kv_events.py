@@ -29,7 +29,14 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from vmmkv.server.protocol import BLOCK_TOKENS, KV_EVENTS_HWM, KV_EVENTS_PENDING, KV_EVENTS_REPLAYED, KVEventSource
+from vmmkv.server.protocol import (
+    BLOCK_TOKENS,
+    KV_EVENTS_HWM,
+    KV_EVENTS_PENDING,
+    KV_EVENTS_REPLAYED,
+    KV_EVENTS_REPLAYED_BYTES,
+    KVEventSource,
+)
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain
 from vmmkv.tiers.tier import ListenedTier
 from vmmkv.units import ceil_div
@@ -127,7 +134,9 @@ class KVEventPublisher:
         """Of these, those of whose records something was lost: they tell all before a path is described."""
         self._number = -1
         """Of the last batch."""
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=KV_EVENTS_REPLAYED)
+        self._sent: deque[tuple[int, bytes]] = deque()
+        """The last batches and their numbers, for replays."""
+        self._sent_bytes = 0
         self._replays: dict[bytes, int] = {}
         """By client: the number from which on it is still to get batches."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -253,6 +262,10 @@ class KVEventPublisher:
         self._publisher.send_multipart((self._topic, self._number.to_bytes(8, "big"), batch))
         if self._replayer is not None:
             self._sent.append((self._number, batch))
+            self._sent_bytes += len(batch)
+            while len(self._sent) > KV_EVENTS_REPLAYED or self._sent_bytes > KV_EVENTS_REPLAYED_BYTES:
+                _, oldest = self._sent.popleft()
+                self._sent_bytes -= len(oldest)
 
     def _hear(self) -> None:
         """Read one request for the batches from a number on, in place of the client's last; another message has no answer."""

@@ -660,6 +660,21 @@ def test_what_is_no_request_for_a_replay_has_no_answer_and_past_the_last_batch_i
         assert replayed(client) == ([] if frames[-1] == b"\xff" * 8 else [0, 1, 2])
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "num_left"), [("KV_EVENTS_REPLAYED", 7, 7), ("KV_EVENTS_REPLAYED_BYTES", 40_000, None)]
+)
+def test_batches_for_replays_are_bounded_by_number_and_by_bytes_and_the_oldest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int, num_left: int | None
+) -> None:
+    monkeypatch.setattr(kv_events, name, most)
+    num_batches = 50
+    with large_batches(f"ipc://{tmp_path}/replay", num_batches) as publisher:
+        sizes = [len(batch) for _, batch in publisher._sent]
+        assert len(sizes) == num_left or most - max(sizes) < sum(sizes) <= most
+        with asking(publisher, [b"", bytes(8)]) as client:
+            assert replayed(client) == [*range(num_batches - len(sizes), num_batches)]
+
+
 def test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "UNREAD_MS", 100)
     with large_batches("tcp://127.0.0.1:*", 1500) as publisher:
