@@ -2,8 +2,10 @@
 
     pattern ── Pattern.read ──> tree ──> anchored: of whole strings ──> fit: to lengths ──> rule: GBNF over JSON's text
 
-Regular expressions are ECMA-262's with code points, as JSON Schema has them. Where dialects differ, what a tree matches is
-matched by all: `.` stands for no line break of any dialect, and `\\s` only for spaces of each.
+Regular expressions are ECMA-262's with code points, as JSON Schema has them: `\\d` is `[0-9]`, `\\w` is `[A-Za-z0-9_]`, and
+`\\D`, `\\W`, `[^\\d]` and `[^\\w]` are all other characters, digits and letters of other scripts among them. Dialects have more
+or fewer line breaks and spaces, of which a tree matches only what all do: `.` is no line break of any, `\\s` a space of all,
+`\\S` and `[^\\s]` no space of any.
 """
 
 import re
@@ -561,6 +563,7 @@ def _ways(ranges: Ranges) -> tuple[str, ...]:
 
 _DAY: Final = "(0[1-9]|1[0-9]|2[0-8])"
 _LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+# From the year 0000, which is a leap year, to 9999, as in RFC 3339.
 _DATE: Final = (
     f"([0-9]{{4}}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-{_DAY})|{_LEAP_YEAR}-02-29)"
 )
