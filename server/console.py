@@ -137,9 +137,10 @@ class DeferredInterrupt:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: the kernel kills the child when the thread that starts it ends, however that happens.
+    """A `preexec_fn`, or what a fork calls first: the kernel kills the child when the thread that starts it ends, however that
+    happens.
 
-    An engine that outlived its parent would keep the GPU's memory.
+    An engine that outlived its parent would keep the GPU's memory, and a compiler of a grammar a core.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
 

@@ -8,7 +8,6 @@ How busy the machine is makes no difference to what is compiled.
 """
 
 import asyncio
-import ctypes
 import hashlib
 import json
 import logging
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
+from vmmkv.server.console import die_with_parent
 from vmmkv.server.structured_output.matcher import CALL_S, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, GrammarKind, GrammarRefused
 from vmmkv.server.structured_output.text import quoted
@@ -218,8 +218,10 @@ def _in_child(cpu_s: float, starved_s: float, function: Callable[..., bytes], *a
     Raises: ValueError, its own or naming the limit that it met; ChildProcessError if the machine gave it no CPU time.
     """
     reader, writer = os.pipe()
+    prepare = die_with_parent()
     child = os.fork()
     if not child:
+        prepare()
         _work_as_child(writer, math.ceil(cpu_s), function, *arguments)
     os.close(writer)
     sent, until_s = bytearray(), time.monotonic() + starved_s
@@ -247,10 +249,9 @@ _RETURNED, _RAISED = b"+", b"-"
 
 
 def _work_as_child(writer: int, cpu_s: int, function: Callable[..., bytes], *arguments: object) -> NoReturn:
-    """Write what a function returns, or the reason of its ValueError, and end. Ends with its parent."""
+    """Write what a function returns, or the reason of its ValueError, and end."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -264,10 +265,6 @@ def _work_as_child(writer: int, cpu_s: int, function: Callable[..., bytes], *arg
         status = 0
     finally:
         os._exit(status)
-
-
-_PR_SET_PDEATHSIG: Final = 1
-"""prctl's: the signal for a process whose parent ends."""
 
 
 def _compiled_by_worker(kind: GrammarKind, source: str) -> bytes:
