@@ -1,5 +1,6 @@
 """Keys and values of a VmmCache outside of it: as tensors that torch copies, and in a file."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -8,7 +9,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,6 +170,17 @@ def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_nothing(pool: Po
         assert cache.get_seq_length() == 50
 
 
+@contextlib.contextmanager
+def saved_and_empty(pool: Pool, path: Path) -> Iterator[VmmCache]:
+    """A cache that has saved 50 tokens of two sequences, and has none of them any more."""
+    model = wide_llama()
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 1, num_tokens=50))
+        cache.save(path)
+        cache.reset()
+        yield cache
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -197,11 +209,8 @@ def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_nothing(pool: Po
     ids=str,
 )
 def test_a_crafted_header_is_damage(pool: Pool, tmp_path: Path, change: dict[str, Any]) -> None:
-    model, path = wide_llama(), tmp_path / "batch"
-    with VmmCache(model.config, pool) as cache:
-        forward(model, cache, ids_of(0, 1, num_tokens=50))
-        cache.save(path)
-        cache.reset()
+    path = tmp_path / "batch"
+    with saved_and_empty(pool, path) as cache:
         content = path.read_bytes()
         begin = len(saved._BATCHES_MAGIC) + 4
         end = begin + struct.unpack("<I", content[begin - 4 : begin])[0]
@@ -221,11 +230,8 @@ def test_a_crafted_header_is_damage(pool: Pool, tmp_path: Path, change: dict[str
 
 @pytest.mark.parametrize("cut", [0, 10, 40, 400, -1, -5000])
 def test_a_file_cut_or_changed_anywhere_is_damage(pool: Pool, tmp_path: Path, cut: int) -> None:
-    model, path = wide_llama(), tmp_path / "batch"
-    with VmmCache(model.config, pool) as cache:
-        forward(model, cache, ids_of(0, 1, num_tokens=50))
-        cache.save(path)
-        cache.reset()
+    path = tmp_path / "batch"
+    with saved_and_empty(pool, path) as cache:
         content = path.read_bytes()
         changed = bytearray(content)
         changed[cut] ^= 1
