@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import instance, owner, whole, wholes
+from vmmkv.arguments import instance, label, whole, wholes
 from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
@@ -549,7 +549,7 @@ class KVCache(Planes, Closing, Unique):
         is more than the cache's; GraphCapture.
         """
         with self.pool.lock:
-            return self.open_any(self.check_end(max_tokens), owner("tenant", tenant))
+            return self.open_any(self.check_end(max_tokens), label("tenant", tenant))
 
     def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
         """`count` new sequences in adjacent slots, so that `cache.k(layer)[first:first + count]` is their batch.
@@ -560,7 +560,7 @@ class KVCache(Planes, Closing, Unique):
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
         with self.pool.lock:
-            end, tenant = self.check_end(max_tokens), owner("tenant", tenant)
+            end, tenant = self.check_end(max_tokens), label("tenant", tenant)
             first = self.clear_run(count)
             return [self._open_at(slot, end, tenant) for slot in range(first, first + count)]
 
@@ -579,7 +579,7 @@ class KVCache(Planes, Closing, Unique):
             end = self.check_end(max_tokens)
             self._check_parked(parked)
             num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
-            if parked.tenant != owner("tenant", tenant):
+            if parked.tenant != label("tenant", tenant):
                 raise ValueError(f"slot {parked.slot} was parked by another tenant")
             if not 0 <= num_tokens <= parked.length:
                 raise ValueError(f"num_tokens={num_tokens}: slot {parked.slot} was parked with {parked.length} tokens")
@@ -668,7 +668,7 @@ class KVCache(Planes, Closing, Unique):
         """
         from vmmkv.tiers import saved
 
-        return saved.restore(self, Path(path), fingerprint, max_tokens=max_tokens, tenant=owner("tenant", tenant))
+        return saved.restore(self, Path(path), fingerprint, max_tokens=max_tokens, tenant=label("tenant", tenant))
 
     def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""

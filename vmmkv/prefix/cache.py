@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import instance, owner, whole
+from vmmkv.arguments import instance, label, whole
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
@@ -125,7 +125,7 @@ class PrefixCache:
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
         """`match` of the same tokens, to be called again and again: a call looks at what has changed since the last one."""
-        lookup: Lookup[Placed] = Lookup(owner("namespace", namespace), _checked(tokens))
+        lookup: Lookup[Placed] = Lookup(label("namespace", namespace), _checked(tokens))
         most = len(tokens) - 1
 
         def match() -> int:
@@ -158,7 +158,7 @@ class PrefixCache:
         `KVCache.open`. Blocks only as `KVCache.open` and `grow` do.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
@@ -258,7 +258,7 @@ class PrefixCache:
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
         Raises: DriverError, GraphCapture.
         """
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
             self.cache.check_open()
             self.cache.check_capture()
@@ -307,7 +307,7 @@ class PrefixCache:
         make room. Blocks, on fences to make room, only if nothing runs or is loaded.
         Raises: DriverError, GraphCapture.
         """
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
             self.cache.check_open()
             self.cache.check_capture()
@@ -320,7 +320,7 @@ class PrefixCache:
 
     def has_room(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int) -> bool:
         """Are so many pages free, evictable, or of the prompt and in use, as `fetch` and `borrow` want? No driver call."""
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
             pool = self.cache.pool
             return room_pages <= pool.spare_pages + pool.kept_pages + self._index.used_pages(namespace, tokens)
@@ -383,7 +383,7 @@ class PrefixCache:
         can be taken: a prompt that continues them aliases, and does not adopt that slot. What is pinned a second time is kept
         until the later of the two ends.
         """
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
@@ -392,7 +392,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Take back what `pin` did for exactly these tokens. Other pins stay, also those of prompts that begin alike."""
-        tokens, namespace = _checked(tokens), owner("namespace", namespace)
+        tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
             self._index.tree.unpin(namespace, tokens)
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from vmmkv.arguments import owner
+from vmmkv.arguments import label
 from vmmkv.driver.base import Fence
 from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder.sealed_log import LogContents, Sealed
@@ -260,7 +260,7 @@ def check_seal(seal: Sealed, layout: KVLayout) -> None:
 def _namespace(seal: Sealed) -> Hashable:
     """The namespace of a seal without a parent. Raises: LogDamaged."""
     try:
-        namespace = owner("namespace", ast.literal_eval(seal.namespace.decode()))
+        namespace = label("namespace", ast.literal_eval(seal.namespace.decode()))
         if repr(namespace).encode() == seal.namespace:
             return namespace
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -50,7 +50,7 @@ class Keys:
         """Of layout and model."""
 
     def of(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> "KeyChain":
-        """The pages of some tokens. The namespace is checked by `vmmkv.arguments.owner`: every process spells it alike."""
+        """The pages of some tokens. The namespace is checked by `vmmkv.arguments.label`: every process spells it alike."""
         name = hashlib.blake2b(repr(namespace).encode(), digest_size=KEY_BYTES).digest()
         return KeyChain(self.layout, _VERSION + self.identity + name, namespace, tokens)
 
