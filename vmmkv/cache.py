@@ -1177,6 +1177,10 @@ class KVCache(Planes, Closing, Unique):
         """Bytes that no running sequence uses, and that the prefix tree does not evict either."""
         return 0 if self.prefix is None else self.prefix.unevictable_bytes()
 
+    def pinned_extents(self) -> set[Extent]:
+        """Those of them that pins keep in the prefix tree. Cost: grows with what is pinned."""
+        return set() if self.prefix is None else self.prefix.pinned_extents()
+
     def oldest_evictable(self) -> Evictable | None:
         """The least recently used parked slot, or leaf of the prefix tree, and how to evict it."""
         parked, leaf = next(iter(self.loose_slots.values()), None), None if self.prefix is None else self.prefix.oldest()

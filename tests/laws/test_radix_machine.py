@@ -46,7 +46,7 @@ def is_prefix(short: Path, long: Path) -> bool:
 class RadixMachine(RuleBasedStateMachine):
     """`marks` has the nodes, `held` the pieces by path and group, `values` where each value is that was ever made.
 
-    `pins` says until when, by the path that is kept and the path that was asked for.
+    `pins` says until when, by the path that is kept and the path that was asked for, and `ends` where the latter ends.
     """
 
     @initialize()
@@ -58,6 +58,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.marks: dict[Path, Mark] = {}
         self.held: dict[tuple[Path, int], int] = {}
         self.pins: dict[tuple[Path, Path], float] = {}
+        self.ends: dict[Path, Path] = {}
         self.num_values = 0
         self.returned: Counter[int] = Counter()
         self.lookups: list[tuple[Path, Lookup[int]]] = []
@@ -223,13 +224,31 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(space=spaces, tokens=prompts, until=untils)
     def pin(self, space, tokens, until):
-        known = self.known((space, tokens))
-        assert self.tree.pin(space, list(tokens), self.time + until) == known
+        known, asked = self.known((space, tokens)), (space, tokens)
+        node = self.tree.pin(space, list(tokens), self.time + until)
+        assert (node.end if node else 0) == known
         if known:
             kept = (space, tokens[:known])
+            assert self.path(node) == kept
             self.cut(kept)
             self.use(kept)
-            self.keep(kept, (space, tokens), self.time + until)
+            before = {pin: end for pin, end in self.pins.items() if pin[1] == asked}
+            if max(before.values(), default=0) <= self.time:  # it had ended
+                self.pins = {pin: end for pin, end in self.pins.items() if pin not in before}
+                before = {}
+            until = max([self.time + until, *before.values()])
+            self.pins |= dict.fromkeys([*before, (kept, asked)], until)
+            self.ends[asked] = kept
+
+    @precondition(lambda self: self.pins)
+    @rule(pick=picks, other=picks)
+    def keep_too(self, pick, other):
+        """The owner of the tree lets what keeps one node keep one below, too."""
+        (path, node), (from_path, from_node) = self.pick(pick), self.pick(other)
+        if is_prefix(from_path, path):
+            self.tree.keep(node, from_node.pins)
+            for kept, asked in [pin for pin in self.pins if pin[0] == from_path]:
+                self.keep(path, asked, self.pins[kept, asked])
 
     def keep(self, kept: Path, asked: Path, until: float) -> None:
         self.pins[kept, asked] = max(until, self.pins.get((kept, asked), until))
@@ -275,8 +294,9 @@ class RadixMachine(RuleBasedStateMachine):
         del self.marks[path]
         for kept, asked in [pin for pin in self.pins if pin[0] == path]:
             until = self.pins.pop((kept, asked))
-            if start:
-                self.keep((path[0], path[1][:start]), asked, until)
+            if start and self.ends[asked] == path:
+                self.ends[asked] = path[0], path[1][:start]
+                self.keep(self.ends[asked], asked, until)
 
     # always
 

@@ -1,6 +1,7 @@
 """A radix tree where tests/laws/test_radix_machine.py does not reach: real token ids, long edges, bad input, memory."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -107,3 +108,18 @@ def test_turns_of_a_conversation_that_are_no_leaves_any_more_are_not_queued_for_
         tree.insert("red", range(num_tokens))
     assert len(tree.eviction._heap) < 200
     tree.check()
+
+
+def test_a_pin_holds_nothing_of_tokens_that_are_not_known_and_ended_ones_go(tree: Tree) -> None:
+    node = tree.insert("red", [1]).node
+    assert tree.pin("red", [1, *range(100_000)], float("inf")) is node
+    (pin,) = node.pins
+    assert [len(pin.key[1]), *pin.nodes] == [16, node]
+    for token in range(100):
+        tree.pin("red", [1, token], time.monotonic() + 1e-9)
+    assert len(node.pins) <= 2
+    tree.check()
+    tree.unpin("red", [1, *range(100_000)])
+    tree.remove(node)
+    tree.check()
+    assert not tree._pins

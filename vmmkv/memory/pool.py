@@ -1,10 +1,10 @@
 """The pool: every extent of a device's budget, free or held, shared by the caches that take it.
 
     created = free + held <= budget        (law 1; in bytes, over all size classes)
-    held = used + evictable                (evictable: pending reclaim, parked, or in a prefix tree alone)
+    held = used + pinned + evictable       (evictable: pending reclaim, parked, or in a prefix tree alone)
 
     extent.holders = mappings, live or pending reclaim, + tree nodes, + loads  (0: free in its pool)
-    extent.users  <= holders: running sequences, acquisitions, loads           (0: free or evictable)
+    extent.users  <= holders: running sequences, acquisitions, loads           (0: free, pinned or evictable)
 
 Only the pool creates and releases handles. When it runs short it takes pages from its caches in this order: reclaimed memory
 whose fence has passed; the least recently used parked slot or leaf of a prefix tree; and at last it waits for a fence. A
@@ -304,8 +304,8 @@ class Pool(Closing, Unique):
             wanted = num_pages + later_pages
             least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
             raise OutOfPages(
-                f"{_needed(wanted)} needed, {free} are free and {evictable} can be evicted; resize() the budget to at "
-                f"least {least_bytes} bytes ({format_bytes(least_bytes)}), {remedy}"
+                f"{_needed(wanted)} needed, {free} are free and {evictable} can be evicted{self._about_pins()}; resize() the "
+                f"budget to at least {least_bytes} bytes ({format_bytes(least_bytes)}), {remedy}"
             )
 
     def hold(self, *extents: Extent) -> None:
@@ -578,8 +578,16 @@ class Pool(Closing, Unique):
 
     @property
     def kept_pages(self) -> int:
-        """Evictable pages, though some perhaps only when running work is done."""
-        return (self.held_bytes - self.used_bytes) // PAGE_BYTES
+        """Evictable pages, though some perhaps only when running work is done. Cost: grows with what is pinned."""
+        return (self.held_bytes - self.used_bytes) // PAGE_BYTES - self._pinned_pages()
+
+    def _pinned_pages(self) -> int:
+        return sum(extent.num_pages for cache in self.caches for extent in cache.pinned_extents())
+
+    def _about_pins(self) -> str:
+        """What a message about missing pages says of those that pins keep."""
+        num_pages = self._pinned_pages()
+        return f"; pins keep {counted(num_pages, 'page')}, which unpin() would free" if num_pages else ""
 
     def _idle_pages(self, enough: int) -> int:
         num_pages = 0
@@ -622,7 +630,8 @@ class Pool(Closing, Unique):
                     return
                 raise OutOfPages(
                     f"there is no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
-                    f"({format_bytes(self.created_bytes)} created): {error}; lower budget_bytes or close sequences"
+                    f"({format_bytes(self.created_bytes)} created): {error}{self._about_pins()}; lower budget_bytes "
+                    "or close sequences"
                 ) from error
             extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
             self.created_bytes += size_bytes
@@ -633,7 +642,7 @@ class Pool(Closing, Unique):
             raise OutOfPages(
                 f"an extent of {num_pages} pages does not fit: {format_bytes(self.budget_bytes - self.held_bytes)} of the "
                 f"budget are not held; of {self.kept_pages} evictable pages {self._pending_pages()} are pending reclaim, the "
-                f"others pinned or in need; raise budget_bytes by at least {format_bytes(size_bytes)}, unpin some, or wait for "
+                f"others in need{self._about_pins()}; raise budget_bytes by at least {format_bytes(size_bytes)}, or wait for "
                 f"running work"
             )
         extent.holders = extent.users = 1
@@ -646,12 +655,12 @@ class Pool(Closing, Unique):
 
         Raises: OutOfPages, before anything is evicted for nothing.
         """
-        kept = {extent for cache in self.caches for extent in cache.holders() if extent.imported and not extent.users}
-        evictable = sum(extent.num_pages == num_pages for extent in kept)
+        kept = {extent for cache in self.caches for extent in cache.holders().keys() - cache.pinned_extents()}
+        evictable = sum(extent.num_pages == num_pages for extent in kept if extent.imported and not extent.users)
         if evictable < missing or not self._reclaim(missing * num_pages, wait=wait):
             raise OutOfPages(
                 f"{counted(missing, 'extent')} of {counted(num_pages, 'page')} needed, {evictable} can be evicted, and "
-                f"{holder.text_if_gone}"
+                f"{holder.text_if_gone}{self._about_pins()}"
             )
 
     def _put_back(self, extent: Extent) -> None:

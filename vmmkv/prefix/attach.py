@@ -32,16 +32,13 @@ from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
-from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.index import MOST_LOOKED_AT, Placed, PrefixIndex, pieces_below
 from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES
 
 MOST_LOST_PAGES: Final = SIZE_CLASSES[0]
 """Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, and one with more of them than
 are matched, so that a new conversation with the same system prompt does not overwrite another."""
-
-MOST_LOOKED_AT: Final = 64
-"""Residents of a node among which a slot to adopt is chosen. A system prompt can have thousands."""
 
 _PREPARED_AT_ONCE: Final = 8
 """Extents that are imported and mapped between two looks at the time: some 0.5 ms."""
@@ -369,20 +366,5 @@ def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int)
 def _extent_over(page: int, start: int, by_page: _ByPage, node: Node[Placed], group: int) -> Placed | None:
     """An extent with the matched rows of a page: on the path, or below the node that they end in."""
     on_path = (piece for size in SIZE_CLASSES for piece in by_page.get(page // size * size, ()))
-    for piece in itertools.chain(on_path, _pieces_below(node, group)):
-        placed = piece.value
-        if placed.page <= page < placed.end_page and placed.first_token <= start:
-            return placed
-    return None
-
-
-def _pieces_below(node: Node[Placed], group: int) -> Iterator[Piece[Placed]]:
-    """The pieces below a node, as far down as they can hold rows from before its end; of `MOST_LOOKED_AT` nodes at most."""
-    end, rest = node.end, [*itertools.islice(node.children.values(), MOST_LOOKED_AT)]
-    for _ in range(MOST_LOOKED_AT):
-        if not rest:
-            return
-        node = rest.pop()
-        yield from (piece for piece in node.pieces if piece.group == group)
-        if not (node.pieces and node.start > end):
-            rest += itertools.islice(node.children.values(), MOST_LOOKED_AT)
+    below = (piece for _, piece in pieces_below(node, group))
+    return next((piece.value for piece in itertools.chain(on_path, below) if piece.value.has(page, start)), None)

@@ -379,16 +379,17 @@ class PrefixCache:
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
         """Protect the cached prefix of some tokens from eviction for `ttl_s` seconds (forever if None). Returns its length.
 
-        Full extents are never evicted. Rows in a page that is not full are kept, in a parked slot, until no other slot or page
-        can be taken: a prompt that continues them aliases, and does not adopt that slot. What is pinned a second time is kept
-        until the later of the two ends.
+        Full extents are never evicted, nor one that the last rows share with tokens of another prompt. Rows in a page that is
+        not full are kept, in a parked slot, until no other slot or page can be taken: a prompt that continues them aliases, and
+        does not adopt that slot. Tokens that are not cached yet are not kept when they are. What is pinned a second time is
+        kept until the later of the two ends.
         """
         tokens, namespace = _checked(tokens), label("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
             self.cache.check_open()
-            return self._index.tree.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
+            return self._index.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Take back what `pin` did for exactly these tokens. Other pins stay, also those of prompts that begin alike."""

@@ -12,8 +12,8 @@ import functools
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vmmkv.prefix.transfers import Transfers
 
 
+MOST_LOOKED_AT: Final = 64
+"""Nodes and residents of a node among which one is looked for that has some rows. A system prompt can have thousands."""
+
+
 class Placed(NamedTuple):
     """An extent that the tree holds, and the page of a slot under which it stands. Its piece names the group."""
 
@@ -41,6 +45,10 @@ class Placed(NamedTuple):
     def end_page(self) -> int:
         """Past its last page."""
         return self.page + self.extent.num_pages
+
+    def has(self, page: int, first_row: int) -> bool:
+        """Has it this page of the slot, and the row `first_row` if that is on its first pages?"""
+        return self.page <= page < self.end_page and self.first_token <= first_row
 
 
 def end_token(group: Group, end_page: int) -> int:
@@ -126,6 +134,8 @@ class PrefixIndex:
         self._drop([held for piece, held in zip(inserted.duplicates, duplicates, strict=True) if held is not piece])
         if self.sealed is not None and pieces:
             self.sealed.add(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
+        for node in inserted.node.path() if pieces else ():
+            self._keep_last_rows(node)
         return inserted.node
 
     def _with_fewer_rows(self, piece: Piece[Placed], node: Node[Placed]) -> Piece[Placed]:
@@ -173,6 +183,8 @@ class PrefixIndex:
                 self.tree.replace(node, [piece for piece in node.pieces if piece.value.extent not in lost])
                 self._drop(gone)
                 self._tidy(node)
+        for pin in self.tree.pins():
+            self._keep_last_rows(pin.node)
 
     def is_free_past(self, slot: int, num_tokens: int) -> bool:
         """Is a parked slot the only user of its rows past some tokens, so that they may be overwritten?"""
@@ -189,6 +201,56 @@ class PrefixIndex:
                 return False
             below = node
         return True
+
+    # pins
+
+    def pin(self, namespace: Hashable, tokens: Tokens, until: float) -> int:
+        """Keep the known prefix of some tokens, and the extents that have its last rows; its length. See RadixTree.pin."""
+        node = self.tree.pin(namespace, tokens, until)
+        if node is None:
+            return 0
+        self._keep_last_rows(node)
+        return node.end
+
+    def _keep_last_rows(self, node: Node[Placed]) -> None:
+        """Let pins of tokens that end at a node keep the extents, too, that the last of these rows share with nodes below.
+
+        One of each group is kept.
+        """
+        pins = {pin for pin in node.pins if pin.node is node}
+        for index, page, first_row in self._last_pages_below(node) if pins else ():
+            having = [each for each in pieces_below(node, index) if each[1].value.has(page, first_row)]
+            if having:
+                below, piece = max(having, key=lambda each: len(each[0].pins & pins))
+                if piece.end_token < below.end:
+                    below = self.tree.split(below, piece.end_token)
+                self.tree.keep(below, pins)
+
+    def _last_pages_below(self, node: Node[Placed]) -> Iterator[tuple[int, int, int]]:
+        """Groups whose last rows before the end of a node are in no extent of its path: the page, and the first row needed."""
+        path = node.path()
+        for index, group in enumerate(self._layout.groups):
+            first_row = self._layout.start_for(group, node.end)
+            ends = (piece.value.end_page for each in path for piece in each.pieces if piece.group == index)
+            page = max(ends, default=group.page_of(first_row))
+            if page * PAGE_BYTES < node.end * group.row_bytes:
+                yield index, page, first_row
+
+    def _check_pins(self) -> None:
+        """An extent below that has the last rows of pinned tokens is kept."""
+        for pin in self.tree.pins():
+            for index, page, first_row in self._last_pages_below(pin.node):
+                if any(piece.value.has(page, first_row) for _, piece in pieces_below(pin.node, index)):
+                    pieces = (piece for node in pin.nodes for piece in node.pieces if piece.group == index)
+                    assert any(piece.value.has(page, first_row) for piece in pieces), f"{pin.node}: its last rows can go"
+
+    def _pinned(self) -> set[Node[Placed]]:
+        """Nodes that pins keep, and those on the way to them. Cost: grows with what is pinned."""
+        return _with_ancestors(node for pin in self.tree.pins() for node in pin.nodes)
+
+    def pinned_extents(self) -> set[Extent]:
+        """Unused extents that pins keep. Cost: grows with what is pinned."""
+        return {piece.value.extent for node in self._pinned() for piece in node.pieces if not piece.value.extent.users}
 
     # what the cache asks
 
@@ -227,15 +289,10 @@ class PrefixIndex:
 
     def unevictable_bytes(self) -> int:
         """Bytes of unused extents that no pressure can evict: those on the way to locked and pinned nodes. Walks the tree."""
-        nodes = list(self.tree.nodes())
-        pinned = _with_ancestors(node for node in nodes if self.tree.is_pinned(node))
-        needed = pinned | _with_ancestors(node for node in nodes if node.locks)
-        return sum(
-            piece.value.extent.size_bytes
-            for node in needed
-            for piece in node.pieces
-            if not piece.value.extent.users and (node in pinned or piece.group not in self._windowed)
-        )
+        locked = _with_ancestors(node for node in self.tree.nodes() if node.locks)
+        pieces = (piece for node in locked for piece in node.pieces if piece.group not in self._windowed)
+        extents = self.pinned_extents().union(piece.value.extent for piece in pieces if not piece.value.extent.users)
+        return sum(extent.size_bytes for extent in extents)
 
     def idle_pages(self, enough: int) -> int:
         """Pages that evicting leaves would free at once; counted no further than `enough`."""
@@ -267,7 +324,7 @@ class PrefixIndex:
     def evict_leaf(self, leaf: Node[Placed]) -> None:
         """Remove a leaf; parked slots that have its rows are cut where it began."""
         parent, start = leaf.parent, leaf.start
-        self._drop(self.tree.remove(leaf))
+        self._remove(leaf)
         for slot in leaf.residents:
             assert slot in self.parked_at, "a leaf is evicted in which a sequence runs"
             if start and parent is not None:
@@ -297,7 +354,7 @@ class PrefixIndex:
         """
         if not self._windowed or not self._pool.kept_pages:
             return None
-        pinned = _with_ancestors(node for node in self.tree.nodes() if self.tree.is_pinned(node))
+        pinned = self._pinned()
         nodes = (node for node in self.tree.nodes() if node not in pinned and self._passed(node))
         return min(nodes, key=lambda node: node.stamp, default=None)
 
@@ -403,6 +460,7 @@ class PrefixIndex:
         assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
             assert self._cache.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+        self._check_pins()
         if self.sealed is not None:
             self.sealed.check()
 
@@ -427,7 +485,7 @@ class PrefixIndex:
             self.parked_at[slot] = stays
         for node in left:
             if discard:
-                self._drop(self.tree.remove(node))
+                self._remove(node)
             else:
                 self._tidy(node)
 
@@ -447,8 +505,15 @@ class PrefixIndex:
             if last > node.start:
                 self.tree.split(node, last)
             parent = node.parent
-            self._drop(self.tree.remove(node))
+            self._remove(node)
             node = parent
+
+    def _remove(self, leaf: Node[Placed]) -> None:
+        """Remove a leaf from the tree, and drop its extents. Its pins keep what its parent has."""
+        parent = leaf.parent
+        assert parent is not None, "a leaf is in the tree"
+        self._drop(self.tree.remove(leaf))
+        self._keep_last_rows(parent)
 
     def _drop(self, pieces: list[Piece[Placed]]) -> None:
         for piece in pieces:
@@ -457,6 +522,18 @@ class PrefixIndex:
             if self.sealed is not None:
                 self.sealed.drop(piece.value.extent)
             self._pool.drop(piece.value.extent)
+
+
+def pieces_below(node: Node[Placed], group: int) -> Iterator[tuple[Node[Placed], Piece[Placed]]]:
+    """The pieces below a node that can hold rows from before its end, each with its node; of `MOST_LOOKED_AT` nodes at most."""
+    end, rest = node.end, [*itertools.islice(node.children.values(), MOST_LOOKED_AT)]
+    for _ in range(MOST_LOOKED_AT):
+        if not rest:
+            return
+        node = rest.pop()
+        yield from ((node, piece) for piece in node.pieces if piece.group == group)
+        if not (node.pieces and node.start > end):
+            rest += itertools.islice(node.children.values(), MOST_LOOKED_AT)
 
 
 def _with_ancestors(nodes: Iterable[Node[Placed]]) -> set[Node[Placed]]:

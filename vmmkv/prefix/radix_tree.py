@@ -16,6 +16,7 @@ meet.
 Costs grow with the tokens of a call and the logarithm of the number of leaves. One thread at a time.
 """
 
+import hashlib
 import itertools
 import math
 import sys
@@ -23,7 +24,7 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter, itemgetter, lt
 from types import MappingProxyType
@@ -40,7 +41,6 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any]
 TOKEN_BYTES: Final = 4
 
 _NO_SLOTS: Final[Mapping[int, None]] = MappingProxyType({})
-_NO_PINS: Final[Mapping[bytes, float]] = MappingProxyType({})
 
 
 class Piece(NamedTuple, Generic[T]):
@@ -106,8 +106,8 @@ class Node(Generic[T]):
         """Running sequences that use the path up to here. While there are any, neither it nor an ancestor is evicted."""
         self.stamp = stamp
         """The last use of the node itself, or of a descendant that has been removed since."""
-        self.pins: Mapping[bytes, float] = _NO_PINS
-        """By the packed tokens with which the pinned ones go on past the node: when the pin ends, as `RadixTree.pin` says."""
+        self.pins: frozenset[Pin[T]] = frozenset()
+        """Those that keep it, some perhaps ended."""
         self.is_queued = False
         """Has it an entry in the heap of `EvictionOrder`?"""
         self.residents: Mapping[int, None] = _NO_SLOTS
@@ -120,7 +120,7 @@ class Node(Generic[T]):
     @property
     def pinned_until(self) -> float | None:
         """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
-        return max(self.pins.values()) if self.pins else None
+        return max((pin.until for pin in self.pins), default=None)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -225,6 +225,22 @@ class _Root(Node[T]):
         self.namespace = namespace
 
 
+class Pin(Generic[T]):
+    """Tokens that are kept. Of those that are not known it holds nothing."""
+
+    __slots__ = ("key", "node", "nodes", "until")
+
+    def __init__(self, key: tuple[Hashable, bytes], node: Node[T], until: float) -> None:
+        self.key = key
+        """The namespace, and a digest of the tokens."""
+        self.node = node
+        """Where those that are known end."""
+        self.until = until
+        """When it ends, in seconds of the tree's `now`; inf: never."""
+        self.nodes: dict[Node[T], None] = {}
+        """All that it keeps, with their paths: the node, and others by `RadixTree.keep`."""
+
+
 class Match(NamedTuple, Generic[T]):
     """The longest known prefix of some tokens. Valid until the tree changes."""
 
@@ -285,6 +301,7 @@ class RadixTree(Generic[T]):
         self._now = now
         self._listener: TreeListener | None = None
         self._roots: dict[Hashable, _Root[T]] = {}
+        self._pins: dict[tuple[Hashable, bytes], Pin[T]] = {}
         self.eviction: Final[EvictionOrder[T]] = EvictionOrder(self.is_pinned, now)
 
     # finding
@@ -409,8 +426,8 @@ class RadixTree(Generic[T]):
     def remove(self, leaf: Node[T]) -> list[Piece[T]]:
         """Remove an unlocked leaf, pinned or not; its pieces are the caller's again.
 
-        Its parent may become a leaf, with the later stamp of the two, and gets the pins: they keep what is left of their
-        tokens. A namespace goes with its last node.
+        Its parent may become a leaf, with the later stamp of the two, and gets the pins of tokens that end there: they keep
+        what is left of these. A namespace goes with its last node.
         """
         parent = leaf.parent
         assert parent is not None, f"{leaf} is in no tree"
@@ -422,10 +439,16 @@ class RadixTree(Generic[T]):
         self.num_nodes -= 1
         self.num_tokens -= leaf.end - leaf.start
         self.eviction.drop(leaf, self.num_nodes)
+        for pin in leaf.pins:
+            del pin.nodes[leaf]
+            if pin.node is leaf and isinstance(parent, _Root):
+                del self._pins[pin.key]
+            elif pin.node is leaf:
+                pin.node = parent
+                self.keep(parent, {pin})
+        leaf.pins = frozenset()
         if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
-            for rest, until in leaf.pins.items():
-                self._pin(parent, leaf.edge + rest, until)
             self.eviction.add(parent)
         elif parent.is_leaf:
             del self._roots[parent.namespace]
@@ -449,37 +472,56 @@ class RadixTree(Generic[T]):
         node.locks -= 1
         self.eviction.add(node)
 
-    def pin(self, namespace: Hashable, tokens: Tokens, until: float) -> int:
-        """Keep the known prefix of some tokens from being evicted until then (inf: for ever); its length. It is a use, too.
+    def pin(self, namespace: Hashable, tokens: Tokens, until: float) -> Node[T] | None:
+        """Keep the known prefix of some tokens from being evicted until then (inf: for ever), which is a use of it, too.
 
-        The pin is these tokens' own: others that begin alike have others. Of two for the same tokens the later end counts.
+        The node where it ends; None if nothing is known. The pin is these tokens' own: others that begin alike have others. Of
+        two for the same tokens the later end counts.
         Raises ValueError for anything but token ids.
         """
-        packed, num_tokens = pack(tokens), self.match(namespace, tokens).num_tokens
-        if num_tokens:
-            self._pin(self.insert(namespace, tokens[:num_tokens]).node, packed[num_tokens * TOKEN_BYTES :], until)
-        return num_tokens
+        key, num_tokens = (namespace, _digest(tokens)), self.match(namespace, tokens).num_tokens
+        if not num_tokens:
+            return None
+        node, now = self.insert(namespace, tokens[:num_tokens]).node, self._now()
+        pin = self._pins.get(key)
+        if pin is not None and pin.until <= now:
+            self._take_back(pin)
+            pin = None
+        if pin is None:
+            pin = self._pins[key] = Pin(key, node, until)
+        pin.node, pin.until = node, max(pin.until, until)
+        self.keep(node, {pin})
+        for each in node.pins:
+            if each.until <= now:
+                self._take_back(each)
+        return node
+
+    def keep(self, node: Node[T], pins: Set[Pin[T]]) -> None:
+        """Pins keep a node, too: below those where their tokens end."""
+        node.pins = node.pins.union(pins)
+        for pin in pins:
+            pin.nodes[node] = None
 
     def unpin(self, namespace: Hashable, tokens: Tokens) -> None:
         """Take back the pin of exactly these tokens, however many of them were known then. ValueError as `pin`."""
-        packed, (path, num_tokens) = pack(tokens), self.match(namespace, tokens)
-        for node in path:
-            rest = packed[node.end * TOKEN_BYTES :]
-            if node.end <= num_tokens and rest in node.pins:
-                node.pins = {each: until for each, until in node.pins.items() if each != rest} or _NO_PINS
-                self.eviction.add(node)
+        if (pin := self._pins.get((namespace, _digest(tokens)))) is not None:
+            self._take_back(pin)
 
     def unpin_all(self) -> None:
         """Take back every pin."""
-        for node in self.nodes():
-            if node.pins:
-                node.pins = _NO_PINS
-                self.eviction.add(node)
+        for pin in list(self._pins.values()):
+            self._take_back(pin)
 
-    def _pin(self, node: Node[T], rest: bytes, until: float) -> None:
-        """Add a pin, and forget those that have ended."""
-        now, pins = self._now(), [*node.pins.items(), (rest, max(until, node.pins.get(rest, until)))]
-        node.pins = {each: end for each, end in pins if end > now} or _NO_PINS
+    def _take_back(self, pin: Pin[T]) -> None:
+        del self._pins[pin.key]
+        for node in pin.nodes:
+            node.pins -= {pin}
+            self.eviction.add(node)
+
+    def pins(self) -> list[Pin[T]]:
+        """Those that have not ended. Cost: grows with all."""
+        now = self._now()
+        return [pin for pin in self._pins.values() if pin.until > now]
 
     def is_pinned(self, node: Node[T]) -> bool:
         """Has it a pin that has not expired?"""
@@ -514,6 +556,10 @@ class RadixTree(Generic[T]):
                 raise AssertionError(f"{node}: {error}") from error
             if node.is_leaf:
                 leaves.add(node)
+            assert all(self._pins.get(pin.key) is pin and node in pin.nodes for pin in node.pins), f"{node}: a pin is unknown"
+        for pin in self._pins.values():
+            assert pin.node in pin.nodes, f"{pin.key}: a pin does not keep its tokens"
+            assert all(pin in node.pins and node.parent is not None for node in pin.nodes), f"{pin.key}: a node is not kept"
         counted, kept = (num_nodes, num_tokens), (self.num_nodes, self.num_tokens)
         assert counted == kept, f"nodes, tokens: {counted} are there, {kept} are counted"
         self.eviction.check(leaves)
@@ -563,6 +609,11 @@ def num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
+
+
+def _digest(tokens: Tokens) -> bytes:
+    """What tells these token ids from others. Raises ValueError for anything else."""
+    return hashlib.blake2b(pack(tokens), digest_size=16).digest()
 
 
 def _check_pieces(pieces: Sequence[Piece[T]], start: int, end: int) -> None:
