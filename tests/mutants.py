@@ -276,6 +276,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "        if piece.value.first_token >= held.value.first_token:\n            return piece\n",
             "        return piece\n",
         ),
+        "the last pinned rows left to a node that goes": ("                self.tree.keep(below, pins)\n", ""),
+    },
+    (POOL, PREFIX_UNIT): {
+        "pinned pages taken to be evictable": ("// PAGE_BYTES - self._pinned_pages()", "// PAGE_BYTES"),
     },
     ("driver/host.py", "tests/unit/test_driver_host.py"): {
         "mappings inherited by fork": ("                madvise(address, size_bytes, MADV_DONTFORK)\n", ""),
@@ -744,6 +748,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             " or not file.read(_NUMBER.size):",
         ),
         "a sequence that loses rows while it is saved": ("                    self.check()\n", ""),
+        "files of others beside a save removed": ("if os.pread(fd, len(_UNFINISHED), 0) == _UNFINISHED:", "if True:"),
         "a save that failed leaves its file": ("            os.unlink(new)\n", "            pass\n"),
     },
     (SAVED, TIERS_UNIT, FAILURES): {

@@ -855,22 +855,39 @@ def test_what_another_save_left_behind_hinders_none(cache, tmp_path):
 def test_what_a_killed_save_left_behind_is_removed_by_the_next_one_there(cache, tmp_path):
     sequence = cache.open()
     write(sequence, PROMPT)
+    foreign = {"mine.backup00.new", "pipe.abcdefgh.new", "empty.abcdefgh.new", "chat.20261129.new"}
     (tmp_path / "mine.backup00.new").write_bytes(b"something else")
     os.mkfifo(tmp_path / "pipe.abcdefgh.new")
     (tmp_path / "empty.abcdefgh.new").touch()
+    sequence.save(tmp_path / "chat.20261129.new")  # whole, whatever its name
     if (child := os.fork()) == 0:
-        fd, _ = saved._new_file(tmp_path / "one")
-        os.write(fd, saved._MAGIC + b"rows")
-        os._exit(9)  # as if it was killed
+        with saved._replacing(tmp_path / "one", saved._MAGIC) as file:
+            file.write(b"rows")
+            file.flush()
+            os._exit(9)  # as if it was killed
     os.waitpid(child, 0)
-    fd, under_way = saved._new_file(tmp_path / "one")  # another process's
-    assert len([*tmp_path.iterdir()]) == 5
-    sequence.save(tmp_path / "two")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"mine.backup00.new", "pipe.abcdefgh.new", os.path.basename(under_way), "two"}
-    os.close(fd)
-    sequence.save(tmp_path / "two")
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.backup00.new", "pipe.abcdefgh.new", "two"}
+
+    def left():
+        return {path.name for path in tmp_path.iterdir()} - foreign
+
+    (killed,) = left()
+    with saved._replacing(tmp_path / "one", saved._MAGIC):  # under way
+        sequence.save(tmp_path / "two")
+        assert killed not in left() and len(left()) == 2
+    assert left() == {"one", "two"}
+    assert foreign < {path.name for path in tmp_path.iterdir()}
+    assert_reads(cache.restore(tmp_path / "chat.20261129.new"), PROMPT)
+
+
+def test_a_save_that_fails_names_the_path_that_it_was_given(cache, tmp_path):
+    sequence = cache.open()
+    write(sequence, PROMPT)
+    (tmp_path / "folder").mkdir()
+    for name, error in (("no/one", FileNotFoundError), ("folder", IsADirectoryError), ("n" * 250, OSError)):
+        with pytest.raises(error) as raised:
+            sequence.save(tmp_path / name)
+        assert raised.value.filename == str(tmp_path / name) and str(raised.value).endswith(f": '{tmp_path / name}'")
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(cache, tmp_path, monkeypatch):

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 _MAGIC: Final = b"vmmkv sequence 1"
 _BATCHES_MAGIC: Final = b"vmmkv batches 1\n"
+_UNFINISHED: Final = b"vmmkv unfinished"
+"""First bytes of a file that is being written, in place of either."""
+
 _NUMBER: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 32 * MIB
 
@@ -136,33 +139,45 @@ def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
     rows = _Rows(sequence)
     if not rows.num_tokens:
         raise ValueError(f"{sequence!r} has nothing to save")
-    with _replacing(path) as file:
-        _write(file, rows, fingerprint, host_memory(_CHUNK_BYTES, sequence.cache.device))
+    buffer = host_memory(_CHUNK_BYTES, sequence.cache.device)
+    with _replacing(path, _MAGIC) as file:
+        _write(file, rows, fingerprint, buffer)
 
 
 def save_batches(batches: Sequence[Sequence["caches.Sequence"]], path: Path, fingerprint: str, header: dict[str, Any]) -> None:
     """Write sequences of one pool, all with tokens, behind a header of the caller's. Cost and errors: see Sequence.save."""
     buffer = host_memory(_CHUNK_BYTES, batches[0][0].cache.device)
-    with _replacing(path) as file:
-        _write_header(file, _BATCHES_MAGIC, header)
+    with _replacing(path, _BATCHES_MAGIC) as file:
+        _write_header(file, header)
         for sequence in itertools.chain.from_iterable(batches):
+            file.write(_MAGIC)
             _write(file, _Rows(sequence), fingerprint, buffer)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when it is written; if that fails, all is as before."""
+def _replacing(path: Path, magic: bytes) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when what follows `magic` is written; if that fails, all is as before.
+
+    Raises: OSError, which names `path`, and not the file beside it.
+    """
     _remove_left(path.parent)
-    fd, new = _new_file(path)
+    new: str | None = None
     try:
+        fd, new = _new_file(path)
         with open(fd, "wb") as file:
+            file.write(_UNFINISHED)
+            file.flush()
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.pwrite(fd, magic, 0)
+            os.fsync(fd)
             os.replace(new, path)  # before the lock goes with the open file
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
+    except BaseException as error:
+        if new is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 
@@ -182,36 +197,36 @@ def _new_file(path: Path) -> tuple[int, str]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove what saves of killed processes have left in a folder. What cannot be removed stays."""
+    """Remove what saves of killed processes have left in a folder. Other files stay, and what cannot be removed."""
     with contextlib.suppress(OSError):
         for name in filter(_NEW_NAME.fullmatch, os.listdir(folder)):
             with contextlib.suppress(OSError):
                 fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.pread(fd, len(_MAGIC), 0) in (_MAGIC, _BATCHES_MAGIC, b""):
+                    if os.pread(fd, len(_UNFINISHED), 0) == _UNFINISHED:
                         os.unlink(folder / name)
                 finally:
                     os.close(fd)
 
 
-def _write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
+def _write_header(file: BinaryIO, header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
     if len(text) > _BATCHES_HEADER_BYTES:
         raise ValueError(
             f"the header of the rows takes {format_bytes(len(text))}, and may take {format_bytes(_BATCHES_HEADER_BYTES)}: save "
             "fewer sequences together"
         )
-    file.write(magic + _NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
+    file.write(_NUMBER.pack(len(text)) + text + _NUMBER.pack(zlib.crc32(text)))
 
 
 def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) -> None:
-    """A sequence: its header, its rows."""
+    """A sequence behind its first bytes: its header, its rows."""
     identity = Keys(rows.sequence.cache.layout, fingerprint).identity.hex()
     header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
     if rows.sequence.known_positions is not None:
         header["positions"] = rows.sequence.known_positions.tolist()
-    _write_header(file, _MAGIC, header)
+    _write_header(file, header)
     for chunk in rows.read(lambda size_bytes: buffer[:size_bytes]):
         data = chunk.numpy().data
         file.write(data)
