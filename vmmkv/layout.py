@@ -22,7 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from vmmkv.arguments import whole
 from vmmkv.errors import LayoutError
@@ -361,7 +361,7 @@ class KVLayout:
         """The group's index, by layer."""
         return {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
 
-    def of_rank(self, num_ranks: int) -> KVLayout:
+    def of_rank(self, num_ranks: int) -> Self:
         """The layout of one of several ranks that share the heads: the same on each.
 
         Heads that cannot be shared evenly are filled up; a head that there are more ranks than is on several.
@@ -370,7 +370,7 @@ class KVLayout:
             replace(group, planes=tuple(replace(each, heads=ceil_div(each.heads, num_ranks)) for each in group.planes))
             for group in self.groups
         ]
-        return KVLayout(groups=tuple(groups))
+        return replace(self, groups=tuple(groups))
 
     @property
     def row_bytes(self) -> int:

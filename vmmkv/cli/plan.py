@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -180,7 +180,7 @@ def run(
     dtype = _kv_cache_dtype(kv_cache_dtype, kv_scale, config)
     if config is None:
         layout = _uniform(layers, kv_heads, head_dim, window, dtype)
-        memory_of = _Memory(layout, len(layout.group_of))
+        memory_of = _Memory(groups=layout.groups, num_layers=len(layout.group_of))
     else:
         memory_of = _Memory.of(config, dtype)
     asked = _parse_lengths(lengths)
@@ -247,15 +247,17 @@ def run(
     return 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Memory:
-    """What sequences take: rows by token, and a state for each."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Memory(KVLayout):
+    """What sequences take: rows by token, in no group of a model that keeps nothing by token, and a state for each."""
 
-    layout: KVLayout | None
-    """None for a model that keeps nothing by token."""
     num_layers: int
     """Layers that keep something."""
     state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.groups:
+            super().__post_init__()
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: "torch.dtype | KVType") -> "_Memory":
@@ -282,40 +284,23 @@ class _Memory:
                 plane = Plane(name="vectors", heads=1, dim=size_bytes, dtype=torch.uint8)
                 groups += (Group(layers=(number,), planes=(plane,), window=window),)
         num_layers = sum(any(not isinstance(part, SharedRows) for part in parts) for parts in config.layers)
-        return cls(KVLayout(groups=groups) if groups else None, num_layers, state_bytes)
+        return cls(groups=groups, num_layers=num_layers, state_bytes=state_bytes)
 
-    def of_rank(self, num_ranks: int) -> "_Memory":
+    def of_rank(self, num_ranks: int) -> Self:
         """That of one of several ranks: heads and states are shared, and vectors are on each."""
-        layout = None if self.layout is None else self.layout.of_rank(num_ranks)
-        return _Memory(layout, self.num_layers, ceil_div(self.state_bytes, num_ranks))
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """Those of the layout."""
-        return () if self.layout is None else self.layout.groups
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token over all groups."""
-        return sum(group.row_bytes for group in self.groups)
+        return dataclasses.replace(super().of_rank(num_ranks), state_bytes=ceil_div(self.state_bytes, num_ranks))
 
     @property
     def _state_pages(self) -> int:
         return ceil_div(self.state_bytes, PAGE_BYTES)
 
-    def token_bytes(self, num_tokens: int) -> int:
-        """Bytes that the rows of one sequence need."""
-        return 0 if self.layout is None else self.layout.token_bytes(num_tokens)
+    def pages_for(self, num_tokens: int, guard_tokens: int = 0) -> int:
+        """Pages that one sequence holds: those of its rows, and of its state."""
+        return self._state_pages + super().pages_for(num_tokens, guard_tokens)
 
-    def pages_for(self, num_tokens: int, guard_tokens: int) -> int:
-        """Pages of one sequence."""
-        return self._state_pages + (0 if self.layout is None else self.layout.pages_for(num_tokens, guard_tokens))
-
-    def tokens_in(self, num_pages: int, guard_tokens: int) -> int:
-        """The longest single sequence in so many pages."""
-        if num_pages < self._state_pages:
-            return 0
-        return _ANY_LENGTH if self.layout is None else self.layout.tokens_in(num_pages - self._state_pages, guard_tokens)
+    def peak_pages(self, num_tokens: int, guard_tokens: int = 0, *, sliding: bool = True) -> int:
+        """Pages that one sequence holds at most on its way: those of its rows, and of its state."""
+        return self._state_pages + super().peak_pages(num_tokens, guard_tokens, sliding=sliding)
 
 
 def _vector_bytes(part: Part, dtype: "torch.dtype | KVType") -> int:
