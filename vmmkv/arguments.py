@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 
-def whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any, *, error: type[Exception] = TypeError) -> int:
     """`value` as an int, if it is one: of Python, numpy or torch.
 
-    Raises: TypeError naming the argument, for True, for 2.5 and also for 2.0: a fraction would be cut off somewhere inside.
+    Raises: `error`, naming the argument, for True, for 2.5 and also for 2.0: a fraction would be cut off somewhere inside.
     """
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)
     such = "64 * vmmkv.MIB" if name.endswith("bytes") else "int(...) of it" if isinstance(value, float) else "1000"
-    raise TypeError(f"{name}={value!r} is not a whole number; give an int, such as {such}")
+    raise error(f"{name}={value!r} is not a whole number; give an int, such as {such}")
 
 
 def instance(name: str, value: Any, wanted: type, words: str) -> None:

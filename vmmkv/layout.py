@@ -125,7 +125,7 @@ class Plane:
 
     def __post_init__(self) -> None:
         for name in ("heads", "dim"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole(name, getattr(self, name), error=LayoutError))
         if self.heads < 1 or self.dim < 1:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
         import torch
@@ -161,14 +161,14 @@ class Group:
         if not self.layers:
             raise LayoutError("a group needs at least one layer")
         for layer in self.layers:
-            _whole("layers", layer)
+            whole("layers", layer, error=LayoutError)
         if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
             raise LayoutError(f"a group's layers must be different numbers from 0, not {self.layers}")
         if not self.planes:
             raise LayoutError("a group needs at least one plane")
         if len({plane.name for plane in self.planes}) != len(self.planes):
             raise LayoutError(f"two planes of a group have one name: {[plane.name for plane in self.planes]}")
-        if self.window is not None and _whole("window", self.window) < 1:
+        if self.window is not None and whole("window", self.window, error=LayoutError) < 1:
             raise LayoutError(f"window={self.window}: a window has at least 1 token; None means all")
         if self.row_bytes > PAGE_BYTES:
             fitting = PAGE_BYTES // self.layer_bytes
@@ -309,11 +309,11 @@ class KVLayout:
         A `dtype` such as KVType("int4") keeps them quantised: planes k and v are the payload, and a plane of scales
         behind them holds two float16 for each head, K's and V's, unless the scales are static.
         """
-        layers = _whole("layers", layers)
+        layers = whole("layers", layers, error=LayoutError)
         check_num_layers(layers)
         if windows is not None and len(windows) != layers:
             raise LayoutError(f"{counted(len(windows), 'window')} for {counted(layers, 'layer')}")
-        kv_heads, head_dim = _whole("kv_heads", kv_heads), _whole("head_dim", head_dim)
+        kv_heads, head_dim = whole("kv_heads", kv_heads, error=LayoutError), whole("head_dim", head_dim, error=LayoutError)
         planes = kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
         return cls.of_rows({layer: (planes, windows[layer] if windows else None) for layer in range(layers)})
 
@@ -418,11 +418,3 @@ def kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -
     if dtype.scale == "head":
         return payloads
     return *payloads, Plane(name=SCALES, heads=heads, dim=len(dims), dtype=torch.float16, trailing=True)
-
-
-def _whole(name: str, value: Any) -> int:
-    """The value as an int. Raises: LayoutError for anything else, booleans and whole floats too."""
-    try:
-        return whole(name, value)
-    except TypeError as error:
-        raise LayoutError(str(error)) from None

@@ -140,7 +140,7 @@ def read(config: Any) -> ModelConfig:
         family=fields.family,
         layers=layers,
         num_heads=min(filter(None, (fields.whole("num_attention_heads", layer) for layer in range(len(layers)))), default=1),
-        max_tokens=next((value for name in _MAX_TOKENS if (value := fields.whole(name) or 0) > 0), None),
+        max_tokens=next((value for name in _MAX_TOKENS if (value := fields.whole(name, least=-1) or 0) > 0), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
 
@@ -203,6 +203,7 @@ _NESTED: Final = ("text_config", "llm_config", "language_config")
 """Fields with the configuration of the text decoder of a model of several kinds of input."""
 
 _MAX_TOKENS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""Fields with the longest sequence; 0 or -1 of a model without one."""
 
 _ALIASES: Final[Mapping[str, str]] = {
     "deepseek_v3_2": "deepseek_v32",
@@ -321,20 +322,22 @@ class _Fields:
             self._was_read.add(name)
         return value
 
-    def whole(self, name: str, layer: int | None = None) -> int | None:
-        """The value of a field as an int, None if there is none. Raises: LayoutError for anything else."""
+    def whole(self, name: str, layer: int | None = None, *, least: int = 0) -> int | None:
+        """The value of a field as an int, None if there is none. Raises: LayoutError for anything else, or for less."""
         value = self.get(name, layer)
-        try:
-            return None if value is None else whole(name, value)
-        except TypeError as error:
-            raise LayoutError(str(error)) from None
+        return None if value is None else self.checked(name, value, least=least)
+
+    def checked(self, name: str, value: Any, *, least: int) -> int:
+        """A value as an int. Raises: LayoutError, naming it, for anything else, or for less."""
+        number = whole(name, value, error=LayoutError)
+        if number < least:
+            self.refuse(f"has {name}={number}; wanted is at least {least}")
+        return number
 
     def need(self, *names: str, layer: int | None = None) -> int:
         """The first of these fields that is there and not 0. Raises: LayoutError naming them."""
         for name in names:
             if value := self.whole(name, layer):
-                if value < 0:
-                    self.refuse(f"has {name}={value}")
                 return value
         self.refuse(f"has no {' or '.join(names)}: is it that of a decoder?")
 
@@ -452,6 +455,8 @@ def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
     if not 0 < num_own <= num_layers:
         fields.refuse(f"has {num_layers} layers, of which {num_layers - num_own} read the rows of others")
     crossing = fields.listed("cross_attention_layers")
+    if odd := [layer for layer in crossing if layer not in range(num_layers)]:
+        fields.refuse(f"has {num_layers} layers, and cross_attention_layers says {odd[0]!r} of them")
     layers: list[tuple[Part, ...]] = []
     for layer, kind in enumerate(kinds):
         if layer >= num_own:
@@ -483,8 +488,8 @@ def _kinds(fields: _Fields, num_layers: int) -> list[str]:
     if fields.get("layer_types") is not None:
         return [_OTHER_NAMES.get(str(kind), str(kind)) for kind in fields.listed("layer_types")]
     if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
-        every = fields.get("sliding_window_pattern")
-        if isinstance(every, int) and every > 0:
+        pattern = fields.get("sliding_window_pattern")
+        if isinstance(pattern, int) and (every := fields.whole("sliding_window_pattern")):
             return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
         if not (fields.of_transformers or fields.family is None):
             fields.refuse("does not say by layer_types which layers have its sliding_window")
@@ -518,8 +523,9 @@ def _of_blocks(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
             sharing = attention.get("n_heads_in_group")
             if not isinstance(sharing, int) or not 1 <= sharing <= heads:
                 fields.refuse(f"has n_heads_in_group={sharing!r} in layer {layer} of block_configs, of {heads} heads")
-            num_kv = heads // sharing
-            layers.append((Attention(num_kv, head_dim, head_dim, window=attention.get("window_length")),))
+            num_kv, window = heads // sharing, attention.get("window_length")
+            window = None if window is None else fields.checked(f"window_length of layer {layer}", window, least=1)
+            layers.append((Attention(num_kv, head_dim, head_dim, window=window),))
     return tuple(layers)
 
 

@@ -209,7 +209,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no number": (decoder("fog", num_key_value_heads="two"), "num_key_value_heads='two' is not a whole number"),
     "no list": (decoder("fog", layer_types=5), "layer_types=5, which is no list"),
     "layers that all read others": (decoder("fog", num_kv_shared_layers=4), "has 4 layers, of which 4 read the rows of others"),
-    "a negative number": (decoder("fog", num_key_value_heads=2, head_dim=-64, layers=-4), "layers=-4"),
+    "a negative number of layers": (decoder("fog", -4), "num_hidden_layers=-4; wanted is at least 0"),
+    "negative heads": (decoder("fog", num_key_value_heads=-2), "has num_key_value_heads=-2; wanted is at least 0"),
+    "a negative size": (decoder("fog", num_key_value_heads=2, head_dim=-64), "has head_dim=-64; wanted"),
+    "a negative rank": (decoder("fog", kv_lora_rank=-1), "has kv_lora_rank=-1; wanted"),
+    "negative rows of others": (decoder("fog", num_kv_shared_layers=-1), "has num_kv_shared_layers=-1; wanted"),
+    "a negative pattern": (
+        decoder("fog", sliding_window=9, sliding_window_pattern=-2),
+        "has sliding_window_pattern=-2; wanted",
+    ),
+    "a layer that it does not have": (
+        decoder("fog", cross_attention_layers=[-1]),
+        "has 4 layers, and cross_.* says -1 of them",
+    ),
+    "a window of a block": (
+        decoder(
+            "nemotron-nas",
+            1,
+            block_configs=[{"attention": {"n_heads_in_group": 1, "window_length": -1}, "ffn": {}}],
+        ),
+        "window_length of layer 0=-1; wanted is at least 1",
+    ),
     "an indexer of each layer": (
         decoder("fog", layer_types=["deepseek_sparse_attention"] * 4, index_head_dim=128, indexer_types=["full"] * 3),
         "does not say by indexer_types whether layer 3 has",
