@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import io
 import itertools
 import json
 import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +17,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from tests.adapters.models import MODELS as KINDS
 from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
-from vmmkv import MIB, DriverError, Pool, SequenceTooLong, ViewNotCloned
+from tests.unit.test_fuzz_files import MOST_BYTES, changed, edits, fuzz, lengths, near, values
+from vmmkv import MIB, DriverError, Pool, RowsUnmapped, SequenceTooLong, ViewNotCloned
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.eviction import SnapKV
 from vmmkv.testing.fake_driver import FakeDriver
@@ -55,12 +59,22 @@ def test_views_of_several_sequences_are_refused_and_copies_are_not(pool: Pool) -
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids(0, 1, num_tokens=20))
         for view in cache.states(0):
-            with pytest.raises(ViewNotCloned):
+            with pytest.raises(ViewNotCloned, match=r"cache\.layers\[layer\]\.keys\.clone\(\) of a VmmCache"):
                 copy.deepcopy(view)
+        assert torch.equal(copy.deepcopy(cache.layers[0].keys.clone()), cache.states(0)[0])
         cache.reset()
         forward(model, cache, ids(0, 0, num_tokens=20))  # kept once
         keys, _ = cache.states(0)
         assert torch.equal(copy.deepcopy(keys), keys) and torch.equal(keys[0], keys[1])
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_that_is_pickled_says_how_it_is_saved(pool: Pool, way: Callable[[Any], Any]) -> None:
+    model = llama()
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids(0, 1, num_tokens=20))
+        with pytest.raises(TypeError, match=r"a VmmCache can be neither .*; cache\.save\(path\) writes it to a file"):
+            way(cache)
 
 
 # in a file
@@ -192,7 +206,8 @@ def saved_and_empty(pool: Pool, path: Path) -> Iterator[VmmCache]:
         {"parents": []},
         {"parents": 3},
         {"common": [[0, 0]]},
-        {"common": [[0, 51], [0, 0]]},
+        {"common": [[0, 51], [51, 0]]},
+        {"common": [[0, 1], [2, 0]]},
         {"common": [["0", 0], [0, 0]]},
         {"windows": []},
         {"windows": [None]},
@@ -266,3 +281,82 @@ def test_at_whichever_driver_call_a_restore_fails_the_cache_is_empty(pool: Pool,
                 break
         assert number > 5
         cache.check()
+
+
+wholes = st.integers(0, 4) | near
+kinds = st.tuples(
+    st.sampled_from([1, 2, 4]) | near, st.sampled_from([16, 32]) | near, st.sampled_from(["torch.float32", "torch.int8"])
+)
+
+
+@st.composite
+def headers_of_batches(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of a header that take the place of the right ones; those of `windows` in the first window alone."""
+    names = ["model", "num_tokens", "compacted_tokens", "parents", "common", "windows", "x"]
+    fields = draw(st.dictionaries(st.sampled_from(names), values, max_size=1))
+    for name, likely in {
+        "num_tokens": wholes,
+        "compacted_tokens": wholes,
+        "parents": st.lists(wholes, max_size=4),
+        "common": st.integers(0, 4).flatmap(lambda size: st.lists(st.lists(wholes, min_size=size, max_size=size), max_size=4)),
+        "windows": st.fixed_dictionaries(
+            {}, optional={"num_dropped": wholes, "k": kinds.map(list), "v": values, "layers": values}
+        ),
+    }.items():
+        if draw(st.integers(0, 3)) == 0:
+            fields[name] = draw(likely)
+    return fields
+
+
+@lengths
+@pytest.mark.parametrize("make", [llama, lambda: gemma3(16)], ids=["full", "windows"])
+def test_a_saved_batch_is_restored_as_it_was_or_refused(pool: Pool, tmp_path: Path, make: Any, num_examples: int) -> None:
+    """One that is read can be used, whatever its header says of it."""
+    model, path = make(), tmp_path / "batch"
+    with VmmCache(model.config, pool, max_tokens=512) as cache:
+        forward(model, cache, ids_of(0, 0, 1, num_tokens=45))
+        cache.save(path)
+        before = [each.clone() for each in states_of(cache)]
+        cache.reset()
+        whole = path.read_bytes()
+        begin = len(saved._BATCHES_MAGIC) + 4
+        end = begin + struct.unpack("<I", whole[begin - 4 : begin])[0]
+        right, rows = json.loads(whole[begin:end]), whole[end + 4 :]
+
+        def check(change: Any) -> None:
+            fields, size_bytes, edit_text, edit_all = change
+            if isinstance(of_window := fields.get("windows"), dict):
+                fields = fields | {"windows": [right["windows"][0] | of_window, *right["windows"][1:]]}
+            text = json.dumps(right | fields).encode()
+            if edit_text is not None:
+                text = changed(text, edit_text)
+            size = struct.pack("<I", len(text) if size_bytes is None else size_bytes)
+            content = saved._BATCHES_MAGIC + size + text + struct.pack("<I", zlib.crc32(text)) + rows
+            if edit_all is not None:
+                content = changed(content, edit_all)
+            path.write_bytes(content)
+            tracemalloc.reset_peak()
+            try:
+                cache.restore(path)
+            except (ValueError, SequenceTooLong) as error:
+                assert type(error) in (ValueError, SequenceTooLong) and str(path) in str(error)
+                assert len(str(error)) < 500 + len(str(path))
+            else:
+                if content == whole:
+                    assert all(map(torch.equal, states_of(cache), before))
+                cache.check()
+                size = cache.batch_size
+                forward(model, cache, ids_of(*range(size), num_tokens=2))
+                cache.reorder_cache(torch.arange(size).flip(0))
+                forward(model, cache, ids_of(*range(size), num_tokens=1))
+                with contextlib.suppress(ValueError, RowsUnmapped):  # what was compacted, or what a window has passed
+                    cache.crop(-2)
+                cache.check()
+            assert tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0] < MOST_BYTES
+            cache.reset()
+            cache.check()
+            assert pool.used_bytes == 0
+
+        sizes = st.none() | st.none() | st.integers(0, (1 << 32) - 1)
+        often_none = st.none() | st.none() | st.none() | edits
+        fuzz(num_examples, st.tuples(st.just({}) | headers_of_batches(), sizes, often_none, often_none), check)

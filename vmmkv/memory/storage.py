@@ -62,8 +62,8 @@ class ReservedStorage(MappedStorage):
         """Refused."""
         raise ViewNotCloned(
             f"this is a view over slots of a cache, whose storage is {format_bytes(self.nbytes())} of addresses, most of them "
-            f"without memory; torch saves, pickles, deep-copies and shares a whole storage. Take the rows that there are, and "
-            f"copy them: cache.k(layer)[slot, :length].clone()"
+            f"without memory; torch saves, pickles, deep-copies and shares a whole storage. Copy the rows that there are: "
+            f"cache.k(layer)[slot, :length].clone() of a KVCache, or cache.layers[layer].keys.clone() of a VmmCache"
         )
 
     share_memory_ = __reduce__ = _share_cuda_ = clone

@@ -340,6 +340,8 @@ def _read_fields(file: BinaryIO, path: Path, magic: bytes, what: str, most_bytes
     (size_bytes,) = _NUMBER.unpack(size)
     if size_bytes > most_bytes:
         raise ValueError(f"{path} is damaged{or_long}: its header has {counted(size_bytes, 'byte')}")
+    if size_bytes > (left_bytes := os.fstat(file.fileno()).st_size - file.tell()):
+        raise ValueError(f"{path} is damaged: its header has {counted(size_bytes, 'byte')}, of which {left_bytes} are there")
     text = file.read(size_bytes)
     if file.read(_NUMBER.size) == _NUMBER.pack(zlib.crc32(text)):
         with contextlib.suppress(ValueError, RecursionError):

@@ -744,13 +744,21 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         forked = self._fork(range(0 if lineage is None else lineage.num_sequences))
         if lineage is not None:
             self._lineage = lineage.share(self._num_tokens)
-        memo[id(self)] = other = copy.copy(self)
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__dict__.update(vars(self))
         other.layers = [RowLayer(other, index, layer.sliding_window) for index, layer in enumerate(self.layers)]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
         other._written, other._indices, other._replaced, other._calls = set(), {}, [], PassCalls()
         other._eviction = copy.copy(self._eviction)
         other._number = attention.enter(other)
         return other
+
+    def __reduce__(self) -> NoReturn:
+        """Neither pickled nor copied by `copy.copy`. Raises: TypeError."""
+        raise TypeError(
+            "a VmmCache can be neither pickled nor copied as it is: its memory belongs to this process and this object; "
+            "cache.save(path) writes it to a file, from which restore(path) of another one reads it, and copy.deepcopy forks it"
+        )
 
     def close(self) -> None:
         """Give all memory back. If no deep copy is left, later caches of the same sizes reuse the addresses. Idempotent.

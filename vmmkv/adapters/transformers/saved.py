@@ -95,6 +95,8 @@ def read(fields: Any, path: Path, config: Any, groups: Seq[WindowRows]) -> Saved
     if any(not isinstance(row, list) or len(row) != len(common) for row in common):
         refuse("it does not say how many tokens any two sequences have in common")
     common_SS = np.array([[whole("common", each, num_tokens + 1) for each in row] for row in common], np.int64)
+    if (common_SS != common_SS.T).any():
+        refuse("it says two numbers of tokens that the same two sequences have in common")
     wanted = [(list(rows.layers), rows.window) for rows in groups]
     if [(each.get("layers"), each.get("window")) if isinstance(each, dict) else None for each in windows] != wanted:
         refuse("its layers have other windows than those of its model")
