@@ -317,7 +317,10 @@ class _Fields:
                     config = config.per_layer_config[layer]
                 elif name in config.per_layer_attributes:
                     self.refuse(f"has {name} by layer, and what that means there is not known here")
-            value = getattr(config, name, None)
+            try:
+                value = getattr(config, name, None)
+            except Exception as error:  # some are computed from others
+                self.refuse(f"does not say {name}: {type(error).__name__}: {error}")
         if value is not None:
             self._was_read.add(name)
         return value

@@ -21,7 +21,7 @@ from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.eviction import SnapKV
 from vmmkv.holder import check_there
-from vmmkv.model_config import read
+from vmmkv.model_config import ModelConfig, read
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.collectives import Collectives
@@ -245,8 +245,7 @@ class ModelSource:
         self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
         directory = Path(config.model)
         self._configuration = (directory / "config.json").read_bytes()
-        with refusing(f"the model in {directory}"):
-            hf_config = from_directory(transformers.AutoConfig, directory)
+        hf_config = read_config(directory)
         self.text_config = hf_config.get_text_config()
         layout = choose_layout(self.text_config, self.kv_dtype)
         self.layout: Final = layout.of_rank(config.tensor_parallel_size)
@@ -354,10 +353,8 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, ValueError, OSError."""
     if config.tensor_parallel_size == 1:
         return None
-    import transformers
-
     choose_device(config.device, config.tensor_parallel_size - 1)
-    num_heads = read(from_directory(transformers.AutoConfig, Path(config.model))).num_heads
+    num_heads = read_model(read_config(Path(config.model))).num_heads
     if config.tensor_parallel_size > num_heads:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size}: ranks share the attention heads, and this model has "
@@ -409,12 +406,28 @@ def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     return tiers
 
 
-def choose_layout(text_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
-    """The layout of this model's keys and values. Raises UnsupportedModel if it keeps anything else, or cannot keep them so."""
+def read_config(directory: Path) -> Any:
+    """transformers' configuration of the model in a directory. Raises: UnsupportedModel, OSError."""
+    import transformers
+
+    with refusing(f"the model in {directory}"):
+        return from_directory(transformers.AutoConfig, directory)
+
+
+def read_model(hf_config: Any) -> ModelConfig:
+    """What the layers of a model keep, by its configuration. Raises: UnsupportedModel."""
     try:
-        return KVLayout.from_config(text_config, dtype)
+        return read(hf_config)
     except LayoutError as error:
-        raise UnsupportedModel(f"a model of type {text_config.model_type} cannot be served: {error}") from error
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
+
+
+def choose_layout(hf_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
+    """The layout of a model's keys and values. Raises: UnsupportedModel if it keeps anything else, or cannot keep them so."""
+    try:
+        return KVLayout.from_config(hf_config, dtype)
+    except LayoutError as error:
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:

@@ -601,6 +601,15 @@ def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
     assert isinstance(error.value, VmmkvError) and isinstance(error.value, ValueError)
 
 
+def test_before_other_ranks_start_a_model_is_refused_as_on_one(tmp_path: Path) -> None:
+    T5Config(d_model=64, num_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"a model of type t5 cannot be served: .* is an encoder and a decoder"):
+        LLM(tmp_path, load_format="dummy", tensor_parallel_size=2, **OPTIONS)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UnsupportedModel, match=r"the model in .* cannot be served: .*unheard_of"):
+        LLM(tmp_path, load_format="dummy", tensor_parallel_size=2, **OPTIONS)
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_that_comes_with_a_model_never_runs(
     file: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -291,6 +291,13 @@ def test_a_field_of_any_other_value_is_read_or_refused(name: str) -> None:
             read({**config, "text_config": changed} if inner is not config else changed)
 
 
+def test_a_field_that_its_class_cannot_compute_is_refused_by_name() -> None:
+    config = pytest.importorskip("transformers").JambaConfig(num_hidden_layers=4)
+    config.attn_layer_period = 0
+    with pytest.raises(LayoutError, match=r"\(jamba\) does not say layer_types?: ZeroDivisionError"):
+        read(config)
+
+
 def test_a_layer_that_keeps_two_parts_of_a_kind_is_named_once() -> None:
     layers = [(Compressed(8, 4), Compressed(8, 128)), (Latent(16),), (Compressed(8, 4),)]
     assert described(beside_rows(layers)) == "compressed rows in layers 0, 2; latents (kv_lora_rank) in layer 1"
