@@ -29,6 +29,8 @@ from typing import Any, Final
 import vmmkv
 from vmmkv.config import read_environment
 from vmmkv.errors import VmmkvError
+from vmmkv.kernels.attention import MAX_HEAD_DIM
+from vmmkv.model_config import Attention, ModelConfig, beside_rows, described
 from vmmkv.server.config import VARIABLES
 from vmmkv.server.console import die_with_parent
 from vmmkv.units import MIB, format_bytes
@@ -157,6 +159,22 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
             f"tokenizer.save_pretrained(), or {_WHAT_WORKS}"
         )
     return path
+
+
+def obstacles(model: ModelConfig, *, on_gpu: bool) -> str:
+    """What a model has, by its configuration, that the engine does not run, in words; empty if nothing is known of such."""
+    others = beside_rows(model.layers)
+    for layer, parts in enumerate(model.layers) if on_gpu else ():
+        for part in parts:
+            if isinstance(part, Attention):
+                if part.key_dim != part.value_dim:
+                    name = f"keys of {part.key_dim} elements and values of {part.value_dim} (kernels on a GPU take one size)"
+                    others.setdefault(name, []).append(layer)
+                if part.key_dim > MAX_HEAD_DIM:
+                    name = f"heads of {part.key_dim} elements (kernels on a GPU take up to {MAX_HEAD_DIM})"
+                    others.setdefault(name, []).append(layer)
+    own_code = "code of its own, and vmmkv runs no code that comes with a model"
+    return "; ".join(filter(None, [described(others), "attention sinks" * model.has_sinks, own_code * model.needs_code]))
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -118,6 +118,10 @@ class ModelConfig:
     """The longest sequence that the model was made for; None if the file does not say."""
     dtype: str | None
     """That of the weights, by its name in torch."""
+    has_sinks: bool = False
+    """Is attention also to sinks, which are no tokens?"""
+    needs_code: bool = False
+    """Does the file name code for a type that transformers has no class for?"""
 
 
 def read(config: Any) -> ModelConfig:
@@ -142,6 +146,8 @@ def read(config: Any) -> ModelConfig:
         num_heads=min(filter(None, (fields.whole("num_attention_heads", layer) for layer in range(len(layers)))), default=1),
         max_tokens=next((value for name in _MAX_TOKENS if (value := fields.whole(name, least=-1) or 0) > 0), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        has_sinks=fields.family in WITH_SINKS,
+        needs_code=isinstance(config, Mapping) and _needs_code(config),
     )
 
 
@@ -225,6 +231,9 @@ _ENCODERS: Final = frozenset({
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
 """Types that are decoders only if their file says `is_decoder`."""
+
+WITH_SINKS: Final = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+"""Types whose attention is usual but for sinks, of transformers 5.17 to 5.23."""
 
 _KINDS_OF_LAYERS: Final = frozenset({
     "attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_layers", "attn_type_list", "block_types",
@@ -395,6 +404,16 @@ class _Fields:
 
 def _has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
+
+
+def _needs_code(config: Mapping[str, Any]) -> bool:
+    """As transformers decides it. False where it is not installed: then that is not known."""
+    code = config.get("auto_map")
+    if not isinstance(code, Mapping) or "AutoConfig" not in code or not _has_transformers():
+        return False
+    from transformers import CONFIG_MAPPING
+
+    return config.get("model_type") not in CONFIG_MAPPING
 
 
 def _nested(config: Any) -> Any:

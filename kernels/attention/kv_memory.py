@@ -17,12 +17,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks
+from vmmkv.kernels.attention import MAX_HEAD_DIM
 from vmmkv.kernels.quantise import HEAD_SCALE_DTYPE, PAYLOAD_DTYPES, QMAX, TOKEN_SCALE_DTYPE, Kind, kind_of
 
 MAX_SEQUENCES = 4096
 """Of a launch: every program sums up the tiles of all sequences in its registers."""
 MAX_GROUP = 64
-MAX_HEAD_DIM = 256
 
 TMA_BLOCK = 128
 """Blocks of a multiple of so many rows are loaded in whole tiles by the tensor memory accelerator."""

@@ -47,7 +47,7 @@ from vmmkv.server.engine.request import Chunk, Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.models import UnsupportedModel, from_directory
+from vmmkv.server.models import UnsupportedModel, from_directory, obstacles
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
@@ -247,7 +247,7 @@ class ModelSource:
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = read_config(directory)
         self.text_config = hf_config.get_text_config()
-        layout = choose_layout(self.text_config, self.kv_dtype)
+        layout = choose_layout(self.text_config, self.kv_dtype, device)
         self.layout: Final = layout.of_rank(config.tensor_parallel_size)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
@@ -422,8 +422,10 @@ def read_model(hf_config: Any) -> ModelConfig:
         raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
 
 
-def choose_layout(hf_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
-    """The layout of a model's keys and values. Raises: UnsupportedModel if it keeps anything else, or cannot keep them so."""
+def choose_layout(hf_config: Any, dtype: torch.dtype | KVType, device: torch.device) -> KVLayout:
+    """The layout of a model's keys and values. Raises: UnsupportedModel, if it has what the engine does not run on a device."""
+    if others := obstacles(read_model(hf_config), on_gpu=device.type == "cuda"):
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: it has {others}")
     try:
         return KVLayout.from_config(hf_config, dtype)
     except LayoutError as error:

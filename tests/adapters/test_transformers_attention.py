@@ -38,6 +38,7 @@ from vmmkv.adapters.transformers import attention as attention_module
 from vmmkv.adapters.transformers.attention import _CHOSEN, INERT_ARGUMENTS, DeclinedWarning, attention, declined, mask
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention import decode, prefill
+from vmmkv.model_config import WITH_SINKS
 
 KINDS = (
     "grouped",
@@ -317,7 +318,7 @@ def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
             for call in ast.walk(ast.parse(text)):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "attention_interface":
                     found |= {argument.arg: path.parent.name for argument in call.keywords if argument.arg}
-    assert "s_aux" in found and "gpt_oss" in attention_module.WITH_SINKS
+    assert "s_aux" in found and "gpt_oss" in WITH_SINKS
     assert {name: model for name, model in found.items() if name not in known | of_flash} == {}
 
 

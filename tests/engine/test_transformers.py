@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
     "doge, biases in its mask": (lambda: small(hf.DogeConfig), "DogeAttention asks for a mask of its own"),
     "deepseek-v3, latents": (
         lambda: small(hf.DeepseekV3Config, kv_lora_rank=16),
-        "(deepseek_v3) is of a model that keeps latents (kv_lora_rank) in layers 0 to",
+        "a model of type deepseek_v3 cannot be served: it has latents (kv_lora_rank) in layers 0 to",
     ),
     "jetmoe, heads for each expert": (
         lambda: small(hf.JetMoeConfig, kv_channels=16, num_local_experts=4),
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
     ),
     "gpt-oss, sinks": (
         lambda: small(hf.GptOssConfig, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-        "GptOssAttention asks for s_aux, which vmmkv does not do yet",
+        "a model of type gpt_oss cannot be served: it has attention sinks",
     ),
     "bloom": (lambda: BLOOM, "BloomForCausalLM has an attention of its own"),
     "llama, made an encoder": (

@@ -1,6 +1,8 @@
 """`vmmkv plan`: the known values, the table, the errors."""
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.suites.serve.models import MODELS
 from vmmkv.cli.main import main
-from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS
+from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS, UnsupportedModel, from_directory
 from vmmkv.units import GIB, PAGE_BYTES
 
 LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-cache-dtype"]
@@ -195,7 +198,59 @@ def test_states_are_counted_beside_rows_and_said_not_to_run(plan: Plan, table: C
     assert given["not_run"].startswith("a state (gated delta rule) in layers 0 to 2, 4 to 6,")
     text = table(*arguments)
     assert "state             77,266,944 bytes (73.7 MiB) of a sequence: gated delta rule in 36 layers\n" in text
-    assert "the engine does not run these layers yet: a state (gated delta rule)" in text
+    assert "the engine does not run this model yet: it has a state (gated delta rule)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "not_run"),
+    [
+        (
+            "XiaomiMiMo/MiMo-V2-Flash",
+            "keys of 192 elements and values of 128 (kernels on a GPU take one size) in layers 0 to 47; attention sinks",
+        ),
+        ("openai/gpt-oss-20b", "attention sinks"),
+        (
+            "google/gemma-4-26B-A4B",
+            "heads of 512 elements (kernels on a GPU take up to 256) in layers 5, 11, 17, 23, 29",
+        ),
+        ("Qwen/Qwen3-30B-A3B", None),
+    ],
+)
+def test_what_the_engine_does_not_run_is_said_by_what_it_refuses_by(
+    name: str, not_run: str | None, plan: Plan, table: Callable[..., str], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from vmmkv.server.engine.loading import choose_layout
+
+    arguments = ["--model", published(name, tmp_path), "--memory", "80GiB"]
+    assert plan(*arguments)["not_run"] == not_run
+    said = table(*arguments).splitlines()[-1]
+    assert said == f"the engine does not run this model yet: it has {not_run}" or not not_run
+    text_config = from_directory(transformers.AutoConfig, tmp_path).get_text_config()
+    refused = pytest.raises(UnsupportedModel, match=f"cannot be served: it has {re.escape(not_run or '')}")
+    with refused if not_run else contextlib.nullcontext():
+        choose_layout(text_config, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("model_type", "needs"), [("unheard_of", True), ("qwen3", False)])
+def test_a_model_that_needs_code_of_its_own_is_said_not_to_run(
+    model_type: str, needs: bool, plan: Plan, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    code = {"AutoConfig": "configuration_own.OwnConfig"}
+    (tmp_path / "configuration_own.py").touch()
+    model = write_config(tmp_path, model_type=model_type, auto_map=code, vocab_size=9, max_position_embeddings=64)
+    assert (plan("--model", model)["not_run"] or "").startswith("code of its own, and vmmkv runs no code") == needs
+    with pytest.raises(UnsupportedModel, match="code of its own") if needs else contextlib.nullcontext():
+        from_directory(transformers.AutoConfig, tmp_path)
+
+
+def test_layers_that_keep_nothing_are_told_from_the_others(plan: Plan, table: Callable[..., str], tmp_path: Path) -> None:
+    """Nemotron 3 Nano: of 52 layers 23 keep a state and 6 rows; 23 are experts."""
+    model = published("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", tmp_path)
+    given = plan("--model", model)
+    assert (given["layers"], given["model_layers"]) == (29, 52)
+    assert "layers            29 of 52 keep something, in one group\n" in table("--model", model)
 
 
 def test_a_model_of_states_alone_holds_any_length(plan: Plan, table: Callable[..., str], tmp_path: Path) -> None:
@@ -223,7 +278,7 @@ def test_latents_index_keys_windows_and_chunks_are_counted(
 ) -> None:
     given = plan("--model", published(name, tmp_path), "--kv-cache-dtype", "bf16", "--memory", "80GiB")
     assert (given["row_bytes"], given["growing_bytes"]) == (row_bytes, growing_bytes)
-    assert bool(given["not_run"]) == (name != "google/gemma-4-26B-A4B")
+    assert given["not_run"]
 
 
 def test_ranks_share_states_and_each_keeps_the_latents(plan: Plan, tmp_path: Path) -> None:

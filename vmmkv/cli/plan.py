@@ -19,12 +19,10 @@ from vmmkv.model_config import (
     Part,
     SharedRows,
     State,
-    beside_rows,
     check_num_layers,
-    described,
     read,
 )  # fmt: skip
-from vmmkv.server.models import KNOWN_CONFIGS
+from vmmkv.server.models import KNOWN_CONFIGS, obstacles
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -101,6 +99,8 @@ class Plan:
     """Of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
     layers: int
     """Those that keep something."""
+    model_layers: int
+    """All that the model has."""
     groups: int
     row_bytes: int
     """Bytes of a token over all groups."""
@@ -113,7 +113,7 @@ class Plan:
     state_kinds: dict[str, int]
     """Layers that keep a state, by its kind."""
     not_run: str | None
-    """What layers keep that the engine does not run yet, and which; None if it runs all."""
+    """What the model has that the engine does not run; None if it runs all, as far as the configuration says."""
     tensor_parallel_size: int
     """GPUs that share the model. What follows is of each."""
     memory_bytes: int
@@ -225,13 +225,14 @@ def run(
         kv_cache_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
         layers=memory_of.num_layers,
+        model_layers=memory_of.num_layers if config is None else len(config.layers),
         groups=len(memory_of.groups),
         row_bytes=memory_of.row_bytes,
         growing_bytes=sum(group.row_bytes for group in memory_of.groups if group.window is None),
         tokens_per_page=PAGE_BYTES / memory_of.row_bytes if memory_of.row_bytes else None,
         state_bytes=memory_of.state_bytes,
         state_kinds={} if config is None else _state_kinds(config),
-        not_run=None if config is None else described(beside_rows(config.layers)) or None,
+        not_run=None if config is None else obstacles(config, on_gpu=True) or None,
         tensor_parallel_size=tensor_parallel_size,
         memory_bytes=memory_bytes,
         memory_pages=memory_pages,
@@ -390,8 +391,9 @@ def format_plan(plan: Plan) -> str:
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     of_each = "" if plan.tensor_parallel_size == 1 else f", on each of {plan.tensor_parallel_size} GPUs"
+    of_layers = f"{plan.layers}" if plan.layers == plan.model_layers else f"{plan.layers} of {plan.model_layers} keep something"
     facts = [
-        ("layers", f"{plan.layers}, in {groups}" if plan.groups else f"{plan.layers}"),
+        ("layers", f"{of_layers}, in {groups}" if plan.groups else of_layers),
         ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_cache_dtype}{scaled}"),
     ]
     if plan.growing_bytes != plan.row_bytes:
@@ -428,7 +430,7 @@ def format_plan(plan: Plan) -> str:
         beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_model)
         lines += ["", f"{beyond}: more than the model can have; {plan.model_tokens:,} tokens are planned instead"]
     if plan.not_run:
-        lines += ["", f"the engine does not run these layers yet: {plan.not_run}"]
+        lines += ["", f"the engine does not run this model yet: it has {plan.not_run}"]
     return "\n".join(lines)
 
 

@@ -45,6 +45,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from vmmkv.model_config import WITH_SINKS
+
 if TYPE_CHECKING:
     from vmmkv.adapters.transformers.cache import VmmCache
 
@@ -386,7 +388,8 @@ def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) 
     """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
     try:
         from vmmkv.kernels import checks
-        from vmmkv.kernels.attention.kv_memory import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES
+        from vmmkv.kernels.attention import MAX_HEAD_DIM
+        from vmmkv.kernels.attention.kv_memory import MAX_GROUP, MAX_SEQUENCES
     except ImportError:
         return "Triton is not installed"
     device, dtype = q_BHND.device, q_BHND.dtype
@@ -468,12 +471,9 @@ def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens
 
 # attention sinks: logits of each head that take part in its softmax and belong to no token
 #
-# Neither vmmkv's kernels nor sdpa have them; the model's own eager function does. It is called for the models below, whose
+# Neither vmmkv's kernels nor sdpa have them; the model's own eager function does. It is called for the models WITH_SINKS, whose
 # attention is usual but for the sinks. Others make masks for "eager" by its name, or append rows that are no tokens to their
 # keys, and would get a wrong mask here.
-
-WITH_SINKS: Final = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
-"""By `model_type`, of transformers 5.17 to 5.23."""
 
 
 def _attend_with_sinks(

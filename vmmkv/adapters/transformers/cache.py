@@ -56,7 +56,7 @@ from vmmkv.errors import Closed, LayoutError, OutOfPages, OutOfSlots
 from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
-from vmmkv.model_config import Attention, Latent, ModelConfig, beside_rows, described, read
+from vmmkv.model_config import WITH_SINKS, Attention, Latent, ModelConfig, beside_rows, described, read
 from vmmkv.tiers.saved import Offloaded, fill_batches, read_batches_header, save_batches
 from vmmkv.units import counted
 
@@ -203,7 +203,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         config = self._config.get_text_config(decoder=True)
         reads_others_rows = getattr(config, "num_kv_shared_layers", 0)
         keeps_latents = getattr(config, "kv_lora_rank", None)  # which it expands to keys and values after the update
-        has_sinks = config.model_type in attention.WITH_SINKS
+        has_sinks = config.model_type in WITH_SINKS
         return config._attn_implementation == attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
