@@ -40,6 +40,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
     status = _run()
 
-    from vmmkv.server.console import end
+    from vmmkv_server.console import end
 
     end(status)  # not in the order in which Python forgets what NCCL waits for

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.rows import FAILED, GPU, Row, RowFile, exact, figure, summarize
 from vmmkv import KVLayout
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
-from vmmkv.server.console import die_with_parent
+from vmmkv_server.console import die_with_parent
 
 HBM_BYTES_PER_S: Final = 4.5e12
 """What an H200 reads at best: the bound of everything that moves bytes."""

@@ -26,11 +26,11 @@ from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, 
 from dynamo.common.backend.publisher import ZmqSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
-from vmmkv.server.config import OPTIONS, ServeConfig, make_configs
-from vmmkv.server.engine_client import ENGINE_COMMAND, Answers, EngineClient, EngineDead, EngineProcess
-from vmmkv.server.models import resolve
-from vmmkv.server.protocol import BLOCK_TOKENS, Generate, Output, Ready
-from vmmkv.server.sampling_params import SEED_MASK, InvalidParam, RequestRefused, SamplingParams
+from vmmkv_server.config import OPTIONS, ServeConfig, make_configs
+from vmmkv_server.engine_client import ENGINE_COMMAND, Answers, EngineClient, EngineDead, EngineProcess
+from vmmkv_server.models import resolve
+from vmmkv_server.protocol import BLOCK_TOKENS, Generate, Output, Ready
+from vmmkv_server.sampling_params import SEED_MASK, InvalidParam, RequestRefused, SamplingParams
 
 FORWARDED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from vmmkv import MIB, Pool
 from vmmkv.adapters.transformers import VmmCache
-from vmmkv.server.models import resolve
+from vmmkv_server.models import resolve
 
 MESSAGES = ["What is the capital of France?", "And of Italy?", "Which language do they speak there?"]
 SYSTEM = [{"role": "system", "content": "You are a helpful assistant. You answer in one sentence."}]

@@ -13,10 +13,15 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests.sources import SOURCE_ROOTS
+
 # `make nightly`: more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
 settings.register_profile("nightly")
 # tests/mutants.py: a failure is enough, and need not be made small.
 settings.register_profile("mutants", phases=[Phase.generate], database=None)
+
+# What a test starts finds the packages where the test does, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, SOURCE_ROOTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A shell has what it runs in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -59,6 +64,6 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The directory of SmolLM2-135M-Instruct; fetched if it is not here yet."""
-    from vmmkv.server.models import resolve  # not before a test wants it
+    from vmmkv_server.models import resolve  # not before a test wants it
 
     return resolve("smollm2-135m")

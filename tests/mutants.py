@@ -40,20 +40,21 @@ EVENTS = "tests/engine/test_kv_events.py"
 
 
 class Mutant(NamedTuple):
-    """A fault: in some files of vmmkv/, each `(file, old, new)` has `old` replaced by `new`, and one of the tests fails."""
+    """A fault: in some files, each `(file, old, new)` has `old` replaced by `new`, and one of the tests fails."""
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
     tests: tuple[str, ...]
 
 
-SEALED, BORROWED, SAVED = "prefix/sealed.py", "prefix/borrowed.py", "tiers/saved.py"
-SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
-SUMS = "kernels/sums.py"
-COMPACTION = "server/engine/compaction.py"
-TRANSFERS, RECORD, SHARED = "prefix/transfers.py", "tiers/record.py", "tiers/shared.py"
-THREADED, HOST, DISK = "tiers/tier.py", "tiers/host.py", "tiers/disk.py"
-ADMINISTRATION, OWN_PROCESS = "server/engine/administration.py", "server/llm.py"
+SEALED, BORROWED, SAVED = "vmmkv/prefix/sealed.py", "vmmkv/prefix/borrowed.py", "vmmkv/tiers/saved.py"
+SLOT_MEMORY, MAPPER, SHARING, POOL = (f"vmmkv/memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
+SUMS = "kernels/vmmkv_kernels/sums.py"
+ENGINE = "server/vmmkv_server/engine"
+COMPACTION = f"{ENGINE}/compaction.py"
+TRANSFERS, RECORD, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/record.py", "vmmkv/tiers/shared.py"
+THREADED, HOST, DISK = "vmmkv/tiers/tier.py", "vmmkv/tiers/host.py", "vmmkv/tiers/disk.py"
+ADMINISTRATION, OWN_PROCESS = f"{ENGINE}/administration.py", "server/vmmkv_server/llm.py"
 OTHERS = f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record"
 
 RAISED_BEHIND = "                for fence in behind.values():\n                    fence.order(self.streams)\n"
@@ -111,14 +112,14 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "return self.pool.driver.fence()",
         ),
     },
-    ("cache.py", ORDER): {
+    ("vmmkv/cache.py", ORDER): {
         "adoption not ordered behind the parked fence": (
             "            parked.fence.order(self.memory.streams)\n",
             "",
             (SLOT_MEMORY, RAISED_BEHIND, ""),
         ),
     },
-    ("prefix/attach.py", ORDER): {
+    ("vmmkv/prefix/attach.py", ORDER): {
         "a parked source's fence not renewed after a copy": (
             "cache.parked_slots[hit.resident].fence = memory.fence()",
             "memory.fence()",
@@ -175,7 +176,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "for at in reversed(range(0, len(moved_T), chunk_rows)):",
         ),
     },
-    ("cache.py", PREFIX): {
+    ("vmmkv/cache.py", PREFIX): {
         "rows that move into pages that others hold too": (
             "            sharing.own_from(cache.memory, self.slot, first, len(rows))\n",
             "",
@@ -195,6 +196,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self._keys.turn(sequence.slot, first, back_T)",
             "self._keys.turn(sequence.slot, 0, back_T)",
         ),
+    },
+    (f"{ENGINE}/ranking.py", POLICIES): {
         "scores of rows that have moved left where they were": (
             "self.scores_T = sums_T[rows] if",
             "self.scores_T = sums_T[: len(rows)] if",
@@ -202,7 +205,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a generated query that stands for no other": ("end - since if is_generated else 1)", "1)"),
     },
     (
-        "adapters/transformers/eviction.py",
+        "vmmkv/adapters/transformers/eviction.py",
         f"{CACHE_POLICY}::test_the_logits_are_those_without_the_rows_that_the_policy_drops",
     ): {
         "scores of rows that have moved in a cache of transformers left where they were": (
@@ -211,11 +214,11 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        "adapters/transformers/attention.py",
+        "vmmkv/adapters/transformers/attention.py",
         f"{CACHE_POLICY}::test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model",
     ): {
         "queries that stay where their tokens are while keys are turned": (
-            "            query = _caches[number].turned(layer, query)\n",
+            "            query = registry.cache(number).turned(layer, query)\n",
             "",
         ),
     },
@@ -260,7 +263,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (MAPPER, CACHE, FAILURES): {
         "a page revived that was never live": ("if not isinstance(fence, _NeverLive) and not", "if not"),
     },
-    ("cache.py", PREFIX_UNIT): {
+    ("vmmkv/cache.py", PREFIX_UNIT): {
         "a pinned slot not spared": (
             "count == 1 and (parked := next(self.unpinned(self.parked_slots.values()), None)) is not None",
             "count == 1 and (parked := next(iter(self.parked_slots.values()), None)) is not None",
@@ -271,7 +274,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
         "pinned slots not spared by a batch": ("for spared in (pinned, pinned[1:], ()):", "for spared in ((),):"),
     },
-    ("prefix/index.py", PREFIX_UNIT): {
+    ("vmmkv/prefix/index.py", PREFIX_UNIT): {
         "a page that keeps its place in the tree against one with more rows": (
             "        if piece.value.first_token >= held.value.first_token:\n            return piece\n",
             "        return piece\n",
@@ -281,7 +284,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (POOL, PREFIX_UNIT): {
         "pinned pages taken to be evictable": ("// PAGE_BYTES - self._pinned_pages()", "// PAGE_BYTES"),
     },
-    ("driver/host.py", "tests/unit/test_driver_host.py"): {
+    ("vmmkv/driver/host.py", "tests/unit/test_driver_host.py"): {
         "mappings inherited by fork": ("                madvise(address, size_bytes, MADV_DONTFORK)\n", ""),
     },
     (TRANSFERS, f"{TIER_MACHINE}::test_copies_that_another_brings_while_a_path_is_stored_come_first"): {
@@ -317,16 +320,16 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "keys without the layout": ("repr((groups, fingerprint))", "repr(fingerprint)"),
         "keys without the fingerprint": ("repr((groups, fingerprint))", "repr(groups)"),
     },
-    ("tiers/host.py", f"{TIERS}::test_what_is_being_loaded_is_not_overwritten"): {
+    ("vmmkv/tiers/host.py", f"{TIERS}::test_what_is_being_loaded_is_not_overwritten"): {
         "host memory overwritten while it is copied to the device": (
             "if not held.num_copies), None)",
             "if held.num_copies >= 0), None)",
         ),
     },
-    ("tiers/disk.py", f"{TIERS}::test_a_changed_byte_on_the_disk_is_never_returned"): {
+    ("vmmkv/tiers/disk.py", f"{TIERS}::test_a_changed_byte_on_the_disk_is_never_returned"): {
         "records of the disk that are not verified": ("is_right = checksum_of(key, data) == slot.checksum", "is_right = True"),
     },
-    ("tiers/disk.py", f"{TIERS}::test_a_changed_entry_is_no_entry"): {
+    ("vmmkv/tiers/disk.py", f"{TIERS}::test_a_changed_entry_is_no_entry"): {
         "entries of an index that are not verified": (
             "if entry[_ENTRY.size :] != _own_checksum(",
             "if False and entry[_ENTRY.size :] != _own_checksum(",
@@ -338,16 +341,19 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "        if False:\n",
         ),
     },
-    ("tiers/disk.py", f"{TIERS}::test_a_second_tier_of_a_path_is_refused_and_the_path_is_named"): {
+    ("vmmkv/tiers/disk.py", f"{TIERS}::test_a_second_tier_of_a_path_is_refused_and_the_path_is_named"): {
         "a path that two tiers use": ("fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
     },
-    ("tiers/disk.py", f"{TIERS}::test_a_write_that_fails_is_a_miss_and_the_disk_goes_on"): {
+    ("vmmkv/tiers/disk.py", f"{TIERS}::test_a_write_that_fails_is_a_miss_and_the_disk_goes_on"): {
         "a slot that a failed write does not give back": (
             "                self._free.append(number)\n            raise",
             "                pass\n            raise",
         ),
     },
-    ("server/engine/fetches.py", f"{FETCHES}::test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used"): {
+    (
+        f"{ENGINE}/fetches.py",
+        f"{FETCHES}::test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used",
+    ): {
         "a load that is later than computing is waited for": (
             "if wait.fetch.done or self._is_late(wait, now_s)]",
             "if wait.fetch.done]",
@@ -380,10 +386,13 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "return super().load(key)",
         ),
     },
-    ("server/engine/loading.py", f"{FETCHES}::test_no_change_of_the_weights_goes_unseen"): {
+    (f"{ENGINE}/loading.py", f"{FETCHES}::test_no_change_of_the_weights_goes_unseen"): {
         "weights whose words change places": ("each * factors[: len(each)]", "each"),
     },
-    ("server/engine/scheduler.py", f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into"): {
+    (
+        f"{ENGINE}/scheduler.py",
+        f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
+    ): {
         "memory that is being loaded into is kept from running requests": (" or self._give_up_fetch():", ":"),
     },
     (TRANSFERS, f"{FETCHES}::test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed"): {
@@ -392,7 +401,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            break\n            for pages in have:  # what is before",
         ),
     },
-    ("server/engine/fetches.py", f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute"): {
+    (f"{ENGINE}/fetches.py", f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute"): {
         "a prompt computed where there is no room yet to load it": (
             'return None if request.unfetched == "no_room" else False',
             "return False",
@@ -405,22 +414,22 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        "server/engine/scheduler.py",
+        f"{ENGINE}/scheduler.py",
         f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
         f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",
     ): {
         "a load that leaves no room for its own request": ("layout.pages_for(request.num_first_rows) + spare_pages", "0"),
     },
-    ("server/engine/engine.py", SWAPS): {
+    (f"{ENGINE}/engine.py", SWAPS): {
         "what requests generate stored only once they are preempted": ("            self._scheduler.insert_generated()\n", ""),
     },
-    ("server/engine/scheduler.py", SWAPS): {
+    (f"{ENGINE}/scheduler.py", SWAPS): {
         "rows stored for tiers whose step has not been read back": (
             "self._insert(self._prefix, request, request.confirmed_tokens)",
             "self._insert(self._prefix, request, request.tokens)",
         ),
     },
-    ("server/engine/fetches.py", f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing"): {
+    (f"{ENGINE}/fetches.py", f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing"): {
         "nothing stored any more in a tier that was slow": (
             "return is_faster or self._num_paths[tier] % _TRIAL == 0",
             "return is_faster",
@@ -442,7 +451,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        "cache.py",
+        "vmmkv/cache.py",
         "tests/adapters/test_transformers_offload.py::test_offloaded_rows_come_back_to_their_addresses_and_share_what_they_shared",
     ): {
         "memory mapped ahead for offloaded rows": (
@@ -483,17 +492,17 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "if False:",
         ),
     },
-    ("prefix/index.py", HOLDER): {
+    ("vmmkv/prefix/index.py", HOLDER): {
         "what comes from a tier is not sealed": (
-            "        if self.sealed is not None and pieces:\n",
-            "        if written is not None:\n",
+            "        for follower in self.followers if pieces else ():\n            follower.added(",
+            "        for follower in self.followers if written is not None else ():\n            follower.added(",
         ),
     },
-    ("holder/process.py", HOLDER): {
+    ("vmmkv/holder/process.py", HOLDER): {
         "what no seal names kept": ("if serial not in named])", "if False])"),
         "two engines at once": ("if self._owner is not None:\n            error", "if False:\n            error"),
     },
-    ("holder/sealed_log.py", HOLDER): {
+    ("vmmkv/holder/sealed_log.py", HOLDER): {
         "a rewrite in place": ("half = 1 - self._half", "half = self._half"),
         "a record that counts before it is whole": (
             "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
@@ -516,7 +525,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (MAPPER, BORROWING): {
         "borrowed rows writable": ("Access.READ if extent.lent else ", ""),
     },
-    ("holder/process.py", BORROWING): {
+    ("vmmkv/holder/process.py", BORROWING): {
         "lent memory not counted": ("if serial in lent:", "if False:"),
         "what was given back kept": ("if serial in self._given_up])", "if False])"),
     },
@@ -526,13 +535,13 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "what windows have passed borrowed": ("> firsts[seal.group]", "> 0"),
         "dropped seals borrowed": ("if live.get(seals[place].serial) == place:", "if True:"),
     },
-    ("holder/sealed_log.py", BORROWING): {
+    ("vmmkv/holder/sealed_log.py", BORROWING): {
         "a rewrite not seen": ("        self._words[5] = (self._words[5] + 1)", "        _ = (self._words[5] + 1)"),
     },
-    ("prefix/index.py", FETCHES): {
+    ("vmmkv/prefix/index.py", FETCHES): {
         "pages in use need room": ("if piece.value.extent.users and piece.end", "if 0 > piece.end"),
     },
-    ("server/engine/fetches.py", FETCHES): {
+    (f"{ENGINE}/fetches.py", FETCHES): {
         "the room that one waits for taken": ("return is_finding or len(", "return len("),
     },
     (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_a_sleep_stores_what_a_tier_has_not_had_time_to_take"): {
@@ -629,7 +638,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "memory.table.firsts[:, target]",
         ),
     },
-    ("prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
+    ("vmmkv/prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
         "rows before a window taken to be missing": (
             "begin(slot, hit.starts, hit.extents.firsts)\n        with self._reading(hit):\n",
             "begin(slot, hit.starts)\n        with self._reading(hit):\n",
@@ -719,8 +728,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SEALED, f"{HOLDER}::test_rows_are_sealed_once_they_are_known_to_be_written"): {
         "an end that seals rows on their way": (
-            "                written.wait()\n        self.poll()",
-            "                pass\n        self.poll()",
+            "                written.wait()\n        self.look()",
+            "                pass\n        self.look()",
         ),
     },
     (BORROWED, f"{BORROWING}::test_room_for_what_is_borrowed_is_not_made_by_evicting_what_it_goes_on_from"): {
@@ -757,7 +766,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            raise",
         ),
     },
-    ("prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
+    ("vmmkv/prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
         "pages stored that others hold already": (
             "        returned = {piece.value.extent for piece in duplicates}\n",
             "        returned = set()\n",
@@ -766,7 +775,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (DISK, TIERS): {
         "a disk's records found in the order of their slots": ("sorted(found, key=lambda entry: entry[1].generation)", "found"),
     },
-    ("holder/process.py", f"{HOLDER}::test_the_owners_end_is_heard_before_the_next_one_that_wants_to_own"): {
+    ("vmmkv/holder/process.py", f"{HOLDER}::test_the_owners_end_is_heard_before_the_next_one_that_wants_to_own"): {
         "other engines heard before the owner's end": (
             "                if self._owner in heard:\n",
             "                if False:\n",
@@ -781,13 +790,13 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (SEALED, f"{DAMAGE}::test_an_extent_stands_at_a_multiple_of_its_size"): {
         "a seal believed whose extent stands anywhere": ("        or seal.page % seal.num_pages\n", ""),
     },
-    ("holder/sealed_log.py", f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
+    ("vmmkv/holder/sealed_log.py", f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
         "a seal believed whose rows begin behind its end": ("        or not 0 <= first_token < end_token\n", ""),
     },
-    ("holder/client.py", f"{DAMAGE}::test_a_borrower_computes_what_a_handle_of_another_size_was_to_hold"): {
+    ("vmmkv/holder/client.py", f"{DAMAGE}::test_a_borrower_computes_what_a_handle_of_another_size_was_to_hold"): {
         "a handle of another size borrowed": ("if sizes_bytes.get(serial) == size_bytes:", "if True:"),
     },
-    ("holder/client.py", f"{DAMAGE}::test_a_welcome_that_is_none_is_refused"): {
+    ("vmmkv/holder/client.py", f"{DAMAGE}::test_a_welcome_that_is_none_is_refused"): {
         "a truth value taken for a number": ("if type(value) is not int or", "if not isinstance(value, int) or"),
     },
     (POOL, f"{HOLDER}::test_prefixes_make_room_for_prompts_where_descriptors_are_short"): {
@@ -796,12 +805,15 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "except OutOfDeviceMemory as",
         ),
     },
-    ("server/engine/kv_events.py", f"{EVENTS}::test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection"): {
+    (
+        f"{ENGINE}/kv_events.py",
+        f"{EVENTS}::test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection",
+    ): {
         "a request for replay as large as it likes": ("socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)", "pass"),
         "a client of replays that does not read waited for": ("socket.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)", "pass"),
     },
     (
-        "server/engine/kv_events.py",
+        f"{ENGINE}/kv_events.py",
         f"{EVENTS}::test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client",
     ): {
         "replays lost to a client that is slow": (
@@ -809,13 +821,13 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self._replayer.router_mandatory = False",
         ),
     },
-    ("server/http/limits.py", "tests/server/test_limits.py::test_a_client_that_reads_nothing_is_given_up"): {
+    ("server/vmmkv_server/http/limits.py", "tests/server/test_limits.py::test_a_client_that_reads_nothing_is_given_up"): {
         "a client of a stream that does not read waited for": ("asyncio.timeout(SEND_S)", "asyncio.timeout(None)"),
     },
-    ("holder/process.py", f"{HOLDER}::test_a_process_that_does_not_read_costs_the_holder_one_answer_and_no_time"): {
+    ("vmmkv/holder/process.py", f"{HOLDER}::test_a_process_that_does_not_read_costs_the_holder_one_answer_and_no_time"): {
         "an engine that does not read answered again": ("if has_unread(engine.connection):", "if False:"),
     },
-    ("server/engine/loading.py", "tests/engine/test_transformers.py::test_rows_of_other_frequencies_have_another_identity"): {
+    (f"{ENGINE}/loading.py", "tests/engine/test_transformers.py::test_rows_of_other_frequencies_have_another_identity"): {
         "rows of other rotary frequencies taken for the same": ("{code}{self._rotary}", "{code}"),
     },
     (SUMS, SUMS_UNIT): {
@@ -840,7 +852,7 @@ def main(words: list[str]) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__"))
         for mutant in chosen:
             began = time.monotonic()
             outcome = attempt(mutant, tree)
@@ -855,7 +867,7 @@ def attempt(mutant: Mutant, tree: Path) -> str:
     before: dict[Path, str] = {}
     try:
         for file, old, new in mutant.edits:
-            path = tree / "vmmkv" / file
+            path = tree / file
             source = path.read_text(encoding="utf-8")
             before.setdefault(path, source)
             if source.count(old) != 1:
@@ -874,7 +886,7 @@ def outcome_of(tests: tuple[str, ...], tree: Path) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -31,7 +31,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,11 @@ from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, 
 from vmmkv.layout import SCALES, KVLayout
 from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory import sharing
-from vmmkv.memory.memory_map import SlotMap, SlotState, slot_maps
+from vmmkv.memory.memory_map import slot_maps
 from vmmkv.memory.pool import Evictable, Extent, Pool
 from vmmkv.memory.slot_memory import SlotMemory
+from vmmkv.memory.states import SlotMap, SlotState
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
-
-if TYPE_CHECKING:
-    from vmmkv.prefix.index import PrefixIndex
-
 
 _Positions: TypeAlias = npt.NDArray[np.int64] | None
 """Of the rows that were there after a compaction, and of the row behind them. None: of each row it is its number."""
@@ -409,6 +406,69 @@ class Sequence(Planes, Closing, Unique):
         return num_tokens
 
 
+class RowKeeper:
+    """What keeps rows of ended sequences for others to attach: nothing here. The prefix tree overrides every method."""
+
+    def has(self, slot: int) -> bool:
+        """Does it keep a parked slot, and say when that is evicted?"""
+        return False
+
+    def is_pinned(self, slot: int) -> bool:
+        """Has a parked slot pinned rows?"""
+        return False
+
+    def park_pinned(self, sequence: Sequence) -> bool:
+        """Park a running sequence with the pinned rows that no other slot has; False, and it runs, if there are none."""
+        return False
+
+    def forget(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are gone, or about to be written."""
+
+    def leave(self, slot: int) -> None:
+        """A slot's sequence has ended, or its parked rows are gone."""
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that it could free at once; counted no further than `enough`."""
+        return 0
+
+    def unevictable_bytes(self) -> int:
+        """Bytes that no running sequence uses, and that it does not evict."""
+        return 0
+
+    def pinned_extents(self) -> set[Extent]:
+        """Those of them that pins keep."""
+        return set()
+
+    def oldest(self) -> Evictable | None:
+        """What it evicts first."""
+        return None
+
+    def poll(self) -> None:
+        """Go on with what waits for a fence that has passed. Never blocks."""
+
+    def unsealed(self) -> Fence | None:
+        """The fence that it waits for longest; None for none."""
+        return None
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted: how often it holds each extent."""
+        return Counter()
+
+    def loading(self) -> Counter[Extent]:
+        """The extents that it loads into, which are used."""
+        return Counter()
+
+    def clear(self) -> list[Fence]:
+        """Evict everything; no sequence runs. When these fences have passed `finish_copies` is called."""
+        return []
+
+    def finish_copies(self) -> None:
+        """Give back what copies that have ended took."""
+
+    def check(self) -> None:
+        """Recount everything; AssertionError says what is broken."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """A cache at one moment.
@@ -504,8 +564,8 @@ class KVCache(Planes, Closing, Unique):
         """Internal: those of them that the prefix tree does not keep, in the same order."""
         self._parked_of: dict[tuple[Hashable, bool], dict[int, ParkedSlot]] = {}
         """The parked slots by tenant, the blank ones apart, in the same order."""
-        self.prefix: PrefixIndex | None = None
-        """Internal: the prefix tree that shares this cache's slots and extents, if there is one."""
+        self.prefix = RowKeeper()
+        """Internal: the prefix tree that shares this cache's slots and extents, or nothing."""
         self.blocked_steps = 0
         self.blocked_us = 0.0
         self._mapped_ahead_pages = 0
@@ -837,7 +897,7 @@ class KVCache(Planes, Closing, Unique):
             return (1 + np.flatnonzero(self.table.states[1:] != SlotState.FREE)).tolist()
 
     def slot_maps(self, slots: Iterable[int]) -> list[SlotMap]:
-        """What is mapped under each of these slots, and for what: see `vmmkv.memory.memory_map`.
+        """What is mapped under each of these slots, and for what: see `vmmkv.memory.states`.
 
         Cost: some 3 us for each slot, and 0.1 us for each extent mapped there; no driver call.
         Raises: ValueError for a number that is no slot of sequences.
@@ -847,7 +907,7 @@ class KVCache(Planes, Closing, Unique):
             raise self._no_such_slot(unknown[0])
         with self.pool.lock:
             self.check_open()
-            return slot_maps(self.memory, self.parked_slots, slots)
+            return slot_maps(self.memory, {slot: parked.length for slot, parked in self.parked_slots.items()}, slots)
 
     def close(self) -> None:
         """End all sequences, wait for the work that touches them, unmap everything. Idempotent.
@@ -865,16 +925,14 @@ class KVCache(Planes, Closing, Unique):
                 self.end_sequence(sequence)
             for parked in list(self.parked_slots.values()):
                 self.evict_parked(parked)
-            copies = [] if self.prefix is None else self.prefix.clear()
-            fences = [self.memory.fence(), *copies]
+            fences = [self.memory.fence(), *self.prefix.clear()]
             self.closed = True  # nothing is launched, opened or grown here while the lock is not held
         for fence in fences:
             fence.wait()
         self._drain()
         with self.pool.lock:
             if self._attached:
-                if self.prefix is not None:
-                    self.prefix.finish_copies()
+                self.prefix.finish_copies()
                 self.memory.close()
                 self.pool.caches.remove(self)
                 self._attached = False
@@ -887,7 +945,7 @@ class KVCache(Planes, Closing, Unique):
             assert sorted(self.parked_slots) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
             parked_slots = self.parked_slots.values()
             assert list(parked_slots) == sorted(parked_slots, key=_stamp), "parked slots are out of order"
-            loose = [parked for parked in parked_slots if self.prefix is None or parked.slot not in self.prefix.parked_at]
+            loose = [parked for parked in parked_slots if not self.prefix.has(parked.slot)]
             assert list(self.loose_slots.values()) == loose, "the slots that no prefix tree keeps are miscounted"
             assert sum(map(len, self._parked_of.values())) == len(parked_slots), "a parked slot is of two tenants, or of none"
             for (tenant, is_blank), found in self._parked_of.items():
@@ -895,8 +953,7 @@ class KVCache(Planes, Closing, Unique):
                 assert list(found.values()) == wanted != [], f"the parked slots of {tenant!r} are miscounted"
             for slot, parked in self.parked_slots.items():
                 assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
-            if self.prefix is not None:
-                self.prefix.check()
+            self.prefix.check()
         self.pool.check()
 
     def __del__(self) -> None:
@@ -924,7 +981,7 @@ class KVCache(Planes, Closing, Unique):
     def take_over(self, parked: ParkedSlot, num_tokens: int, end: int) -> Sequence:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
-        self._leave_slot(slot)
+        self.prefix.leave(slot)
         self._unlist(parked)  # so that making room for it does not evict it
         try:
             parked.fence.order(self.memory.streams)
@@ -1013,7 +1070,7 @@ class KVCache(Planes, Closing, Unique):
         slot = sequence.slot
         fence = self.memory.lower_limit(slot, 0)
         self._clear_slot(sequence, SlotState.PARKED)
-        self._leave_slot(slot)
+        self.prefix.leave(slot)
         self.memory.unuse(slot)
         num_pages = self.memory.num_pages(slot)
         positions = _cut(sequence.known_positions, num_tokens)
@@ -1047,12 +1104,12 @@ class KVCache(Planes, Closing, Unique):
 
         Cost: the limit's write, which gives the fence, or a fence.
         """
-        if self.prefix is not None and self.prefix.park_pinned(sequence):
+        if self.prefix.park_pinned(sequence):
             return
         slot = sequence.slot
         fence = self.memory.lower_limit(slot, 0)
         self._clear_slot(sequence, SlotState.CLOSING)
-        self._leave_slot(slot)
+        self.prefix.leave(slot)
         self.memory.reclaim_all(slot, fence)
         self._free_if_bare(slot)
 
@@ -1060,7 +1117,7 @@ class KVCache(Planes, Closing, Unique):
         """Reclaim a parked slot's memory. No driver call."""
         slot = parked.slot
         self._unlist(parked)
-        self._leave_slot(slot)
+        self.prefix.leave(slot)
         self.table.clear(slot, SlotState.CLOSING)
         self.memory.reclaim_all(slot, parked.fence)
         self._free_if_bare(slot)
@@ -1106,7 +1163,7 @@ class KVCache(Planes, Closing, Unique):
 
     def is_pinned(self, slot: int) -> bool:
         """Does the prefix cache keep this parked slot before others?"""
-        return self.prefix is not None and self.prefix.is_pinned(slot)
+        return self.prefix.is_pinned(slot)
 
     def can_spare_pinned(self) -> bool:
         """Is there another slot than pinned ones for one more sequence?"""
@@ -1119,8 +1176,7 @@ class KVCache(Planes, Closing, Unique):
 
     def forget_rows(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
-        if self.prefix is not None:
-            self.prefix.forget(slot, num_tokens)
+        self.prefix.forget(slot, num_tokens)
 
     def check_windows(self, slot: int, num_tokens: int) -> None:
         """Does the slot keep all rows that a sequence of so many tokens needs for its next one? Raises RowsUnmapped if not."""
@@ -1160,6 +1216,11 @@ class KVCache(Planes, Closing, Unique):
 
     # Internal interface, for the pool: it holds its lock.
 
+    @property
+    def pending_pages(self) -> int:
+        """Pages that wait for a fence, to be unmapped."""
+        return self.memory.mapper.pending_pages
+
     def idle_pages(self, enough: int) -> int:
         """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
         num_pages = self.memory.mapper.passed_pages()
@@ -1169,29 +1230,26 @@ class KVCache(Planes, Closing, Unique):
             if not parked.fence.done():  # the oldest goes first
                 break
             num_pages += self.memory.idle_pages(parked.slot)
-        if self.prefix is not None:
-            num_pages += self.prefix.idle_pages(enough - num_pages)
-        return num_pages
+        return num_pages + self.prefix.idle_pages(enough - num_pages)
 
     def unevictable_bytes(self) -> int:
         """Bytes that no running sequence uses, and that the prefix tree does not evict either."""
-        return 0 if self.prefix is None else self.prefix.unevictable_bytes()
+        return self.prefix.unevictable_bytes()
 
     def pinned_extents(self) -> set[Extent]:
         """Those of them that pins keep in the prefix tree. Cost: grows with what is pinned."""
-        return set() if self.prefix is None else self.prefix.pinned_extents()
+        return self.prefix.pinned_extents()
 
     def oldest_evictable(self) -> Evictable | None:
         """The least recently used parked slot, or leaf of the prefix tree, and how to evict it."""
-        parked, leaf = next(iter(self.loose_slots.values()), None), None if self.prefix is None else self.prefix.oldest()
+        parked, leaf = next(iter(self.loose_slots.values()), None), self.prefix.oldest()
         if parked is None or (leaf is not None and leaf.stamp < parked.stamp):
             return leaf
         return Evictable(parked.stamp, parked.fence.done(), lambda: self.evict_parked(parked))
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap reclaimed memory whose fence has passed, as far as time and `max_pages` allow; the pages. Never blocks."""
-        if self.prefix is not None:
-            self.prefix.poll()
+        self.prefix.poll()
         try:
             return self.memory.mapper.collect(budget_us, max_pages)
         finally:
@@ -1209,11 +1267,11 @@ class KVCache(Planes, Closing, Unique):
 
     def holders(self) -> Counter[Extent]:
         """Recounted from scratch: how often this cache and its prefix tree hold each extent."""
-        return self.memory.holders() + (Counter() if self.prefix is None else self.prefix.holders())
+        return self.memory.holders() + self.prefix.holders()
 
     def users(self) -> Counter[Extent]:
         """Recounted from scratch: how many of these are uses."""
-        return self.memory.users() + (Counter() if self.prefix is None else self.prefix.loading())
+        return self.memory.users() + self.prefix.loading()
 
     # within
 
@@ -1229,10 +1287,6 @@ class KVCache(Planes, Closing, Unique):
         self.table.clear(sequence.slot, state)
         del self.sequences[sequence.slot]
         sequence.closed = True
-
-    def _leave_slot(self, slot: int) -> None:
-        if self.prefix is not None:
-            self.prefix.leave(slot)
 
     def _list(self, parked: ParkedSlot) -> None:
         """Add a parked slot to all lists that it is in, by its stamp."""
@@ -1281,7 +1335,7 @@ class KVCache(Planes, Closing, Unique):
                 self.check_capture()
                 self.collect()
                 fence = self.memory.mapper.oldest_fence()
-                if fence is None and self.prefix is not None:
+                if fence is None:
                     fence = self.prefix.unsealed()
             if fence is None:
                 return

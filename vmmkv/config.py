@@ -3,7 +3,7 @@
     VMMKV_CACHE_DIR   where fetched models are kept; default $XDG_CACHE_HOME/vmmkv, else ~/.cache/vmmkv
 
 The library itself is configured by arguments alone; only the command line and the server read it. The command line's own
-variables, one for each option of `vmmkv serve`, are in `vmmkv.server.config`.
+variables, one for each option of `vmmkv serve`, are in `vmmkv_server.config`.
 """
 
 import os

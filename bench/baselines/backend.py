@@ -3,7 +3,7 @@
     paged 16                    our kernels, which find each row by the table: with the next but one, what addressing costs
     paged 16, FA3               FlashAttention-3's kernels, where its library is given
     paged 128                   our kernels, for which a block is a tile: loaded like a tile of a slot
-    vmmkv, prefill of blocks    vmmkv without the prefill kernel for Hopper (kernels/attention/prefill_hopper.py), which blocks
+    vmmkv, prefill of blocks    vmmkv without the prefill kernel for Hopper (attention/prefill_hopper.py), which blocks
                                 of 16 do not have: it differs from `paged 16` by where rows lie, and by nothing else
 
 Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
@@ -20,9 +20,9 @@ from bench.baselines import COMMON_PREFILL, PAGED_FA3, fa3
 from bench.baselines.paged import BlockRows, FA3Rows, PagedCache, PagedPrefixes
 from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
-from vmmkv.server.engine.attention import AttentionMetadata, KVRows
-from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 from vmmkv.units import format_bytes
+from vmmkv_server.engine.attention import AttentionMetadata, KVRows
+from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 
 
 def prefill_as_over_blocks(
@@ -40,10 +40,10 @@ def prefill_as_over_blocks(
     lse_NH: torch.Tensor | None = None,
     skips_singles: bool = False,
 ) -> torch.Tensor:
-    """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
-    from vmmkv.kernels import checks
-    from vmmkv.kernels.attention.kv_memory import kv_memory
-    from vmmkv.kernels.attention.prefill import launch_prefill, prefill_tiling
+    """`vmmkv_kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
+    from vmmkv_kernels import checks
+    from vmmkv_kernels.attention.kv_memory import kv_memory
+    from vmmkv_kernels.attention.prefill import launch_prefill, prefill_tiling
 
     memory = kv_memory(k_STKD, v_STKD, None, None, None, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, None, memory.head_dim)

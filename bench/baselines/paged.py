@@ -24,9 +24,9 @@ from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
 from vmmkv.prefix import PrefixStats
 from vmmkv.prefix.radix_tree import Lookup, Match, Node, Piece, RadixTree
-from vmmkv.server.engine.attention import AttentionMetadata, KVRows
-from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
+from vmmkv_server.engine.attention import AttentionMetadata, KVRows
+from vmmkv_server.engine.kv_backend import TokenIds
 
 # blocks
 

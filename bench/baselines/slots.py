@@ -15,7 +15,7 @@ from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages, RowsUnmapped
 from vmmkv.layout import Plane
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv_server.engine.uploads import Uploads
 
 
 class BaselineSequence:

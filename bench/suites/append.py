@@ -23,8 +23,8 @@ import torch
 from bench.harness import HBM_BYTES_PER_S, Recorder, Settings, Shape, WrongNumbers, capture, device_sleep, now_us, sleep_cycles
 from bench.rows import summarize
 from vmmkv import KVCache, Pool, Sequence
-from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES
+from vmmkv_kernels import reference
 
 _TIMES: Final = {"step": "us", "pump": "us", "pumped": "pages/step"}
 """Samples of the loop that have a distribution, with their units, in the order of the table. To map ahead is to pump."""
@@ -324,8 +324,8 @@ class _CudaWork(StepWork):
         self._done.synchronize()
 
     def _layers(self) -> None:
-        from vmmkv.kernels.attention.append import append
-        from vmmkv.kernels.attention.decode import decode
+        from vmmkv_kernels.attention.append import append
+        from vmmkv_kernels.attention.decode import decode
 
         slots, lengths = self._index[0], self._index[1]
         new, ends = self._new(slots, lengths), lengths + 1

@@ -18,9 +18,9 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from bench.harness import Recorder, Settings, WrongNumbers, event_us, synchronize, wall_us
-from vmmkv.server.console import end
-from vmmkv.server.engine.collectives import SYMMETRIC_BYTES, Collectives
 from vmmkv.units import KIB, MIB, format_bytes
+from vmmkv_server.console import end
+from vmmkv_server.engine.collectives import SYMMETRIC_BYTES, Collectives
 
 _WIDTH: Final = 4096
 _SUMS_BYTES: Final = tuple(2 * _WIDTH << shift for shift in range(11))

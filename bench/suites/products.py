@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Recorder, WrongNumbers, time_for
 from bench.suites.serve.models import ServedModel, model_of
-from vmmkv.kernels import linear as kernels
 from vmmkv.units import MIB, ceil_div
+from vmmkv_kernels import linear as kernels
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256)
 _LEAST_BYTES: Final = 512 * MIB

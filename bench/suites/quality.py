@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from bench.harness import Recorder, WrongNumbers
 from vmmkv import KVLayout
-from vmmkv.kernels.quantise import QMAX, Kind, dequantise, quantise
 from vmmkv.layout import KVType
 from vmmkv.units import GIB
+from vmmkv_kernels.quantise import QMAX, Kind, dequantise, quantise
 
 MODEL: Final = "smollm2-135m"
 TEXT: Final = Path(__file__).parents[2] / "tests" / "texts" / "opticks.txt"
@@ -217,7 +217,7 @@ def serve(recorder: Recorder, windows: Sequence[torch.Tensor]) -> None:
 
 def answers(device: torch.device, kv_cache_dtype: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Of an engine with this type of KV cache, all prompts side by side."""
-    from vmmkv.server import LLM, SamplingParams
+    from vmmkv_server import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     with LLM(
@@ -236,8 +236,8 @@ def load(device: torch.device) -> Any:
     # Loaded here: transformers takes seconds to import.
     from transformers import AutoModelForCausalLM
 
-    from vmmkv.server.engine.loading import choose_dtype
-    from vmmkv.server.models import resolve
+    from vmmkv_server.engine.loading import choose_dtype
+    from vmmkv_server.models import resolve
 
     model = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=choose_dtype("auto", device), local_files_only=True)
     return model.eval().to(device)
@@ -247,7 +247,7 @@ def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_T
     """int64 [num_tokens] each: the first tokens of the text, cut into windows."""
     from tokenizers import Tokenizer
 
-    from vmmkv.server.models import resolve
+    from vmmkv_server.models import resolve
 
     tokenizer = Tokenizer.from_file(str(resolve(MODEL) / "tokenizer.json"))
     tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False).ids

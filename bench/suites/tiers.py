@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, started, synchronize
-from bench.suites.serve import Context, lacks_vllm
+from bench.suites.serve.context import Context, lacks_vllm
 from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import Weights, prefill_s
 from bench.suites.serve.systems import (
@@ -49,15 +49,15 @@ from bench.workloads import TokenIds, at_once
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.memory.address_space import wrap
 from vmmkv.prefix import Fetch
-from vmmkv.server import LLM
-from vmmkv.server.engine.kv_backend import SlotBackend
-from vmmkv.server.engine.loading import choose_dtype
 from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
 from vmmkv.tiers.tier import host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
+from vmmkv_server import LLM
+from vmmkv_server.engine.kv_backend import SlotBackend
+from vmmkv_server.engine.loading import choose_dtype
 
 if TYPE_CHECKING:
-    from bench.suites.serve.outside import Vllm
+    from bench.suites.serve.peers import Vllm
 
 CASES: Final = ("none", "host", "disk", "redis", "vllm")
 _OWN_TOKENS: Final = 16
@@ -372,7 +372,7 @@ def _working_set(context: Context, shape: Shape) -> None:
                 for system, run in served.items():
                     _compare_with_alone(context, name, system, alone, talks[-1], run)
     if _cases(settings, "vllm"):
-        from bench.suites.serve.outside import Vllm, save_weights
+        from bench.suites.serve.peers import Vllm, save_weights
 
         del weights  # vLLM wants their memory
         release_memory(settings.device)

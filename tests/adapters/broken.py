@@ -6,10 +6,10 @@ import time
 import torch
 
 from vmmkv.adapters.attention import sdpa_decode
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention.decode import decode
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention.decode import decode
 
 TILE = 16
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from vmmkv.kernels import reference
+from vmmkv_kernels import reference
 
 SIGNATURES = {
     "flash_attn": {

@@ -11,7 +11,7 @@ import torch
 from tests.adapters import flash
 from vmmkv import MIB, KVCache, KVLayout, Pool, VmmkvError
 from vmmkv.adapters import attention
-from vmmkv.kernels import reference
+from vmmkv_kernels import reference
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 LENGTHS, COUNTS = (5, 40, 40, 40, 7), (1, 3, 40, 2, 0)

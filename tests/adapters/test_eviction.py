@@ -26,9 +26,9 @@ from tests.attending import attending_by
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache, attention
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention.column_sums import column_sums
-from vmmkv.kernels.quantise import Kind, dequantise, quantise
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention.column_sums import column_sums
+from vmmkv_kernels.quantise import Kind, dequantise, quantise
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

@@ -1,6 +1,5 @@
 """Each example runs as a script, on a GPU where there is one and else on the CPU, and is short."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +52,7 @@ def test_an_example_is_read_in_one_sitting(path: Path) -> None:
     [pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.nightly) for path in SCRIPTS],
 )
 def test_an_example_runs_and_says_what_it_saw(path: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run([sys.executable, path], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    child = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert child.returncode == 0, child.stderr
     said = " ".join(child.stdout.split())
     for sentence in SAYS[path.stem]:

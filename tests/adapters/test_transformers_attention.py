@@ -36,9 +36,9 @@ from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import attention as attention_module
 from vmmkv.adapters.transformers.attention import _CHOSEN, INERT_ARGUMENTS, DeclinedWarning, attention, declined, mask
-from vmmkv.kernels import checks, reference
-from vmmkv.kernels.attention import decode, prefill
 from vmmkv.model_config import WITH_SINKS
+from vmmkv_kernels import checks, reference
+from vmmkv_kernels.attention import decode, prefill
 
 KINDS = (
     "grouped",

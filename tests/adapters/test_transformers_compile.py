@@ -14,7 +14,7 @@ from tests.adapters.models import deepseek, gemma3, gemma4, gpt_oss, llama, prom
 from vmmkv import Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers.attention import DeclinedWarning
-from vmmkv.kernels import checks
+from vmmkv_kernels import checks
 
 IDS = prompts(10, 10)["input_ids"]
 

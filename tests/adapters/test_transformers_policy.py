@@ -19,8 +19,8 @@ from tests.kernels.cases import DEVICE
 from vmmkv import LayoutError, OutOfPages, Pool
 from vmmkv.adapters.transformers import VmmCache, attention, eviction
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies, turn
-from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES, ceil_div
+from vmmkv_kernels import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::vmmkv.adapters.transformers.DeclinedWarning")
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from urllib.request import urlopen
 
 from tests.end_to_end.small import server_process
-from vmmkv.server.models import resolve
+from vmmkv_server.models import resolve
 
 MODEL: Final = "smollm2-135m"
 NUM_REQUESTS: Final = 24

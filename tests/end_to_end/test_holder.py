@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.small import server_process, until
-from vmmkv.server.models import resolve
+from vmmkv_server.models import resolve
 
 MODEL = "smollm2-135m"
 PROMPT = "A prompt that both send, word by word. " * 60

@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_server, until
 from tests.server.support import running_server
 from tests.server.test_routes import a_map, live, run
-from vmmkv.memory.memory_map import RunState, SlotMap
-from vmmkv.server.models import resolve
+from vmmkv.memory.states import RunState, SlotMap
+from vmmkv_server.models import resolve
 
 SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
 """Some 330 tokens: three full pages of 91 and more."""

@@ -24,8 +24,8 @@ from tests.end_to_end.small import server_process, small_model, small_server, un
 from tests.engine.test_kv_events import Router
 from tests.server.tiny import token_ids
 from tests.stores import free_port
-from vmmkv.server.models import resolve
-from vmmkv.server.protocol import BLOCK_TOKENS, KVEventSource
+from vmmkv_server.models import resolve
+from vmmkv_server.protocol import BLOCK_TOKENS, KVEventSource
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -141,7 +141,7 @@ def behind_ray_serve(folder: Path, model: str | Path, options: str) -> Iterator[
     config["applications"][0]["args"] |= {"model": str(model), "gpus": 0, "options": f"--device cpu {options}"}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {"PATH": path, "PYTHONPATH": os.environ["PYTHONPATH"], "RAY_USAGE_STATS_ENABLED": "0"}
     url = f"http://127.0.0.1:{port}"
     with (
         tempfile.TemporaryDirectory(prefix="ray-") as short,  # it holds sockets
@@ -158,7 +158,10 @@ def behind_dynamo(folder: Path, model: str | Path, options: str) -> Iterator[str
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [ROOT / "deploy" / "dynamo.sh", model, "cpu cpu", *options.split()]
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{installed[-1]}"}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{installed[-1]}",
+    }
 
     def num_workers() -> int:
         return sum(each["endpoint"] == "generate" for each in httpx.get(f"{url}/health").json()["instances"])
@@ -331,7 +334,7 @@ def test_a_killed_server_of_a_pair_fails_requests_clearly_and_the_other_stays(tm
 def test_bench_measures_one_and_two_replicas_through_the_router(tmp_path: Path) -> None:
     resolve(MODEL)  # its tokenizer
     command = [sys.executable, "-m", "bench", "serve", "--parts", "replicas", "--quick", "--device", "cpu"]
-    environment = os.environ | {"PATH": with_vllm_router(), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": with_vllm_router()}
     ended = subprocess.run(
         [*command, "--out", tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
 from tests.end_to_end.small import ServerProcess, server_process, until
-from vmmkv.server.models import resolve
+from vmmkv_server.models import resolve
 
 MODEL = "smollm2-135m"
 QUESTIONS = (

@@ -16,21 +16,21 @@ from tests.attending import attending_by
 from tests.engine.decoder_models import VOCABULARY, small
 from tests.server.tiny import byte_tokenizer
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
-from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.layout import SCALES, SECTOR_BYTES
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine import fetches
-from vmmkv.server.engine.attention import KVRows
-from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
-from vmmkv.server.engine.models.transformers import TransformersModel
-from vmmkv.server.engine.request import Status
-from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
-from vmmkv.server.sampling_params import InvalidParam, SamplingParams
-from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.tiers import Tier
+from vmmkv_kernels.quantise import Kind, dequantise, quantise
+from vmmkv_server.engine import fetches
+from vmmkv_server.engine.attention import KVRows
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend
+from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
+from vmmkv_server.engine.models.transformers import TransformersModel
+from vmmkv_server.engine.request import Status
+from vmmkv_server.engine.runner import Runner
+from vmmkv_server.protocol import Failed, Generate, Message, Output, Outputs
+from vmmkv_server.sampling_params import InvalidParam, SamplingParams
 
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""

@@ -14,13 +14,13 @@ from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of, 
 from tests.server.fake_engine import READY
 from tests.unit.holder_engines import Process, start_holder
 from vmmkv import PAGE_BYTES, HostTier
-from vmmkv.memory.memory_map import SlotMap
-from vmmkv.server.engine import administration
-from vmmkv.server.engine.__main__ import freeze_survivors
-from vmmkv.server.engine.administration import REST, SLICE_US, MapMaker, manage
-from vmmkv.server.engine.kv_backend import SlotBackend
-from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.protocol import (
+from vmmkv.memory.states import SlotMap
+from vmmkv_server.engine import administration
+from vmmkv_server.engine.__main__ import freeze_survivors
+from vmmkv_server.engine.administration import REST, SLICE_US, MapMaker, manage
+from vmmkv_server.engine.kv_backend import SlotBackend
+from vmmkv_server.engine.loading import Loaded
+from vmmkv_server.protocol import (
     Forget,
     FromEngine,
     Managed,

@@ -16,7 +16,7 @@ from tests.server.tiny import byte_tokenizer
 from vmmkv import MIB
 from vmmkv.driver import open_driver
 from vmmkv.holder.process import Holder
-from vmmkv.server import LLM, SamplingParams
+from vmmkv_server import LLM, SamplingParams
 
 PROMPT = [token % 251 for token in range(4500)]
 """Two pages of 2,048 tokens, and a rest."""

@@ -14,8 +14,8 @@ from bench.baselines.paged import FA3Rows, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
-from vmmkv.server.engine.attention import AttentionMetadata, attend
-from vmmkv.server.engine.kv_backend import BackendConfig
+from vmmkv_server.engine.attention import AttentionMetadata, attend
+from vmmkv_server.engine.kv_backend import BackendConfig
 
 BASELINES = {"paged": open_paged, "paged 128": partial(open_paged, block_rows=128), "static": open_static}
 BLOCK_ROWS = 16

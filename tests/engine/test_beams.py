@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError, KVCache
-from vmmkv.server.engine.beams import BeamSearch, Candidates
-from vmmkv.server.protocol import Abort, Beam, Beams, decode_from_engine, encode
+from vmmkv_server.engine.beams import BeamSearch, Candidates
+from vmmkv_server.protocol import Abort, Beam, Beams, decode_from_engine, encode
 
 Model = Callable[[Sequence[int]], Candidates]
 """From a beam's tokens to all that may come next, the likeliest first."""

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from tests.engine.decoder_models import model_of, small
 from vmmkv import MIB
-from vmmkv.server import LLM, SamplingParams, UnsupportedModel
+from vmmkv_server import LLM, SamplingParams, UnsupportedModel
 
 PROMPT = [5, 6, 7, 8]
 KINDS: dict[str, Callable[[], hf.PreTrainedConfig]] = {

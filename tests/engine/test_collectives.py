@@ -14,9 +14,9 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from vmmkv.server.engine import ranks
-from vmmkv.server.engine.collectives import Collectives, RenumberedStore, register
-from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
+from vmmkv_server.engine import ranks
+from vmmkv_server.engine.collectives import Collectives, RenumberedStore, register
+from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
 
 CPU = torch.device("cpu")
 
@@ -119,7 +119,7 @@ def test_collectives_are_ended_when_a_rank_ends_whatever_rank_0_does() -> None:
 
 BUSY = """
 import socket, sys, threading, time
-from vmmkv.server.engine import worker
+from vmmkv_server.engine import worker
 worker._END_S = 0.1
 channel = socket.socket(fileno=int(sys.argv[1]))
 threading.Thread(target=worker.end_with, args=(channel,), daemon=True).start()
@@ -143,7 +143,7 @@ def test_a_rank_that_is_in_a_call_ends_with_rank_0() -> None:
 
 LATE = """
 import time
-from vmmkv.server.engine.collectives import in_background
+from vmmkv_server.engine.collectives import in_background
 in_background("late", lambda: (time.sleep(0.5), print("done", flush=True)))
 """
 

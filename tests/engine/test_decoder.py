@@ -17,11 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
-from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
-from vmmkv.server.engine.models.checkpoint import WeightsMismatch
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, empty, head_part, joined
-from vmmkv.server.engine.models.shard import Shard
-from vmmkv.server.engine.models.weights import load, random
+from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention, KVRows
+from vmmkv_server.engine.models.checkpoint import WeightsMismatch
+from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, Stream, Unsupported, empty, head_part, joined
+from vmmkv_server.engine.models.shard import Shard
+from vmmkv_server.engine.models.weights import load, random
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options
 @pytest.mark.parametrize("num_tokens", [1, 20])
 @torch.no_grad()
 def test_what_two_ranks_add_by_kernels_is_the_whole_and_the_stream_counts_once(num_tokens: int) -> None:
-    from vmmkv.server.engine.models import kernel_ops
+    from vmmkv_server.engine.models import kernel_ops
 
     x_NE, inputs_NI, weight_EI = torch.randn(num_tokens, 32), torch.randn(num_tokens, 48), torch.randn(32, 48)
     bias_E, norm_E = torch.randn(32), torch.ones(32)

@@ -14,12 +14,13 @@ import torch
 
 from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import MIB, BudgetError, DriverError, KVLayout, Pool
-from vmmkv.server import LLM
-from vmmkv.server.engine import kv_backend, loading
-from vmmkv.server.engine.engine import Engine, EngineDied
-from vmmkv.server.engine.request import RequestTable
-from vmmkv.server.engine.runner import Readback
-from vmmkv.server.protocol import Snapshot
+from vmmkv_server import LLM
+from vmmkv_server.engine import kv_backend, loading
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.errors import EngineDied
+from vmmkv_server.engine.request import RequestTable
+from vmmkv_server.engine.step import Readback
+from vmmkv_server.protocol import Snapshot
 
 REFUSED = Mock(side_effect=DriverError("not now", call="map", code="TEST"))
 """A driver's call that fails."""

@@ -22,16 +22,16 @@ from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Borrowed, Fetch, transfers
-from vmmkv.server import LLM, RequestOutput, SamplingParams
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import fetches, loading, scheduler
-from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.fetches import Fetches, Rate
-from vmmkv.server.engine.loading import ModelSource, weights_identity
-from vmmkv.server.engine.request import Request, Step
-from vmmkv.server.engine.runner import Runner
-from vmmkv.server.protocol import Abort, Compacted, Generate, Snapshot
 from vmmkv.tiers import TierStats, Transfer
+from vmmkv_server import LLM, RequestOutput, SamplingParams
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine import fetches, loading, scheduler
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.fetches import Fetches, Rate
+from vmmkv_server.engine.loading import ModelSource, weights_identity
+from vmmkv_server.engine.request import Request, Step
+from vmmkv_server.engine.runner import Runner
+from vmmkv_server.protocol import Abort, Compacted, Generate, Snapshot
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -166,7 +166,7 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_b
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "vmmkv")
+    caplog.set_level(logging.INFO, "vmmkv_server")
     disk = OPTIONS | {"kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 256 * MIB}
     with LLM(directory, **(disk | {"kv_budget_bytes": 256 * MIB})) as llm:  # nothing is evicted before it is stored
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
-from vmmkv.kernels.quantise import Kind
-from vmmkv.server.engine import attention
-from vmmkv.server.engine.models.transformers import TransformersModel
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server.engine import attention
+from vmmkv_server.engine.models.transformers import TransformersModel
 
 QUESTIONS = (
     "What is the capital of France, and which river runs through it?",

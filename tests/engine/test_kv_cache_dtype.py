@@ -13,12 +13,12 @@ from tests.engine.test_beams import answer, by_transformers, check
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
 from tests.kernels.cases import some
 from vmmkv import KVType
-from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.engine.loading import choose_layout
-from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import MIB
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.engine.loading import choose_layout
+from vmmkv_server.models import UnsupportedModel
 
 kinds = pytest.mark.parametrize("kind", KV_KINDS)
 

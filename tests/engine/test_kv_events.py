@@ -23,14 +23,14 @@ from tests.engine.conftest import tiny_model
 from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import DiskTier, HostTier, KVCache, KVLayout, Pool, PrefixCache
 from vmmkv.prefix.radix_tree import RadixTree
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import kv_events
-from vmmkv.server.engine.kv_events import KVEventPublisher, block_hashes
-from vmmkv.server.engine.loading import load
-from vmmkv.server.protocol import BLOCK_TOKENS, Generate, KVEventSource
-from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
 from vmmkv.units import MIB, PAGE_BYTES
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine import kv_events
+from vmmkv_server.engine.kv_events import KVEventPublisher, block_hashes
+from vmmkv_server.engine.loading import load
+from vmmkv_server.protocol import BLOCK_TOKENS, Generate, KVEventSource
+from vmmkv_server.sampling_params import SamplingParams
 
 WAIT_S = 60.0
 Block = tuple[str | None, tuple[int, ...]]
@@ -310,7 +310,7 @@ class Tiered:
 
     def held(self) -> dict[str, set[Block]]:
         """The blocks that there are, by medium."""
-        keys, layout = self.prefix._index.transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
+        keys, layout = self.prefix._transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
         found: dict[str, set[Block]] = {"GPU": known(self.prefix._index.tree), "CPU": set(), "STORAGE": set()}
         for namespace, prompt in self.prompts:
             path = keys.of(namespace, np.array(prompt, np.int32))

@@ -13,11 +13,11 @@ from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
 from tests.laws.test_interrupts import interrupt_at_lines, run_with_interrupt
 from vmmkv.eviction import H2O, turn
-from vmmkv.kernels.quantise import Kind, dequantise, quantise
 from vmmkv.memory.pool import SIZE_CLASSES
-from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 from vmmkv.units import PAGE_BYTES
+from vmmkv_kernels.quantise import Kind, dequantise, quantise
+from vmmkv_server.kv_policy import Eviction
+from vmmkv_server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 
 pytestmark = pytest.mark.parametrize("harness", ["exact"], indirect=True)
 """Quantised rows can be dropped once: see `test_quantised_rows_are_dropped_once`."""

@@ -23,14 +23,14 @@ from vmmkv import MIB, Pool
 from vmmkv.driver import open_driver
 from vmmkv.errors import BudgetError, Closed, DriverUnavailable, ForkedProcess, HolderUnavailable, VmmkvError
 from vmmkv.holder.process import Holder
-from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
-from vmmkv.server.console import GenerationProgress
-from vmmkv.server.engine import loading
-from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.runner import Runner
-from vmmkv.server.llm import CompletionOutput, _Answer, _Grammars
-from vmmkv.server.protocol import Failed, Generate, Output
-from vmmkv.server.tokenizer import Tokenizer
+from vmmkv_server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
+from vmmkv_server.console import GenerationProgress
+from vmmkv_server.engine import loading
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.runner import Runner
+from vmmkv_server.llm import CompletionOutput, _Answer, _Grammars
+from vmmkv_server.protocol import Failed, Generate, Output
+from vmmkv_server.tokenizer import Tokenizer
 
 VOCABULARY = 258
 """The bytes, and two special tokens."""

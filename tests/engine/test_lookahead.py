@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
-from vmmkv.kernels.quantise import Kind
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.runner import Readback
-from vmmkv.server.protocol import Beams
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server.engine.step import Readback
+from vmmkv_server.protocol import Beams
 
 LOOKAHEADS = [2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (0, 1, 3))]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.engine.conftest import MakeHarness, prompt_of
-from vmmkv.server.engine import prefix_groups
-from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention
-from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, SortedPrompts
-from vmmkv.server.engine.request import Slots
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv_server.engine import prefix_groups
+from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention
+from vmmkv_server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, SortedPrompts
+from vmmkv_server.engine.request import Slots
+from vmmkv_server.engine.uploads import Uploads
 
 
 @pytest.fixture

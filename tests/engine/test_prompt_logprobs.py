@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
-from vmmkv.server.engine import prompt_logprobs
-from vmmkv.server.protocol import Outputs, PromptLogprobs
+from vmmkv_server.engine import prompt_logprobs
+from vmmkv_server.protocol import Outputs, PromptLogprobs
 
 TOP = 5
 WITHIN = 1e-4

@@ -23,16 +23,16 @@ from tests.engine.decoder_models import model_of, small
 from tests.server.tiny import byte_tokenizer
 from tests.structured_output.grammars import SIZE, compiled
 from vmmkv import MIB, BudgetError, DriverError
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import ranks, worker
-from vmmkv.server.engine.models import transformers as transformers_model
-from vmmkv.server.engine.ranks import Op, Peer, RankFailed, Ranks
-from vmmkv.server.engine.request import Step
-from vmmkv.server.engine.runner import Readback
-from vmmkv.server.engine.worker import Worker
-from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import ceil_div
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine import ranks, worker
+from vmmkv_server.engine.models import transformers as transformers_model
+from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
+from vmmkv_server.engine.request import Step
+from vmmkv_server.engine.step import Readback
+from vmmkv_server.engine.worker import Worker
+from vmmkv_server.models import UnsupportedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_budget_bytes": 64 * MIB}
@@ -492,7 +492,7 @@ def test_more_ranks_than_heads_are_refused_before_one_starts(tmp_path: Path, mon
 def test_a_start_away_from_a_terminal_logs_each_stage_as_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tiny_model(vocab_size=258), tmp_path)
     stages = ["loading weights", "meeting the other ranks", "preparing the cache", "warming up"]
-    with caplog.at_level("INFO", "vmmkv.server.llm"), LLM(path, tensor_parallel_size=2, **OPTIONS):
+    with caplog.at_level("INFO", "vmmkv_server.llm"), LLM(path, tensor_parallel_size=2, **OPTIONS):
         assert [record.getMessage() for record in caplog.records][:4] == [f"{path}: {stage}" for stage in stages]
 
 

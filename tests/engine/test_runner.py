@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vmmkv
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model
 from vmmkv import KVCache
-from vmmkv.kernels import reference
 from vmmkv.memory.mapper import Mapper
-from vmmkv.server.engine import engine, runner
-from vmmkv.server.engine.compaction import KeptRows, Ranked, Ranking
-from vmmkv.server.engine.request import Status
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv_kernels import reference
+from vmmkv_server.engine import engine, runner
+from vmmkv_server.engine.ranking import KeptRows, Ranked, Ranking
+from vmmkv_server.engine.request import Status
+from vmmkv_server.engine.uploads import Uploads
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from vmmkv.kernels.reference import least_kept
-from vmmkv.server.engine.request import Request
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
-from vmmkv.server.engine.uploads import Uploads
-from vmmkv.server.protocol import Generate
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv_kernels.reference import least_kept
+from vmmkv_server.engine.request import Request
+from vmmkv_server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
+from vmmkv_server.engine.uploads import Uploads
+from vmmkv_server.protocol import Generate
+from vmmkv_server.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 INFINITY = float("inf")

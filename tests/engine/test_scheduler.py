@@ -10,10 +10,10 @@ from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness,
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.prefix.radix_tree import num_common
-from vmmkv.server.engine import scheduler
-from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.kv_backend import least_bytes
-from vmmkv.server.protocol import Abort
+from vmmkv_server.engine import scheduler
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.kv_backend import least_bytes
+from vmmkv_server.protocol import Abort
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 2])
 SHARES = pytest.mark.parametrize("share", [False, True])

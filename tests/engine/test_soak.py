@@ -18,10 +18,10 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.holder_engines import start_holder
 from vmmkv import PAGE_BYTES, BudgetError, DiskTier, HostTier
 from vmmkv.driver.host import HostDriver
-from vmmkv.kernels.quantise import Kind
-from vmmkv.server.engine import fetches, scheduler
-from vmmkv.server.engine.kv_backend import SlotBackend
-from vmmkv.server.protocol import Abort, Beams, Compacted, Failed, Outputs, PromptLogprobs
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server.engine import fetches, scheduler
+from vmmkv_server.engine.kv_backend import SlotBackend
+from vmmkv_server.protocol import Abort, Beams, Compacted, Failed, Outputs, PromptLogprobs
 
 MAX_TOKENS = 2048
 BUDGET_PAGES = 7

@@ -18,13 +18,13 @@ from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB, KVLayout
 from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import scheduler
-from vmmkv.server.engine.loading import ModelSource, choose_max_tokens
-from vmmkv.server.engine.models.decoder import DecoderModel
-from vmmkv.server.engine.models.transformers import NAME, TransformersModel, refusing
-from vmmkv.server.models import UnsupportedModel
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine import scheduler
+from vmmkv_server.engine.loading import ModelSource, choose_max_tokens
+from vmmkv_server.engine.models.decoder import DecoderModel
+from vmmkv_server.engine.models.transformers import NAME, TransformersModel, refusing
+from vmmkv_server.models import UnsupportedModel
 
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 """Of models that choose some of their experts for each token."""
@@ -344,7 +344,7 @@ def test_our_decoder_runs_what_it_knows(tmp_path: Path, family: str) -> None:
 def test_transformers_runs_the_others_and_it_is_said_why(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     make, reason = OTHERS[name]
     make().save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, "vmmkv"), engine_of(tmp_path, load_format="dummy") as engine:
+    with caplog.at_level(logging.INFO, "vmmkv_server"), engine_of(tmp_path, load_format="dummy") as engine:
         assert engine.ready.implementation == "transformers"
         assert_answers(engine)
     assert "transformers' own code" in caplog.text and reason in caplog.text

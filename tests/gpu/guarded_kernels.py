@@ -13,9 +13,9 @@ import torch
 from tests.kernels.guarded import GuardedMemory, Span, attention_strays, spans_around, write_at_the_limit
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
-from vmmkv.kernels.quantise import Kind
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES
+from vmmkv_kernels.quantise import Kind
 
 NUM_PAGES, ROW_BYTES = 28, 1024
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES

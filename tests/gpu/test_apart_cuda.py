@@ -15,7 +15,7 @@ from tests.engine.test_apart import GREEDY, PROMPT, prefill_engine
 from tests.server.tiny import byte_tokenizer
 from tests.unit.holder_engines import LONG, Engine, Process, busy_engine, start, start_holder, until, write, wrong_rows
 from vmmkv import MIB
-from vmmkv.server import LLM
+from vmmkv_server import LLM
 
 
 @pytest.fixture

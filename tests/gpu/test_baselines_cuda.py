@@ -17,7 +17,7 @@ from bench.baselines.backend import SYSTEMS, open_common_prefill, open_paged, op
 from tests.engine.conftest import Harness, prompt_of
 from tests.engine.decoder_models import small
 from tests.gpu.test_decode_steps_cuda import DEVICE, SIZES, model_of
-from vmmkv.server.engine.kv_backend import OpenBackend
+from vmmkv_server.engine.kv_backend import OpenBackend
 
 BLOCK_ROWS = 16
 MEMORIES: dict[str, OpenBackend] = {

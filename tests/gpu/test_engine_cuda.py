@@ -13,8 +13,8 @@ from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import asked_of
 from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
-from vmmkv.server import LLM, SamplingParams
 from vmmkv.units import MIB
+from vmmkv_server import LLM, SamplingParams
 
 __all__ = ["harness"]
 

@@ -17,7 +17,7 @@ from tests.structured_output.grammars import (
     of,
     text,
 )
-from vmmkv.server.structured_output import manager
+from vmmkv_server.engine import grammars
 
 __all__ = ["harness"]
 
@@ -42,7 +42,7 @@ def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
     answers, steps = [], []
     for jumps in (True, False):
         if not jumps:
-            monkeypatch.setattr(manager, "may_jump", lambda request: False)
+            monkeypatch.setattr(grammars, "may_jump", lambda request: False)
         one = following(harness, device=DEVICE, capture=True, slots=8)
         for name in ("long keys", "tool call", "classification", "four deep", "constant", "address"):
             one.ask(name, token_ids(name), 300, grammar=of(SCHEMAS[name]), logit_bias=BIAS)

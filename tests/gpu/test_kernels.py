@@ -22,12 +22,12 @@ from tests.kernels.cases import (
     make_case,
 )
 from tests.kernels.test_cascade import Group, assert_same_beside_a_chunk, share
-from vmmkv.kernels import checks, reference
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.cascade import cascade, workspace_elements
-from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels import checks, reference
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.attention.cascade import cascade, workspace_elements
+from vmmkv_kernels.attention.decode import decode
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.quantise import Kind
 
 SHAPES = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256)]
 QUANTISED = [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)]
@@ -176,7 +176,7 @@ def test_the_bits_do_not_depend_on_the_number_of_splits(monkeypatch: pytest.Monk
     expected = case.attend()
     case.assert_right(expected)
     for num_splits in (1, 2, 7, 16, 100, 1000):
-        monkeypatch.setattr("vmmkv.kernels.attention.decode.resident_splits", lambda *_, num_splits=num_splits: num_splits)
+        monkeypatch.setattr("vmmkv_kernels.attention.decode.resident_splits", lambda *_, num_splits=num_splits: num_splits)
         assert torch.equal(case.attend(), expected), f"{num_splits} splits"
 
 

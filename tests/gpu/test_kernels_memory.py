@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.kernels.cases import BF16, DEVICE, LLAMA, NAN, index, make_case
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.decode import decode, workspace_elements
-from vmmkv.kernels.attention.prefill import prefill
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.attention.decode import decode, workspace_elements
+from vmmkv_kernels.attention.prefill import prefill
 
 ROOT = Path(__file__).parents[2]
 STRAYS = [

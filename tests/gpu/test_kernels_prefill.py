@@ -8,8 +8,8 @@ import torch
 
 from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, NAN, index, make_case
-from vmmkv.kernels.attention.prefill import _hopper, prefill
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels.attention.prefill import _hopper, prefill
+from vmmkv_kernels.quantise import Kind
 
 COUNTS, LENGTHS = (129, 0, 1, 64, 300, 2), (129, 50, 1000, 777, 1300, 2)
 USED = sum(COUNTS)

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels import test_append
 from tests.kernels.cases import BF16, FORMATS, FP16, FP32
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels.quantise import Kind
 
 CASES: list[tuple[int, int, torch.dtype, Kind | None, str]] = [
     *((8, 128, BF16, kind, scale) for kind, scale in FORMATS),

@@ -10,8 +10,8 @@ from tests.engine.conftest import Harness, making
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
 from tests.gpu import test_decode_steps_cuda as steps
 from tests.gpu import test_engine_cuda as engine
-from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
+from vmmkv_kernels.quantise import Kind
 
 
 @pytest.fixture(params=KV_KINDS)

@@ -12,14 +12,14 @@ import triton
 from tests.engine.conftest import Harness, harness, prompt_of, tiny_model, wide_rows
 from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, Reference, compacted
 from tests.kernels.cases import FP16, LLAMA, NAN, make_case
-from vmmkv.kernels.attention import column_sums as kernels
-from vmmkv.kernels.attention.column_sums import column_sums
-from vmmkv.kernels.quantise import Kind
 from vmmkv.layout import KV_KINDS
 from vmmkv.memory.pool import SIZE_CLASSES
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.engine.compaction import Compactor
 from vmmkv.units import GIB, PAGE_BYTES
+from vmmkv_kernels.attention import column_sums as kernels
+from vmmkv_kernels.attention.column_sums import column_sums
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.engine.compaction import Compactor
 
 __all__ = ["harness"]
 

@@ -102,7 +102,7 @@ def test_a_truncated_fork_writes_to_pages_of_its_own(cache: KVCache) -> None:
 
 
 def test_sharers_decode_what_one_would(cache: KVCache) -> None:
-    from vmmkv.kernels.attention.decode import decode
+    from vmmkv_kernels.attention.decode import decode
 
     prefix = PrefixCache(cache)
     first = computed(cache, prefix)

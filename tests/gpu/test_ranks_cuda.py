@@ -18,8 +18,8 @@ from tests.engine.decoder_models import model_of, small
 from tests.engine.test_ranks import GREEDY, ends, everything, saved
 from tests.server.tiny import byte_tokenizer
 from vmmkv import MIB
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.engine.ranks import RankFailed
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.engine.ranks import RankFailed
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_ends_the_engine_within_its_timeout(tmp_path: Path
 
 START = """
 import logging, sys
-from vmmkv.server import LLM
+from vmmkv_server import LLM
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 LLM(sys.argv[1], device="cuda:0", tensor_parallel_size=2, kv_budget_bytes=1 << 27)
 """

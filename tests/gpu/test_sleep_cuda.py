@@ -7,10 +7,10 @@ from tests.engine.conftest import Harness, patient, prompt_of, wide_rows
 from tests.gpu.test_decode_steps_cuda import DEVICE
 from tests.server.fake_engine import READY
 from vmmkv import MIB, PAGE_BYTES, HostTier
-from vmmkv.server.engine.administration import manage
-from vmmkv.server.engine.kv_backend import SlotBackend
-from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.protocol import Sleep, WakeUp
+from vmmkv_server.engine.administration import manage
+from vmmkv_server.engine.kv_backend import SlotBackend
+from vmmkv_server.engine.loading import Loaded
+from vmmkv_server.protocol import Sleep, WakeUp
 
 __all__ = ["patient"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention.decode import decode
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.quantise import PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 
 DEVICE = torch.device("cpu") if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)
 """The GPU where there is one, and else the CPU, in Triton's interpreter (see tests/conftest.py)."""

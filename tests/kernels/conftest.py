@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE
-from vmmkv.kernels import checks
-from vmmkv.kernels.attention.cascade import CascadeTiling
-from vmmkv.kernels.attention.decode import Tiling, tiling
-from vmmkv.kernels.attention.prefill import PrefillTiling
+from vmmkv_kernels import checks
+from vmmkv_kernels.attention.cascade import CascadeTiling
+from vmmkv_kernels.attention.decode import Tiling, tiling
+from vmmkv_kernels.attention.prefill import PrefillTiling
 
-ATTENTION = "vmmkv.kernels.attention"
+ATTENTION = "vmmkv_kernels.attention"
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from tests import interpreter
-from vmmkv.kernels import checks, reference
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.cascade import cascade
-from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
+from vmmkv_kernels import checks, reference
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.attention.cascade import cascade
+from vmmkv_kernels.attention.decode import decode
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 
 Stray = Callable[[], object]
 """A kernel is told to touch what it may not, and nothing else is."""

@@ -7,9 +7,9 @@ import torch
 
 from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, POISON, Memory, index, make_memory, some
 from tests.kernels.test_norm import assert_rounded_alike
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.quantise import Kind, dequantise
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.quantise import Kind, dequantise
 
 SLOTS, ROWS, TOKENS, HEADS = 5, 40, 63, 4
 

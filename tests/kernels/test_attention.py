@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.kernels.cases import FORMATS, FP16, FP32, LENGTHS, SMALL, index, make_case, some
-from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels.attention.decode import decode
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.quantise import Kind
 
 pytestmark = pytest.mark.usefixtures("cut_prefill")
 

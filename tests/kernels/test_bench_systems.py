@@ -14,8 +14,8 @@ from bench.suites import kernels
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format
 from tests.kernels.cases import some
-from vmmkv.kernels import reference
 from vmmkv.layout import KVType
+from vmmkv_kernels import reference
 
 SHAPE = Shape(name="small", layers=2, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32, weight_bytes=0)
 PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))

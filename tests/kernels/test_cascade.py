@@ -23,10 +23,10 @@ from tests.kernels.cases import (
     make_case,
     some,
 )
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention.cascade import cascade, firsts_of, workspace_elements
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention.cascade import cascade, firsts_of, workspace_elements
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.quantise import Kind
 
 NAMES = ("q_BHD", "k_STKW", "v_STKW", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
 Cut = Callable[..., None]

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from tests.kernels.cases import BF16, DEVICE, FP16, NAN, index, make_case, make_memory
-from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.cascade import cascade
-from vmmkv.kernels.attention.column_sums import column_sums
-from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.linear import MAX_ROWS, linear
-from vmmkv.kernels.norm import MAX_WIDTH, rms_norm
-from vmmkv.kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind
-from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
-from vmmkv.kernels.sampling.sample import sample
-from vmmkv.kernels.step import begin_step, end_step
+from vmmkv_kernels.activation import silu_mul
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.attention.cascade import cascade
+from vmmkv_kernels.attention.column_sums import column_sums
+from vmmkv_kernels.attention.decode import decode
+from vmmkv_kernels.attention.prefill import prefill
+from vmmkv_kernels.linear import MAX_ROWS, linear
+from vmmkv_kernels.norm import MAX_WIDTH, rms_norm
+from vmmkv_kernels.quantise import KINDS, PAYLOAD_DTYPES, Kind
+from vmmkv_kernels.sampling.logits import apply_penalties, apply_token_mask
+from vmmkv_kernels.sampling.sample import sample
+from vmmkv_kernels.step import begin_step, end_step
 
 Launch = Callable[..., object]
 Arguments = dict[str, Any]

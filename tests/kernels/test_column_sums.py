@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, FP16, FP32, NAN, SMALL, Case, make_case, some
-from vmmkv.kernels import reference
-from vmmkv.kernels.attention import column_sums as kernels
-from vmmkv.kernels.attention.column_sums import column_sums
+from vmmkv_kernels import reference
+from vmmkv_kernels.attention import column_sums as kernels
+from vmmkv_kernels.attention.column_sums import column_sums
 
 
 def expected(case: Case, **options: Any) -> torch.Tensor:

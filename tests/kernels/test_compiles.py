@@ -29,16 +29,16 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmmkv.kernels import checks
-from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.attention import append, cascade, column_sums, decode, prefill, turn
-from vmmkv.kernels.attention.kv_memory import LayerKV
-from vmmkv.kernels.linear import linear
-from vmmkv.kernels.norm import rms_norm
-from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
-from vmmkv.kernels.sampling import logits, sample
-from vmmkv.kernels.step import begin_step, end_step
-from vmmkv.kernels.sums import Region, sum_ranks
+from vmmkv_kernels import checks
+from vmmkv_kernels.activation import silu_mul
+from vmmkv_kernels.attention import append, cascade, column_sums, decode, prefill, turn
+from vmmkv_kernels.attention.kv_memory import LayerKV
+from vmmkv_kernels.linear import linear
+from vmmkv_kernels.norm import rms_norm
+from vmmkv_kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
+from vmmkv_kernels.sampling import logits, sample
+from vmmkv_kernels.step import begin_step, end_step
+from vmmkv_kernels.sums import Region, sum_ranks
 
 H200 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -108,7 +108,7 @@ def pretend_to_have_a_gpu(to_binary: bool) -> None:
     for module in (decode, cascade):
         module.resident_splits = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
     if HAS_GLUON:
-        from vmmkv.kernels.attention import prefill_hopper
+        from vmmkv_kernels.attention import prefill_hopper
 
         prefill_hopper._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
         prefill._hopper = lambda device: prefill_hopper  # type: ignore[assignment]
@@ -211,7 +211,7 @@ def attention() -> None:
 
 def hopper() -> None:
     """Prefill for Hopper, and that it is launched where it applies and nowhere else."""
-    from vmmkv.kernels.attention import prefill_hopper
+    from vmmkv_kernels.attention import prefill_hopper
 
     launch, launched = prefill_hopper.launch_prefill_hopper, []
     prefill_hopper.launch_prefill_hopper = lambda *arguments: launched.append(launch(*arguments))  # type: ignore[assignment]

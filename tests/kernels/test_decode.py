@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, FORMATS, FP16, FP32, NAN, NO_BLOCK, SMALL, Case, index, make_case, some
-from vmmkv.kernels.attention.decode import decode, launches_of, workspace_elements
-from vmmkv.kernels.quantise import KINDS, Kind
+from vmmkv_kernels.attention.decode import decode, launches_of, workspace_elements
+from vmmkv_kernels.quantise import KINDS, Kind
 
 Cut = Callable[..., None]
 SetSplits = Callable[[int], None]

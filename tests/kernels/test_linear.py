@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, FP16, FP32, NAN, assert_close, some
-from vmmkv.kernels import linear as module
-from vmmkv.kernels.linear import MAX_ROWS, LinearTiling, linear, linear_tiling
+from vmmkv_kernels import linear as module
+from vmmkv_kernels.linear import MAX_ROWS, LinearTiling, linear, linear_tiling
 
 EPS = 1e-5
 Cut = Callable[[LinearTiling], None]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, FP16, NAN, dtypes, some
-from vmmkv.kernels import reference
-from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.norm import rms_norm
 from vmmkv.units import round_up
+from vmmkv_kernels import reference
+from vmmkv_kernels.activation import silu_mul
+from vmmkv_kernels.norm import rms_norm
 
 EPS = 1e-5
 

@@ -8,9 +8,9 @@ import torch
 
 from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import DEVICE, NAN, SMALL, make_case
-from vmmkv.kernels.attention.decode import decode, workspace_elements
-from vmmkv.kernels.attention.prefill import _hopper
-from vmmkv.kernels.quantise import Kind
+from vmmkv_kernels.attention.decode import decode, workspace_elements
+from vmmkv_kernels.attention.prefill import _hopper
+from vmmkv_kernels.quantise import Kind
 
 pytestmark = pytest.mark.usefixtures("cut_prefill")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vmmkv.kernels.quantise import KINDS, PAYLOAD_DTYPES, QMAX, Kind, dequantise, kind_of, payload_width, quantise
+from vmmkv_kernels.quantise import KINDS, PAYLOAD_DTYPES, QMAX, Kind, dequantise, kind_of, payload_width, quantise
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -15,11 +15,11 @@ from bench.suites.quality import KV_TYPES, Attended, QuantisingAttention
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment
-from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
-from vmmkv.server.models import KNOWN_MODELS, model_dir
 from vmmkv.units import MIB
+from vmmkv_kernels.attention.append import append
+from vmmkv_kernels.quantise import quantise
+from vmmkv_server.models import KNOWN_MODELS, model_dir
 
 NUM_TOKENS = 192
 FP8, FP8_HEAD, INT8, INT4 = KV_TYPES

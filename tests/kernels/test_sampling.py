@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from tests.kernels.cases import BF16, DEVICE, FP16, FP32, NAN, dtypes, index, some
-from vmmkv.kernels import reference
-from vmmkv.kernels.sampling import noise
-from vmmkv.kernels.sampling import sample as module
-from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
-from vmmkv.kernels.sampling.sample import argmax, sample
+from vmmkv_kernels import reference
+from vmmkv_kernels.sampling import noise
+from vmmkv_kernels.sampling import sample as module
+from vmmkv_kernels.sampling.logits import apply_penalties, apply_token_mask
+from vmmkv_kernels.sampling.sample import argmax, sample
 
 INFINITY = float("inf")
 FILTERS = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, index, some
-from vmmkv.kernels import step
-from vmmkv.kernels.step import begin_step, end_step
-from vmmkv.server.engine import runner
-from vmmkv.server.engine.runner import DeviceState, SampledRows
-from vmmkv.server.engine.sampler import NOT_A_NUMBER
+from vmmkv_kernels import step
+from vmmkv_kernels.step import begin_step, end_step
+from vmmkv_server.engine import runner
+from vmmkv_server.engine.runner import DeviceState, SampledRows
+from vmmkv_server.engine.sampler import NOT_A_NUMBER
 
 SLOTS = 700
 POISON = -77

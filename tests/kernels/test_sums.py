@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import DEVICE, dtypes
-from vmmkv.kernels import reference
-from vmmkv.kernels.sums import MAX_ROWS, Region, sum_ranks
+from vmmkv_kernels import reference
+from vmmkv_kernels.sums import MAX_ROWS, Region, sum_ranks
 
 EPS = 1e-5
 SIZE_BYTES = 1 << 14

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.cases import DEVICE, FP16, FP32
 from vmmkv import eviction
-from vmmkv.kernels.attention.turn import turn
+from vmmkv_kernels.attention.turn import turn
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(2, 64, FP16), (3, 80, FP32), (8, 128, FP32)])

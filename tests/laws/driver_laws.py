@@ -46,7 +46,6 @@ def run_child(
     return subprocess.run(
         [sys.executable, "-c", PRELUDE + body, str(device), *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

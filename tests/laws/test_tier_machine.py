@@ -128,7 +128,7 @@ class TierMachine(PrefixMachine):
 
     @invariant()
     def what_is_lent_is_under_way(self):
-        transfers = self.prefix._index.transfers
+        transfers = self.prefix._transfers
         under_way = {id(move.transfer) for copy in transfers._copies for move in copy.moves}
         under_way |= {id(move.transfer) for part in transfers._parts for move in part.coming}
         for tier in self.tiers:
@@ -433,7 +433,7 @@ def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are
         laid_in_pages(prefix, list(range(100, 298)))  # in more extents than there are windows
         for _ in range(3):
             prefix.poll()
-        transfers = prefix._index.transfers
+        transfers = prefix._transfers
         assert not transfers._copies and not kernel.done
         driver.finish_all()
         for _ in range(3):

@@ -749,7 +749,6 @@ def test_killed_twenty_times_while_it_writes_it_never_gives_a_wrong_byte(tmp_pat
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

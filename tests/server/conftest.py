@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.server.support import Running, running_server
-from vmmkv.server.protocol import Ready
+from vmmkv_server.protocol import Ready
 
 
 class Servers:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from vmmkv.server.protocol import (
+from vmmkv_server.protocol import (
     Abort,
     AskMap,
     Beam,
@@ -46,7 +46,7 @@ from vmmkv.server.protocol import (
     decode_to_engine,
     encode,
 )
-from vmmkv.server.sampling_params import Limits
+from vmmkv_server.sampling_params import Limits
 
 FAIL_SEED, SILENT_SEED = 1001, 1002
 """A request with one of these fails, or gets no answer."""

@@ -20,12 +20,12 @@ import uvicorn
 
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.config import FrontConfig
-from vmmkv.server.engine_client import Answers, EngineClient
-from vmmkv.server.http.app import Service, create_app
-from vmmkv.server.launch import uvicorn_options
-from vmmkv.server.protocol import Abort, Generate, Ready, encode
-from vmmkv.server.tokenizer import Tokenizer
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.engine_client import Answers, EngineClient
+from vmmkv_server.http.app import Service, create_app
+from vmmkv_server.launch import uvicorn_options
+from vmmkv_server.protocol import Abort, Generate, Ready, encode
+from vmmkv_server.tokenizer import Tokenizer
 
 WAIT_S = 90.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

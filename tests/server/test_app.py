@@ -19,10 +19,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, asking, eventually, running_server, texts_of
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.http.generation import off_loop
-from vmmkv.server.http.schemas import RESERVED
-from vmmkv.server.protocol import Beam, Generate
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv_server.http.generation import off_loop
+from vmmkv_server.http.schemas import RESERVED
+from vmmkv_server.protocol import Beam, Generate
+from vmmkv_server.sampling_params import SamplingParams
 
 SEED_RANGE = 1 << 63
 decode = byte_tokenizer().backend_tokenizer.decode

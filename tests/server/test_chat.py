@@ -18,7 +18,7 @@ from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
 from vmmkv.cli import printable
 from vmmkv.cli.main import main
-from vmmkv.server.protocol import Generate
+from vmmkv_server.protocol import Generate
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def chatting(*arguments: str, **environment: str) -> "Iterator[subprocess.Popen[
     with subprocess.Popen(
         [sys.executable, "-m", "vmmkv", "chat", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

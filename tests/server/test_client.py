@@ -11,9 +11,9 @@ import pytest
 import zmq.asyncio
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
-from vmmkv.server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.protocol import Abort, FromEngine, Generate, Loading, Output, Shutdown
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv_server.protocol import Abort, FromEngine, Generate, Loading, Output, Shutdown
+from vmmkv_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -102,7 +102,7 @@ async def test_a_failed_request_leaves_the_others_alone(client: EngineClient, en
 async def test_what_the_engine_sent_before_it_died_still_counts(
     client: EngineClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv.server.engine_client.LAST_WORDS_S", 60.0)
+    monkeypatch.setattr("vmmkv_server.engine_client.LAST_WORDS_S", 60.0)
     with client.submit([request("a")]) as answers:
         ending = asyncio.create_task(client.engine_ended("exit code 3"))
         assert (await every(answers))[-1].finish_reason == "stop"
@@ -156,7 +156,7 @@ async def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(cli
 
 async def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter)
-    monkeypatch.setattr("vmmkv.server.engine_client.time", clock)
+    monkeypatch.setattr("vmmkv_server.engine_client.time", clock)
     client = EngineClient("ipc:///not/there")
     client.phase = READY
     working = msgspec.structs.replace(FakeEngine("ipc:///not/there")._snapshot(), running=1)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import Running, asking, eventually
-from vmmkv.server.launch import log_once_without_descriptors
+from vmmkv_server.launch import log_once_without_descriptors
 
 
 def connected(server: Running) -> socket.socket:

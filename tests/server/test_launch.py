@@ -25,17 +25,17 @@ from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer
 from vmmkv.cli.main import main
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.launch import CannotStart, run
-from vmmkv.server.protocol import LOST
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.launch import CannotStart, run
+from vmmkv_server.protocol import LOST
 
 ROOT = Path(__file__).parents[2]
 SERVE = """\
 import json, sys
-from vmmkv.server.console import end
-from vmmkv.server.config import FrontConfig
-from vmmkv.server.launch import CannotStart, run
-from vmmkv.server.config import ServeConfig
+from vmmkv_server.console import end
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.launch import CannotStart, run
+from vmmkv_server.config import ServeConfig
 config, front, command = map(json.loads, sys.argv[1:])
 try:
     end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
@@ -249,7 +249,7 @@ def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_a_drain(mo
 def test_a_signal_while_the_model_loads_ends_both_processes(model_dir: Path) -> None:
     slow = """
 import sys, time
-from vmmkv.server import launch
+from vmmkv_server import launch
 launch.Tokenizer.load = lambda path: (print("it loads", file=sys.stderr, flush=True), time.sleep(600))
 """
     with serving(model_dir, "--loading-s", "600", before=slow) as served:

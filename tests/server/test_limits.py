@@ -27,12 +27,12 @@ from tests.server.support import (
     running_server,
     without_deadlines,
 )
-from vmmkv.server.config import FrontConfig
-from vmmkv.server.engine_client import EngineClient
-from vmmkv.server.http import limits
-from vmmkv.server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
-from vmmkv.server.launch import answered_hosts
-from vmmkv.server.protocol import Abort, Forget, Loading, Ready, Resize, Sleep
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.engine_client import EngineClient
+from vmmkv_server.http import limits
+from vmmkv_server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
+from vmmkv_server.launch import answered_hosts
+from vmmkv_server.protocol import Abort, Forget, Loading, Ready, Resize, Sleep
 
 SILENT: dict[str, Any] = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"

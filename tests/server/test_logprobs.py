@@ -8,8 +8,8 @@ import pytest
 from tests.server.fake_engine import READY
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running
 from tests.server.tiny import token_ids
-from vmmkv.server.http.generation import MAX_PROMPT_LOGPROBS
-from vmmkv.server.protocol import PromptLogprobs
+from vmmkv_server.http.generation import MAX_PROMPT_LOGPROBS
+from vmmkv_server.protocol import PromptLogprobs
 
 EURO = token_ids("€")
 LISTS = ("tokens", "token_logprobs", "text_offset", "top_logprobs")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.server.support import Running
-from vmmkv.server import logs, metrics
-from vmmkv.server.metrics import Rates
-from vmmkv.server.protocol import Snapshot
+from vmmkv_server import logs, metrics
+from vmmkv_server.metrics import Rates
+from vmmkv_server.protocol import Snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_the_line_comes_only_while_something_happens(caplog: pytest.LogCaptureFi
         telling.cancel()
         return counts
 
-    with caplog.at_level("INFO", logger="vmmkv.server.metrics"):
+    with caplog.at_level("INFO", logger="vmmkv_server.metrics"):
         loading, idle, running, done, nothing = asyncio.run(live())
     assert (loading, idle, done, nothing) == (0, 0, 1, 0)
     assert running == 3

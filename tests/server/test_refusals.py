@@ -11,8 +11,8 @@ import pytest
 from tests.server.fake_engine import READY, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
 from vmmkv.errors import did_you_mean
-from vmmkv.server.http import app
-from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
+from vmmkv_server.http import app
+from vmmkv_server.http.schemas import MAX_VARIABLE_CHARS
 
 OF_BOTH: dict[str, list[Any]] = {
     "n": [0, 129, 1.5],

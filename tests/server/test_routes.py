@@ -30,13 +30,13 @@ from tests.server.support import (
     without_deadlines,
 )
 from tests.server.tiny import token_ids
-from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
-from vmmkv.server import engine_client
-from vmmkv.server.config import FrontConfig
-from vmmkv.server.engine_client import MapUnavailable, MemoryMaps
-from vmmkv.server.http import page
-from vmmkv.server.metrics import Times
-from vmmkv.server.protocol import AskMap, KVEventSource, MemoryMap, Message, Outputs
+from vmmkv.memory.states import MappedRun, RunState, SlotMap, SlotState
+from vmmkv_server import engine_client
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.engine_client import MapUnavailable, MemoryMaps
+from vmmkv_server.http import page
+from vmmkv_server.latencies import Times
+from vmmkv_server.protocol import AskMap, KVEventSource, MemoryMap, Message, Outputs
 
 ROOT = Path(__file__).parents[2]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text())
@@ -492,7 +492,7 @@ class TestPage:
 
     def test_whatever_it_names_is_there_and_nothing_of_others(self) -> None:
         texts = {name: content.decode() for name, (content, _) in page.FILES.items()}
-        folder = ROOT / "server" / "http" / "page"
+        folder = ROOT / "server" / "vmmkv_server" / "http" / "page"
         assert set(texts) == {path.name for path in folder.iterdir() if path.suffix in {".css", ".html", ".js", ".svg"}}
         for name, text in texts.items():
             for link in filter(None, sum(re.findall(r'(?:src|href)="(?!#)([^"]+)"|from "\./([^"]+)"', text), ())):

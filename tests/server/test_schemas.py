@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.server.support import HELLO
-from vmmkv.server.http.schemas import (
+from vmmkv_server.http.schemas import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,

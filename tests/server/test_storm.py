@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
-from vmmkv.server.config import FrontConfig
-from vmmkv.server.http.limits import MAX_BODIES
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.http.limits import MAX_BODIES
 
 pytestmark = pytest.mark.nightly
 

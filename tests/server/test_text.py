@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.tokenizer import Detokenizer, StopStrings, TextStream, TokenSizes, TokenTexts, decode_all
+from vmmkv_server.tokenizer import Detokenizer, StopStrings, TextStream, TokenSizes, TokenTexts, decode_all
 
 TOKENIZER = byte_tokenizer().backend_tokenizer
 IM_START, IM_END = token_ids("<|im_start|><|im_end|>")

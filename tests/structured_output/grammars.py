@@ -10,10 +10,10 @@ import torch
 
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.engine import runner
-from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.matcher import Vocabulary
-from vmmkv.server.structured_output.schema import Grammar, of_schema
+from vmmkv_server.engine import runner
+from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.matcher import Vocabulary
+from vmmkv_server.structured_output.schema import Grammar, of_schema
 
 SIZE = 263
 """Of the model's logits: more than the tokenizer has."""

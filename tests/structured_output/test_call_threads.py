@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.server.support import eventually
-from vmmkv.server.structured_output.matcher import CallOverran, CallThreads, _CallThread
+from vmmkv_server.structured_output.matcher import CallOverran, CallThreads, _CallThread
 
 
 class Endless:

@@ -16,8 +16,8 @@ from bench.suites.serve.schemas import SCHEMAS
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer
 from tests.structured_output import in_worker
-from vmmkv.server.structured_output import compiler as compiling
-from vmmkv.server.structured_output.compiler import (
+from vmmkv_server.structured_output import compiler as compiling
+from vmmkv_server.structured_output.compiler import (
     MAX_FORCED_BYTES,
     MAX_PENDING,
     Compilation,
@@ -26,8 +26,8 @@ from vmmkv.server.structured_output.compiler import (
     GrammarCompiler,
     check_ends,
 )
-from vmmkv.server.structured_output.matcher import Vocabulary
-from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
+from vmmkv_server.structured_output.matcher import Vocabulary
+from vmmkv_server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +186,7 @@ def test_a_compiler_that_cannot_start_tells_no_path_and_leaves_no_process(
 
 SCRIPT = """
 import asyncio, os, signal
-from vmmkv.server.structured_output.compiler import _Worker
+from vmmkv_server.structured_output.compiler import _Worker
 
 print("runs", flush=True)
 
@@ -210,7 +210,7 @@ def test_the_worker_imports_no_main_script_and_ends_with_a_killed_server(tmp_pat
 
 CLOSES = """
 import asyncio, os
-from vmmkv.server.structured_output.compiler import _Worker
+from vmmkv_server.structured_output.compiler import _Worker
 
 async def main():
     worker = _Worker()

@@ -33,17 +33,17 @@ from tests.structured_output.grammars import (
     text,
     vocabulary,
 )
-from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.engine.request import Request
-from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
-from vmmkv.server.protocol import Abort, Compacted, Generate
-from vmmkv.server.sampling_params import SamplingParams
-from vmmkv.server.structured_output import manager
-from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, THREAD_S, StructuredOutputManager
-from vmmkv.server.structured_output.matcher import CALL_S, DIGEST_BYTES, CallResult, CallThreads, Matcher, Vocabulary
-from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
+from vmmkv_server.engine import grammars
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, StructuredOutputManager
+from vmmkv_server.engine.loading import Loaded
+from vmmkv_server.engine.request import Request
+from vmmkv_server.engine.uploads import TokenMasks, Uploads, apply_masks
+from vmmkv_server.protocol import Abort, Compacted, Generate
+from vmmkv_server.sampling_params import SamplingParams
+from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.matcher import CALL_S, DIGEST_BYTES, CallResult, CallThreads, Matcher, Vocabulary
+from vmmkv_server.structured_output.schema import Grammar, of_choices, of_schema
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
 
 
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "may_jump", lambda request: False)
+    monkeypatch.setattr(grammars, "may_jump", lambda request: False)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_greedy_answers_are_the_same_with_and_without_jumps_which_take_fewer_ste
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(manager.StructuredOutputManager, "masks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(grammars.StructuredOutputManager, "masks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
@@ -423,7 +423,7 @@ def test_many_slow_choices_are_charged_together(engine: Callable[..., Harness], 
         return real(matcher)
 
     # No time passes but in the grammars: what else is done gives them nothing.
-    monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=lambda: sum(watched), sleep=time.sleep))
+    monkeypatch.setattr(grammars, "time", SimpleNamespace(perf_counter=lambda: sum(watched), sleep=time.sleep))
     for index in range(16):
         one.ask(str(index), token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=index)
     one.ask("free", token_ids("free"), 30)
@@ -448,7 +448,7 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
         return [CallResult(call(), None, took_s) for call in calls]
 
     monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
-    monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(grammars, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert reader._call([(request, lambda: 7) for request in requests]) == ([7] * 4, 4 * took_s)
     assert [request.grammar_s for request in requests] == [took_s] * 4
     assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
@@ -533,8 +533,8 @@ def overrun(go: threading.Event) -> None:
 def test_a_mask_that_takes_too_long_ends_its_request_and_no_other(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "CallThreads", functools.partial(CallThreads, num_threads=3))
-    monkeypatch.setattr(manager, "THREAD_S", 1e-9)
+    monkeypatch.setattr(grammars, "CallThreads", functools.partial(CallThreads, num_threads=3))
+    monkeypatch.setattr(grammars, "THREAD_S", 1e-9)
     real, go, bad = Matcher.mask, threading.Event(), list[Matcher]()
 
     def masking(matcher: Matcher) -> Any:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.suites.serve.schemas import SCHEMAS
-from vmmkv.server.structured_output.schema import GrammarRefused, of_schema
-from vmmkv.server.structured_output.text import FORMATS, fit, lengths, matches, read
+from vmmkv_server.structured_output.schema import GrammarRefused, of_schema
+from vmmkv_server.structured_output.text import FORMATS, fit, lengths, matches, read
 
 END = 256
 MAX_STEPS = 400

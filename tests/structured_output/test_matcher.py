@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
-from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.matcher import Matcher, Vocabulary
-from vmmkv.server.structured_output.schema import of_schema
+from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
+from vmmkv_server.structured_output.schema import of_schema
 
 MAX_TOKENS = 60
 

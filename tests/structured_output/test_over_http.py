@@ -14,10 +14,10 @@ import pytest
 from tests.server.fake_engine import READY
 from tests.server.support import CHAT, HELLO, Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.http import generation
-from vmmkv.server.structured_output import schema as schemas
-from vmmkv.server.structured_output.compiler import GrammarCompiler
-from vmmkv.server.structured_output.matcher import DIGEST_BYTES
+from vmmkv_server.http import generation
+from vmmkv_server.structured_output import schema as schemas
+from vmmkv_server.structured_output.compiler import GrammarCompiler
+from vmmkv_server.structured_output.matcher import DIGEST_BYTES
 
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
 
@@ -171,7 +171,7 @@ class TestStart:
             asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(60)
 
     def test_one_that_takes_too_long_is_a_503_and_ends(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vmmkv.server.structured_output.compiler.START_S", 0.05)
+        monkeypatch.setattr("vmmkv_server.structured_output.compiler.START_S", 0.05)
         refused = fresh.chat(structured_outputs={"regex": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
         assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]

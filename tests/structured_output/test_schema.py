@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_schema
-from vmmkv.server.structured_output.text import FORMATS
+from vmmkv_server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_schema
+from vmmkv_server.structured_output.text import FORMATS
 
 
 def nested(depth: int) -> Any:

@@ -19,15 +19,15 @@ from bench.suites import append, collectives, memory_efficiency, prefix, product
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.suites.prefix import host
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.systems import Served, ServedRun
 from bench.workloads import Ask, Workload
 from tests.unit import fake_vllm
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 from vmmkv.memory.address_space import wrap
-from vmmkv.server.engine.collectives import Collectives
 from vmmkv.tiers import HostTier, Transfer
 from vmmkv.units import GIB
+from vmmkv_server.engine.collectives import Collectives
 
 
 def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:
@@ -60,7 +60,7 @@ def test_static_slots_never_wait_and_growth_in_front_does(tmp_path: Path) -> Non
 
 
 def test_a_row_that_was_not_appended_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmmkv.kernels.reference.append", lambda *arguments: None)
+    monkeypatch.setattr("vmmkv_kernels.reference.append", lambda *arguments: None)
     with pytest.raises(WrongNumbers, match="are not what was appended there"):
         append.run(recorder_in(tmp_path))
 

@@ -43,10 +43,10 @@ from vmmkv import (
 from vmmkv.driver.base import Reservations
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import OutOfAddresses
-from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
+from vmmkv_kernels.quantise import quantise
 
 
 @pytest.fixture

@@ -18,15 +18,16 @@ import pytest
 import yaml
 
 import vmmkv.errors
+import vmmkv_server
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
 from vmmkv.config import read_environment
-from vmmkv.server import metrics
-from vmmkv.server.config import OPTIONS
-from vmmkv.server.http.schemas import ChatRequest, CompletionRequest
-from vmmkv.server.models import KNOWN_MODELS, model_dir
-from vmmkv.server.structured_output.json_schema import SERVED
 from vmmkv.testing.checks import CHECKS
+from vmmkv_server import metrics
+from vmmkv_server.config import OPTIONS
+from vmmkv_server.http.schemas import ChatRequest, CompletionRequest
+from vmmkv_server.models import KNOWN_MODELS, model_dir
+from vmmkv_server.structured_output.json_schema import SERVED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -150,8 +151,8 @@ def test_the_public_names_are_in_the_reference() -> None:
     assert "::: vmmkv.errors" in pages
     for name in vmmkv.__all__:
         assert f"::: vmmkv.{name}\n" in pages or f"`{name}`" in pages or hasattr(vmmkv.errors, name), name
-    for name in vmmkv.server.__all__:
-        assert re.search(rf"^::: vmmkv\.server\.[\w.]+\.{name}$", pages, re.MULTILINE), name
+    for name in vmmkv_server.__all__:
+        assert re.search(rf"^::: vmmkv_server\.[\w.]+\.{name}$", pages, re.MULTILINE), name
 
 
 def test_the_server_guide_has_every_option_and_no_other() -> None:

@@ -8,8 +8,8 @@ import torch
 from tests.unit.support import LAYOUT
 from vmmkv import KVCache, Pool
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
-from vmmkv.kernels import reference
 from vmmkv.units import PAGE_BYTES
+from vmmkv_kernels import reference
 
 SCORES = torch.tensor([9.0, 1.0, 5.0, 5.0, 0.0, 7.0, 2.0, 5.0, 0.0, 3.0])
 """Of 10 rows."""

@@ -661,7 +661,8 @@ def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
             launch.finish()
             engine.cache.map_ahead()
         elif how == "the engine ends":
-            engine.prefix._index.sealed.close()
+            [sealed] = engine.prefix._index.followers
+            sealed.give_up()
         else:
             engine.cache.drain()
     assert len(engine.pool.holder.log.read().live) == 3

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from vmmkv.server.config import ServeConfig
-from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.sampling_params import InvalidParam, SamplingParams
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.kv_policy import Eviction
+from vmmkv_server.sampling_params import InvalidParam, SamplingParams
 
 
 @pytest.mark.parametrize(

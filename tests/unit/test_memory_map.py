@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.support import LAYOUT
 from vmmkv import KVCache, Pool
-from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
+from vmmkv.memory.states import MappedRun, RunState, SlotMap, SlotState
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vmmkv.cli.main import main
-from vmmkv.server import models
-from vmmkv.server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, fetch, resolve
+from vmmkv_server import models
+from vmmkv_server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, fetch, resolve
 
 CONVERT_IN_CHILD = models.convert_in_child
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 64

@@ -11,10 +11,10 @@ import pytest
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
-from vmmkv.server.config import OPTIONS, FrontConfig, Option, ServeConfig, make_configs, with_flags
 from vmmkv.units import GIB, MIB
+from vmmkv_server.config import OPTIONS, FrontConfig, Option, ServeConfig, make_configs, with_flags
 
-launch = pytest.importorskip("vmmkv.server.launch")
+launch = pytest.importorskip("vmmkv_server.launch")
 
 VALUES: dict[str, tuple[Any, Any, Any]] = {
     **dict.fromkeys(("model", "kv_holder", "kv_lender"), ("./a", "./b", "./c")),

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_imports import MODULES, ROOT
+from tests.sources import MODULES, ROOT, SOURCE_ROOTS
 
 LOOK = """
 import importlib, importlib.resources, importlib.util, json, sys
 from importlib.machinery import PathFinder
-import vmmkv, vmmkv.cli.main, vmmkv.server.models
+import vmmkv, vmmkv.cli.main, vmmkv_server.models
 
 def find(name):  # find_spec would import the packages above, transformers with one of them
     above = name.rpartition(".")[0]
@@ -32,13 +32,15 @@ def find(name):  # find_spec would import the packages above, transformers with 
 print(json.dumps({
     "where": vmmkv.__file__,
     "missing": [name for name in sys.argv[1:] if find(name) is None],
-    "typed": importlib.resources.files("vmmkv").joinpath("py.typed").is_file(),
+    "typed": [(importlib.resources.files(name) / "py.typed").is_file() for name in ("vmmkv", "vmmkv_kernels", "vmmkv_server")],
     "leaked": [name for name in ("kernels", "server", "bench", "tests") if importlib.util.find_spec(name)],
 }))
 """
 
-MODULE_OF = {str(path.relative_to(ROOT)): module for module, path in MODULES.items()}
-"""The module that each source file is, by the file's path; `__init__` files are their packages."""
+
+def in_wheel(path: Path) -> str:
+    """The name of a source file in a wheel."""
+    return str(path.relative_to(next(root for root in reversed(SOURCE_ROOTS) if path.is_relative_to(root))))
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -62,16 +64,16 @@ def look(python: str | Path, cwd: Path, **environment: str) -> dict[str, Any]:
     """What an interpreter finds of vmmkv."""
     seen: dict[str, Any] = json.loads(run(python, "-c", LOOK, *MODULES, cwd=cwd, **environment).splitlines()[-1])
     assert seen["missing"] == []
-    assert seen["typed"]
+    assert seen["typed"] == [True] * 3
     return seen
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with its symlinks, so that building leaves nothing here."""
+    """A copy of the tree, so that building leaves nothing here."""
     target = tmp_path_factory.mktemp("checkout") / "vmmkv"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "results")
-    shutil.copytree(ROOT, target, symlinks=True, ignore=ignored)
+    shutil.copytree(ROOT, target, ignore=ignored)
     if not (target / "README.md").exists():
         (target / "README.md").touch()
     return target
@@ -103,27 +105,22 @@ def install(python: Path, *what: str | Path) -> None:
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=python.parent)
 
 
-def test_every_folder_with_modules_is_declared() -> None:
-    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    packages = {name if file.endswith("__init__.py") else name.rpartition(".")[0] for file, name in MODULE_OF.items()}
-    assert packages - declared == set(), "add them to [tool.setuptools] packages in pyproject.toml"
+def test_the_source_roots_are_said_alike() -> None:
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    roots = said["hatch"]["build"]["dev-mode-dirs"]
+    assert roots == said["pytest"]["ini_options"]["pythonpath"] == said["ruff"]["src"]
+    assert [ROOT / root for root in roots] == SOURCE_ROOTS
+    packages = [Path(package) for package in said["hatch"]["build"]["targets"]["wheel"]["packages"]]
+    assert [str(package.parent) for package in packages] == roots
+    assert {package.name for package in packages} == {module.split(".")[0] for module in MODULES}
 
 
-def test_symlinks_are_relative() -> None:
-    assert {name: os.readlink(ROOT / "vmmkv" / name) for name in ("kernels", "server")} == {
-        "kernels": "../kernels",
-        "server": "../server",
-    }
-
-
-def test_the_wheel_holds_each_module_once_and_nothing_at_the_top(built: Path) -> None:
+def test_the_wheel_holds_each_module_once_and_nothing_else_at_the_top(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"vmmkv", "vmmkv-0.1.0.dist-info"}
-    expected = {f"vmmkv/{file}" if not file.startswith("vmmkv/") else file for file in MODULE_OF}
-    assert {name for name in names if name.endswith(".py")} == expected
-    assert "vmmkv/py.typed" in names
-    page = {f"vmmkv/server/http/page/{path.name}" for path in (ROOT / "server" / "http" / "page").iterdir() if path.is_file()}
+    assert {name.split("/")[0] for name in names} == {"vmmkv", "vmmkv_kernels", "vmmkv_server", "vmmkv-0.1.0.dist-info"}
+    assert sorted(name for name in names if name.endswith(".py")) == sorted(in_wheel(path) for path in MODULES.values())
+    page = {in_wheel(path) for path in (ROOT / "server/vmmkv_server/http/page").iterdir() if path.is_file()}
     assert page and {name for name in names if "/page/" in name} == page
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -134,7 +131,7 @@ def test_the_sdist_holds_files_and_no_links(built: Path) -> None:
         members = archive.getmembers()
     assert [member.name for member in members if member.issym() or member.islnk()] == []
     files = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert MODULE_OF.keys() <= files
+    assert {str(path.relative_to(ROOT)) for path in MODULES.values()} <= files
     assert {"LICENSE", "README.md", "Makefile", "constraints.txt", "vmmkv/py.typed", "tests/unit/test_packaging.py"} <= files
 
 
@@ -148,13 +145,15 @@ def test_an_install_works(of: str, built: Path, checkout: Path, environment: Pat
 
 
 @pytest.mark.nightly
-def test_an_editable_install_works_from_elsewhere_and_from_the_root(checkout: Path, environment: Path, tmp_path: Path) -> None:
+def test_an_editable_install_works_from_anywhere(checkout: Path, environment: Path, tmp_path: Path) -> None:
     install(environment, "--editable", checkout)
-    for cwd in (tmp_path, checkout):
+    assert checkout.name == "vmmkv", "which hides no package from a program in its parent folder"
+    for cwd in (tmp_path, checkout, checkout.parent):
         assert Path(look(environment, cwd)["where"]) == checkout / "vmmkv" / "__init__.py"
 
 
 @pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_bare_checkout_works(checkout: Path, environment: Path, tmp_path: Path, elsewhere: bool) -> None:
-    seen = look(environment, tmp_path, PYTHONPATH=str(checkout)) if elsewhere else look(environment, checkout)
+def test_a_bare_checkout_works_by_its_source_roots(checkout: Path, environment: Path, tmp_path: Path, elsewhere: bool) -> None:
+    roots = os.pathsep.join(str(checkout / root.relative_to(ROOT)) for root in SOURCE_ROOTS)
+    seen = look(environment, tmp_path if elsewhere else checkout, PYTHONPATH=roots)
     assert Path(seen["where"]) == checkout / "vmmkv" / "__init__.py"

@@ -14,8 +14,8 @@ import torch
 
 from bench.suites.serve.models import MODELS
 from vmmkv.cli.main import main
-from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS, UnsupportedModel, from_directory
 from vmmkv.units import GIB, PAGE_BYTES
+from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, UnsupportedModel, from_directory
 
 LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-cache-dtype"]
 
@@ -220,7 +220,7 @@ def test_what_the_engine_does_not_run_is_said_by_what_it_refuses_by(
     name: str, not_run: str | None, plan: Plan, table: Callable[..., str], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    from vmmkv.server.engine.loading import choose_layout
+    from vmmkv_server.engine.loading import choose_layout
 
     arguments = ["--model", published(name, tmp_path), "--memory", "80GiB"]
     assert plan(*arguments)["not_run"] == not_run

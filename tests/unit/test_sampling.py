@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vmmkv.server.http.schemas import ChatRequest, CompletionRequest
-from vmmkv.server.sampling_params import ELSEWHERE, InvalidParam, SamplingParams
+from vmmkv_server.http.schemas import ChatRequest, CompletionRequest
+from vmmkv_server.sampling_params import ELSEWHERE, InvalidParam, SamplingParams
 
 
 def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:

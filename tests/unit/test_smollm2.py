@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vmmkv.config import read_environment
-from vmmkv.server.models import KNOWN_MODELS, manifest_problem, model_dir
+from vmmkv_server.models import KNOWN_MODELS, manifest_problem, model_dir
 
 transformers = pytest.importorskip("transformers")
 

@@ -75,7 +75,7 @@ def compute_nothing(prefix, tokens):
     sequence.grow(len(tokens))
     sequence.advance(len(tokens))
     prefix.release(sequence, tokens)
-    prefix._index.transfers.give_up()
+    prefix._transfers.give_up()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
@@ -242,7 +242,7 @@ def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(prefix, h
     for end in (32, 64, 100):
         write(sequence, PROMPT[:end])
         prefix.insert(sequence, PROMPT[:end])
-    (stores,) = prefix._index.transfers._stores
+    (stores,) = prefix._transfers._stores
     assert [len(chain.tokens) for chain in stores] == [80, 100]
     prefix.flush()
     assert host.stats().held_bytes == 11 * PAGE_BYTES
@@ -252,7 +252,7 @@ def test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped(prefix, 
     monkeypatch.setattr(transfers, "_MOST_QUEUED", 2)
     for first in range(4):
         compute(prefix, [first, *PROMPT])
-    (stores,) = prefix._index.transfers._stores
+    (stores,) = prefix._transfers._stores
     assert [int(chain.tokens[0]) for chain in stores] == [2, 3]
     prefix.flush()
     assert host.stats().held_bytes == 2 * 6 * PAGE_BYTES

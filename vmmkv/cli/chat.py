@@ -11,7 +11,7 @@ from rich.console import Console
 from typer import Option
 
 from vmmkv.cli import printable
-from vmmkv.server.config import API_KEY_VARIABLE, URL_VARIABLE
+from vmmkv_server.config import API_KEY_VARIABLE, URL_VARIABLE
 
 SUMMARY = "talk to a running server, in the terminal"
 EXAMPLES = """\

@@ -27,8 +27,8 @@ def run(
 ) -> int:
     """Fetch; the directory goes to stdout, progress to stderr."""
     from vmmkv.config import read_environment
-    from vmmkv.server.config import VARIABLES
-    from vmmkv.server.models import KNOWN_MODELS, fetch
+    from vmmkv_server.config import VARIABLES
+    from vmmkv_server.models import KNOWN_MODELS, fetch
 
     if model not in KNOWN_MODELS:
         raise ValueError(

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from vmmkv.cli import chat, fetch, hold, plan, serve
 from vmmkv.errors import VmmkvError
-from vmmkv.server.console import end
+from vmmkv_server.console import end
 
 DESCRIPTION = """\
 KV-cache memory for LLM inference: each sequence has one contiguous range of addresses, and physical memory is mapped

@@ -22,8 +22,8 @@ from vmmkv.model_config import (
     check_num_layers,
     read,
 )  # fmt: skip
-from vmmkv.server.models import KNOWN_CONFIGS, obstacles
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, parse_bytes
+from vmmkv_server.models import KNOWN_CONFIGS, obstacles
 
 if TYPE_CHECKING:
     import torch

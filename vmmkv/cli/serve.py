@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vmmkv.config import read_environment
-from vmmkv.server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
+from vmmkv_server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 
@@ -55,7 +55,7 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     for field in SECRETS:  # the processes of the engine and of grammars inherit the environment
         os.environ.pop(variables[field], None)
     try:
-        from vmmkv.server.launch import run as launch
+        from vmmkv_server.launch import run as launch
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("vmmkv"):
             raise

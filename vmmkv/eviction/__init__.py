@@ -5,7 +5,7 @@
     sequence.compact(policy.keep(sequence.length, scores_T))
 
 A sequence keeps one set of rows for all layers and heads, so scores are sums over both. The scores of a row are how much some
-of the last queries attend to it: `vmmkv.kernels.attention.column_sums` on a GPU, `vmmkv.kernels.reference.column_sums` in plain
+of the last queries attend to it: `vmmkv_kernels.attention.column_sums` on a GPU, `vmmkv_kernels.reference.column_sums` in plain
 torch. Any class with the members of `KVPolicy` is a policy.
 
 | policy | keeps | scored queries |

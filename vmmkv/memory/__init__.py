@@ -6,6 +6,7 @@ storage        what becomes of views that torch saves, pickles, copies or shares
 mapper         growths and reclaims: mapping, and unmapping behind a fence
 slot_memory    how far each slot may be written, and what the device knows of it
 sharing        rows of one slot under another, by alias or by copy
+states         passive data of slots, without torch
 memory_map     what is mapped under a slot, to draw it
 transaction    the lock around every operation
 """

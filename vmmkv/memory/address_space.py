@@ -24,8 +24,8 @@ from torch.utils.dlpack import from_dlpack
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Driver, Fence
 from vmmkv.errors import OutOfAddresses
 from vmmkv.layout import Group
-from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.memory.states import SlotState
 from vmmkv.memory.storage import mapped, reserved
 from vmmkv.units import PAGE_BYTES, format_bytes
 

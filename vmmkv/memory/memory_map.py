@@ -1,80 +1,19 @@
-"""What is mapped under a slot, in runs: to draw the address space.
+"""What is mapped under slots, in runs: to draw the address space."""
 
-pages   0    1    2    3    4    5    6    7
-      | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
-"""
-
-import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
+from vmmkv.memory.address_space import Span
+from vmmkv.memory.slot_memory import SlotMemory
+from vmmkv.memory.states import MappedRun, RunState, SlotMap, SlotState
 from vmmkv.units import PAGE_BYTES
-
-if TYPE_CHECKING:  # the server's front process reads maps without torch
-    from vmmkv.cache import ParkedSlot
-    from vmmkv.memory.address_space import Span
-    from vmmkv.memory.slot_memory import SlotMemory
-
-
-class SlotState(enum.IntEnum):
-    """free -> live -> (parked -> live)* -> closing -> free."""
-
-    FREE = 0
-    """Nothing is mapped under it."""
-    LIVE = 1
-    """A running sequence's."""
-    PARKED = 2
-    """No sequence's; still mapped, to be adopted or evicted."""
-    CLOSING = 3
-    """No sequence's; its mappings are pending reclaim."""
-    NULL = 4
-    """Slot 0, always: it has the null page, and never a sequence."""
-
-
-class RunState(enum.StrEnum):
-    """What mapped memory is there for."""
-
-    LIVE = "live"
-    """A running sequence has rows in it."""
-    AHEAD = "ahead"
-    """Past the rows of a running sequence: mapped before it is needed."""
-    PARKED = "parked"
-    """Of a parked slot."""
-    PENDING_RECLAIM = "pending"
-    """Unmapped when its fence has passed."""
-
-
-class MappedRun(NamedTuple):
-    """Extents side by side that are alike: of one state, with as many holders, as many of which use them."""
-
-    page: int
-    """The first, counted from the slot's first address."""
-    num_pages: int
-    state: RunState
-    num_holders: int
-    """Of each of its extents: mappings under this slot and others, and the prefix tree."""
-    handle: int
-    """Of its first extent. Where runs of several slots begin with the same handle, they are the same memory."""
-
-
-class SlotMap(NamedTuple):
-    """A slot at one moment."""
-
-    slot: int
-    state: SlotState
-    num_tokens: int
-    """Tokens of its sequence, or parked."""
-    groups: list[list[MappedRun]]
-    """By group of layers, in the order of addresses; what is pending reclaim comes last."""
-
 
 _STATES = tuple(SlotState)
 _new = tuple.__new__
 """Of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
 
 
-def slot_maps(memory: "SlotMemory", parked: Mapping[int, "ParkedSlot"], slots: Sequence[int]) -> list[SlotMap]:
-    """Look at some slots. The pool's lock is held."""
+def slot_maps(memory: SlotMemory, parked: Mapping[int, int], slots: Sequence[int]) -> list[SlotMap]:
+    """Look at some slots; `parked` are the tokens of those that are parked. The pool's lock is held."""
     table = memory.table
     states, lengths = table.states[slots].tolist(), table.lengths[slots].tolist()
     arenas = [(arena.spans, arena.group.row_bytes) for arena in memory.arenas]
@@ -87,12 +26,12 @@ def slot_maps(memory: "SlotMemory", parked: Mapping[int, "ParkedSlot"], slots: S
             ]
         else:
             groups = [_runs(spans[slot], RunState.PARKED, spans[slot].end_page) for spans, _ in arenas]
-            num_tokens = parked[slot].length if slot in parked else 0
+            num_tokens = parked.get(slot, 0)
         found.append(_new(SlotMap, (slot, _STATES[state], num_tokens, groups)))
     return found
 
 
-def _runs(span: "Span", state: RunState, written_end_page: int) -> list[MappedRun]:
+def _runs(span: Span, state: RunState, written_end_page: int) -> list[MappedRun]:
     """Live extents that begin at or past `written_end_page` are ahead. One pass, that does little for each extent."""
     runs: list[MappedRun] = []
     mappings, page, end_page = span.mappings, span.first_page, span.end_page
@@ -116,7 +55,7 @@ def _runs(span: "Span", state: RunState, written_end_page: int) -> list[MappedRu
     return runs
 
 
-def _pending(span: "Span") -> list[MappedRun]:
+def _pending(span: Span) -> list[MappedRun]:
     runs: list[MappedRun] = []
     for page in sorted(span.mappings):
         mapping = span.mappings[page]

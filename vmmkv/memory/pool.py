@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -42,9 +42,6 @@ from vmmkv.holder.client import HolderClient
 from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory.transaction import TransactionLock
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
-
-if TYPE_CHECKING:
-    from vmmkv.cache import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +116,41 @@ class Evictable(NamedTuple):
     """Is all work done that may touch it? Then its pages are free at once."""
     evict: Callable[[], None]
     """Evict it: its mapped pages are reclaimed, the others are free at once."""
+
+
+class Reclaimer(Protocol):
+    """A cache, as its pool sees it: it holds extents, and gives back what no running sequence uses. The pool's lock is held."""
+
+    @property
+    def pending_pages(self) -> int:
+        """Pages that wait for a fence, to be unmapped."""
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
+
+    def unevictable_bytes(self) -> int:
+        """Bytes that no running sequence uses, and that are not evicted either."""
+
+    def pinned_extents(self) -> set[Extent]:
+        """Those of them that pins keep."""
+
+    def oldest_evictable(self) -> Evictable | None:
+        """What it evicts first."""
+
+    def collect(self, budget_us: float = ..., max_pages: float = ...) -> int:
+        """Unmap reclaimed memory whose fence has passed; the pages. Never blocks."""
+
+    def wait_for_reclaim(self) -> bool:
+        """Block until the oldest fence of reclaimed memory has passed; False if there is none."""
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted from scratch: how often it holds each extent."""
+
+    def users(self) -> Counter[Extent]:
+        """Recounted from scratch: how many of these are uses."""
+
+    def close(self) -> None:
+        """Give everything back. The lock is not held."""
 
 
 class NullPage:
@@ -250,7 +282,7 @@ class Pool(Closing, Unique):
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
         self._borrowed: Counter[int] = Counter()
         """By serial, how many extents here are that one: what is pending reclaim can be borrowed again."""
-        self.caches: list[KVCache] = []
+        self.caches: list[Reclaimer] = []
         """Internal: those that are open."""
         self._clock = 0
 
@@ -574,7 +606,7 @@ class Pool(Closing, Unique):
         return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
 
     def _pending_pages(self) -> int:
-        return sum(cache.memory.mapper.pending_pages for cache in self.caches)
+        return sum(cache.pending_pages for cache in self.caches)
 
     @property
     def kept_pages(self) -> int:

@@ -17,8 +17,8 @@ from vmmkv.errors import DriverError, LayoutError, OutOfPages
 from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span, arena_bytes, check_addresses
 from vmmkv.memory.mapper import Growth, Mapper, Target
-from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import Extent, Pool, Tenant
+from vmmkv.memory.states import SlotState
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 _numbers = itertools.count()

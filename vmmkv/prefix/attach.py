@@ -28,10 +28,10 @@ from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
 from vmmkv.memory import sharing
-from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
+from vmmkv.memory.states import SlotState
 from vmmkv.prefix.index import MOST_LOOKED_AT, Placed, PrefixIndex, pieces_below
 from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES

@@ -24,7 +24,7 @@ import torch
 from vmmkv.arguments import instance, label, whole
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
-from vmmkv.memory.memory_map import SlotState
+from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
 from vmmkv.prefix.index import Placed, PrefixIndex
@@ -98,14 +98,16 @@ class PrefixCache:
         for tier in tiers:  # without the lock: pinning takes seconds
             tier.open(cache.device)
         with cache.pool.lock:
-            if cache.prefix is not None:
+            if isinstance(cache.prefix, PrefixIndex):
                 raise ValueError(f"{cache!r} has a prefix cache already")
             if holder is not None and holder.has_prefixes:
                 raise ValueError(f"the holder at {holder.path} keeps the prefixes of one cache, and another one has it")
             self._index = PrefixIndex(cache)
             self._attacher = Attacher(cache, self._index)
+            self._transfers: Transfers | None = None
             if tiers:
-                self._index.transfers = Transfers(cache, self._index, self._attacher.windows, tiers, fingerprint)
+                self._transfers = Transfers(cache, self._index, self._attacher.windows, tiers, fingerprint)
+                self._index.followers.append(self._transfers)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
@@ -280,7 +282,7 @@ class PrefixCache:
     @property
     def has_tiers(self) -> bool:
         """Is what is inserted stored in tiers?"""
-        return self._index.transfers is not None
+        return self._transfers is not None
 
     def fetch(
         self,
@@ -311,7 +313,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             self.cache.check_open()
             self.cache.check_capture()
-            transfers = self._index.transfers
+            transfers = self._transfers
             if transfers is None or len(tokens) < 2:
                 return None
             known = self._attachable(namespace, tokens)
@@ -335,7 +337,7 @@ class PrefixCache:
         Raises: DriverError, and the work before it stays done; GraphCapture.
         """
         with self.cache.pool.lock:
-            transfers = self._index.transfers
+            transfers = self._transfers
             if transfers is None or transfers.is_idle:
                 return False
             self.cache.check_open()
@@ -345,7 +347,7 @@ class PrefixCache:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""
-        until_s, transfers = time.monotonic() + timeout_s, self._index.transfers
+        until_s, transfers = time.monotonic() + timeout_s, self._transfers
         while self.poll():
             if time.monotonic() > until_s:
                 return False
@@ -413,7 +415,7 @@ class PrefixCache:
         """The prefix cache at this moment."""
         with self.cache.pool.lock:
             index = self._index
-            transfers = index.transfers
+            transfers = self._transfers
             return PrefixStats(
                 num_nodes=index.tree.num_nodes,
                 num_tokens=index.tree.num_tokens,
@@ -435,8 +437,8 @@ class PrefixCache:
 
         It is asked once for a sequence, and not of tiers that other engines may load from.
         """
-        if self._index.transfers is not None:
-            self._index.transfers.worth = worth
+        if self._transfers is not None:
+            self._transfers.worth = worth
 
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.
@@ -446,8 +448,8 @@ class PrefixCache:
         """
         with self.cache.pool.lock:
             self._index.tree.listen(listener)
-            if self._index.transfers is not None:
-                self._index.transfers.listen(listener)
+            if self._transfers is not None:
+                self._transfers.listen(listener)
 
     def free_slots(self, count: int) -> None:
         """Evict parked slots, the oldest first, until `count` slots are free or closing; the tree keeps their full extents.

@@ -13,21 +13,14 @@ import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
-
-from vmmkv.cache import KVCache, ParkedSlot, Sequence
+from vmmkv.cache import KVCache, ParkedSlot, RowKeeper, Sequence
 from vmmkv.driver.base import Fence
 from vmmkv.layout import Group
 from vmmkv.memory.pool import Evictable, Extent
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, ceil_div
-
-if TYPE_CHECKING:
-    from vmmkv.prefix.sealed import SealedPrefixes
-    from vmmkv.prefix.transfers import Transfers
-
 
 MOST_LOOKED_AT: Final = 64
 """Nodes and residents of a node among which one is looked for that has some rows. A system prompt can have thousands."""
@@ -56,7 +49,51 @@ def end_token(group: Group, end_page: int) -> int:
     return ceil_div(end_page * PAGE_BYTES, group.row_bytes)
 
 
-class PrefixIndex:
+class IndexFollower:
+    """What copies or seals the extents of a prefix tree, and is told of them. Methods do nothing unless overridden."""
+
+    waits_for_writes = False
+    """Does it want the fence behind the work that wrote what is added?"""
+
+    def added(self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None) -> None:
+        """The tree holds these extents on the path of these tokens; they are written once `written` has passed, or already."""
+
+    def extended(self, namespace: Hashable, tokens: Tokens, slot: int, extents: list[Extent]) -> None:
+        """The rows of the sequence in a slot are confirmed up to the end of these tokens, with new extents."""
+
+    def dropped(self, extent: Extent) -> None:
+        """The tree is about to let go of an extent. It may be written when this returns."""
+
+    def left(self, slot: int) -> None:
+        """The sequence in a slot has ended."""
+
+    def look(self) -> None:
+        """Go on with what waits for a fence that has passed. Never blocks."""
+
+    def unwritten(self) -> Fence | None:
+        """The fence that this waits for longest, to seal what is behind it; None for none."""
+        return None
+
+    def held(self) -> Counter[Extent]:
+        """The extents that it holds and uses beside the tree."""
+        return Counter()
+
+    def locks(self) -> Counter[Node[Placed]]:
+        """How often it has locked each node."""
+        return Counter()
+
+    def give_up(self) -> list[Fence]:
+        """Everything is to be evicted: the fences of copies under way, after which `finish` is called."""
+        return []
+
+    def finish(self) -> None:
+        """Give back the memory behind copies that have ended."""
+
+    def check(self) -> None:
+        """Recount; AssertionError says what is broken."""
+
+
+class PrefixIndex(RowKeeper):
     """The prefix tree of one cache, and the slots that share its extents. The cache asks it what to evict."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -65,10 +102,8 @@ class PrefixIndex:
         """By slot: where the confirmed tokens of a running sequence end in the tree, locked; None for no tokens."""
         self.parked_at: dict[int, Node[Placed]] = {}
         """By slot: where the rows of a parked slot end in the tree."""
-        self.transfers: Transfers | None = None
-        """Copies to and from tiers; None without tiers."""
-        self.sealed: SealedPrefixes | None = None
-        """What outlives this process; None without a holder process."""
+        self.followers: list[IndexFollower] = []
+        """Transfers to tiers, and what outlives this process."""
         self.restored: list[Node[Placed]] = []
         """Leaves that an earlier process left, the last used ones last, until `Attacher.prepare` has taken them."""
         self.source: int | None = None
@@ -105,13 +140,14 @@ class PrefixIndex:
         """
         match = self.known_path(slot, tokens)
         pieces = [] if is_known else _uncovered(self._pieces_of(slot, self.num_inserted(slot), len(tokens)), match)
-        written = None if self.sealed is None or is_written or not pieces else self._memory.fence()
+        wants_fence = pieces and not is_written and any(follower.waits_for_writes for follower in self.followers)
+        written = self._memory.fence() if wants_fence else None
         end = self.add(self._memory.tenants[slot], tokens, pieces, written)
         for node in end.path():
             node.add_resident(slot)
         self._move_lock(slot, end)
-        if pieces and self.transfers is not None:
-            self.transfers.queue(self._memory.tenants[slot], np.asarray(tokens), slot, [piece.value.extent for piece in pieces])
+        for follower in self.followers if pieces else ():
+            follower.extended(self._memory.tenants[slot], tokens, slot, [piece.value.extent for piece in pieces])
 
     def add(
         self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None = None
@@ -132,8 +168,8 @@ class PrefixIndex:
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
         self._drop([held for piece, held in zip(inserted.duplicates, duplicates, strict=True) if held is not piece])
-        if self.sealed is not None and pieces:
-            self.sealed.add(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
+        for follower in self.followers if pieces else ():
+            follower.added(namespace, tokens, [piece for piece in pieces if piece.value.extent not in returned], written)
         for node in inserted.node.path() if pieces else ():
             self._keep_last_rows(node)
         return inserted.node
@@ -256,12 +292,16 @@ class PrefixIndex:
 
     def poll(self) -> None:
         """Seal what waits for a fence that has passed. Never blocks."""
-        if self.sealed is not None:
-            self.sealed.poll()
+        for follower in self.followers:
+            follower.look()
 
     def unsealed(self) -> Fence | None:
         """The fence that what was inserted first waits for, to be sealed; None if all is sealed that can be."""
-        return None if self.sealed is None else self.sealed.oldest_fence()
+        return next(filter(None, (follower.unwritten() for follower in self.followers)), None)
+
+    def has(self, slot: int) -> bool:
+        """Is a parked slot evicted with the tree?"""
+        return slot in self.parked_at
 
     def is_pinned(self, slot: int) -> bool:
         """Has a parked slot pinned rows?"""
@@ -285,7 +325,7 @@ class PrefixIndex:
 
     def loading(self) -> Counter[Extent]:
         """The extents that tiers are being loaded into, which are used."""
-        return Counter() if self.transfers is None else self.transfers.held()
+        return sum((follower.held() for follower in self.followers), Counter[Extent]())
 
     def unevictable_bytes(self) -> int:
         """Bytes of unused extents that no pressure can evict: those on the way to locked and pinned nodes. Walks the tree."""
@@ -370,10 +410,7 @@ class PrefixIndex:
 
         The fences of the copies to and from tiers: when they have passed call `finish_copies`.
         """
-        fences = [] if self.transfers is None else self.transfers.give_up()
-        if self.sealed is not None:
-            self.sealed.close()
-            self.sealed = None
+        fences = [fence for follower in list(self.followers) for fence in follower.give_up()]
         self.tree.unpin_all()
         while (leaf := self.tree.eviction.oldest()) is not None:
             self.evict_leaf(leaf)
@@ -381,8 +418,8 @@ class PrefixIndex:
 
     def finish_copies(self) -> None:
         """Give back the memory of tiers behind copies that have ended."""
-        if self.transfers is not None:
-            self.transfers.finish()
+        for follower in self.followers:
+            follower.finish()
 
     def park(self, sequence: Sequence) -> ParkedSlot:
         """End a running sequence and keep its slot, with the rows that were inserted. There are some."""
@@ -438,8 +475,8 @@ class PrefixIndex:
         self.forget(slot, 0)
         self.parked_at.pop(slot, None)
         self.running.pop(slot, None)
-        if self.transfers is not None:
-            self.transfers.leave(slot)
+        for follower in self.followers:
+            follower.left(slot)
 
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""
@@ -455,14 +492,14 @@ class PrefixIndex:
         held_bytes = sum(extent.size_bytes * count for extent, count in (self.holders() - self.loading()).items())
         assert held_bytes == self.held_bytes, "held bytes are miscounted"
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
-        locks = Counter(running.values()) + (Counter() if self.transfers is None else self.transfers.locks())
+        locks = sum((follower.locks() for follower in self.followers), Counter(running.values()))
         assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
         assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
             assert self._cache.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
         self._check_pins()
-        if self.sealed is not None:
-            self.sealed.check()
+        for follower in self.followers:
+            follower.check()
 
     # within
 
@@ -519,8 +556,8 @@ class PrefixIndex:
         for piece in pieces:
             self.evicted_pages += piece.value.extent.num_pages
             self.held_bytes -= piece.value.extent.size_bytes
-            if self.sealed is not None:
-                self.sealed.drop(piece.value.extent)
+            for follower in self.followers:
+                follower.dropped(piece.value.extent)
             self._pool.drop(piece.value.extent)
 
 

@@ -27,7 +27,7 @@ from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder.sealed_log import LogContents, Sealed
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool
-from vmmkv.prefix.index import Placed, PrefixIndex, end_token
+from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, counted
 
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 _stamp: Final = operator.attrgetter("stamp")
 
 
-class SealedPrefixes:
+class SealedPrefixes(IndexFollower):
     """The extents of one prefix tree that its pool's holder has sealed. Made empty; `restore` comes before any other call."""
+
+    waits_for_writes = True
 
     def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> None:
         assert pool.holder is not None, "without a holder nothing outlives the process"
@@ -80,7 +82,7 @@ class SealedPrefixes:
         if contents.identity != self._identity or not all(self._log.drop(serial) for serial in unused):
             self._rewrite()  # without them
         self._holder.release([serial for serial in left if serial not in restored])
-        self._index.sealed = self  # from now on; what came back is sealed already
+        self._index.followers.append(self)  # from now on; what came back is sealed already
         self._pool.shrink_to(self._pool.budget_bytes)
         self._index.restored = sorted((node for node in self._index.tree.nodes() if node.is_leaf), key=_stamp)
         if self._places:
@@ -128,24 +130,24 @@ class SealedPrefixes:
 
     # to the log
 
-    def add(self, namespace: Hashable, tokens: Tokens, pieces: Sequence[Piece[Placed]], written: Fence | None) -> None:
+    def added(self, namespace: Hashable, tokens: Tokens, pieces: Sequence[Piece[Placed]], written: Fence | None) -> None:
         """Seal these extents of the tree once `written` has passed; None: they are written."""
         packed = np.asarray(tokens, np.int32).tobytes()
         self._waiting.append((written, namespace, packed, {piece.value.extent: piece for piece in pieces}))
-        self.poll()
+        self.look()
 
-    def poll(self) -> None:
+    def look(self) -> None:
         """Seal what waits and whose fence has passed. Never blocks. Cost: some 10 us an extent."""
         while self._waiting and ((written := self._waiting[0][0]) is None or written.done()):
             _, namespace, packed, pieces = self._waiting.popleft()
             if pieces:
                 self._seal(namespace, packed, list(pieces.values()))
 
-    def oldest_fence(self) -> Fence | None:
-        """The fence of the extents that wait longest; None if none wait. Call `poll` first."""
+    def unwritten(self) -> Fence | None:
+        """The fence of the extents that wait longest; None if none wait. Call `look` first."""
         return self._waiting[0][0] if self._waiting else None
 
-    def drop(self, extent: Extent) -> None:
+    def dropped(self, extent: Extent) -> None:
         """The tree is about to let go of an extent. It may be written when this returns."""
         for _, _, _, pieces in self._waiting:
             pieces.pop(extent, None)
@@ -156,13 +158,15 @@ class SealedPrefixes:
             self._rewrite()  # without it
         extent.lent = bool(self._log.num_borrowers)  # one that comes later does not find it
 
-    def close(self) -> None:
+    def give_up(self) -> list[Fence]:
         """The engine ends in order: wait for the last fences, seal what is left, and leave all with the holder."""
         for written, *_ in self._waiting:
             if written is not None:
                 written.wait()
-        self.poll()
+        self.look()
         self._holder.has_prefixes = False
+        self._index.followers.remove(self)  # the holder keeps what the tree lets go from now on
+        return []
 
     def _seal(self, namespace: Hashable, packed: bytes, pieces: Sequence[Piece[Placed]]) -> None:
         """Seal extents that the tree has on the path of these tokens."""

@@ -28,8 +28,8 @@ from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import OutOfPages
 from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.sharing import Windows
-from vmmkv.prefix.index import Placed, PrefixIndex, end_token
-from vmmkv.prefix.radix_tree import Lookup, Node, Piece, TreeListener, piece_place
+from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
+from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, TreeListener, piece_place
 from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
 from vmmkv.tiers.tier import ListenedTier, Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
@@ -186,7 +186,7 @@ class PrefixListener(TreeListener, Protocol):
         """
 
 
-class Transfers:
+class Transfers(IndexFollower):
     """The stores and loads of one prefix cache."""
 
     def __init__(self, cache: KVCache, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> None:
@@ -231,7 +231,7 @@ class Transfers:
 
     # what the prefix cache asks
 
-    def queue(
+    def _queue(
         self, namespace: Hashable, tokens: npt.NDArray[np.int32], slot: int | None = None, extents: Iterable[Extent] = ()
     ) -> None:
         """Store inserted tokens, of the sequence in `slot` if it runs, when there is time.
@@ -261,7 +261,11 @@ class Transfers:
             if len(stores) > _MOST_QUEUED:
                 del stores[first]
 
-    def leave(self, slot: int) -> None:
+    def extended(self, namespace: Hashable, tokens: Tokens, slot: int, extents: list[Extent]) -> None:
+        """Store the tokens of a running sequence when there is time."""
+        self._queue(namespace, np.asarray(tokens), slot, extents)
+
+    def left(self, slot: int) -> None:
         """The sequence in a slot has ended."""
         self._newest.pop(slot, None)
 
@@ -590,7 +594,7 @@ class Transfers:
                 tokens = fetch._chain.tokens[: pieces[-1].end_token]
                 index.add(fetch._chain.namespace, tokens, pieces)
                 if len(self.tiers) > 1:
-                    self.queue(fetch._chain.namespace, tokens)  # the others get it too
+                    self._queue(fetch._chain.namespace, tokens)  # the others get it too
                 self.fetched_tokens += num_tokens - fetch.known_tokens
         for part in fetch._parts:
             pool.unuse(part.extent)

@@ -48,7 +48,7 @@ def every_kernel() -> tuple[KnownKernel, ...]:
     Imports Triton, which reads `TRITON_INTERPRET` when it is first imported.
     """
     from vmmkv.adapters import attention as of
-    from vmmkv.kernels.attention import decode, prefill
+    from vmmkv_kernels.attention import decode, prefill
 
     flash_3, guard = "flash_attn_interface", of.flash_3_guard_tokens
     return (

@@ -24,11 +24,11 @@ import vmmkv
 from vmmkv.cache import KVCache
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access, Handle
-from vmmkv.kernels import reference
 from vmmkv.layout import PLANE_ALIGNMENT_BYTES, Group, KVLayout, Plane
 from vmmkv.memory.address_space import wrap
 from vmmkv.memory.pool import Pool
 from vmmkv.units import GIB, KIB, PAGE_BYTES, ceil_div, round_up
+from vmmkv_kernels import reference
 
 Form = Literal["decode", "prefill"]
 

@@ -40,9 +40,9 @@ from bench.suites.kernels.memories import (
     rows_of,
     uniform,
 )
-from vmmkv.kernels import reference
 from vmmkv.layout import KVType
 from vmmkv.units import KIB, MIB, ceil_div
+from vmmkv_kernels import reference
 
 PARTS: Final = ("decode", "prefill", "shared", "quantised")
 """Each a method of `Measurer`."""
@@ -300,14 +300,14 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
 
 def bind_decode(batch: Queries, copy: int) -> Attend:
     """`decode`, over slots or over blocks."""
-    from vmmkv.kernels.attention.decode import decode
+    from vmmkv_kernels.attention.decode import decode
 
     return _bind_ours(decode, batch, batch.lengths_B, batch.slots_B(copy))
 
 
 def bind_prefill(batch: Queries, copy: int) -> Attend:
     """`prefill`, over slots or over blocks."""
-    from vmmkv.kernels.attention.prefill import prefill
+    from vmmkv_kernels.attention.prefill import prefill
 
     return _bind_ours(prefill, batch, batch.query_starts, batch.lengths_B, batch.slots_B(copy))
 

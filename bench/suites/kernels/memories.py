@@ -23,9 +23,9 @@ import torch
 
 from bench.harness import Shape, release_memory
 from vmmkv import Group, KVCache, KVLayout, Plane, Pool
-from vmmkv.kernels.quantise import dequantise
 from vmmkv.layout import SCALES, KVType
 from vmmkv.units import KIB, MIB, PAGE_BYTES, ceil_div, round_up
+from vmmkv_kernels.quantise import dequantise
 
 # cases
 

@@ -16,8 +16,8 @@ import torch
 from bench.baselines import backend
 from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.prefix import host
-from bench.suites.serve import Context
 from bench.suites.serve.compared import NO_SHARING, checked, opened
+from bench.suites.serve.context import Context
 from bench.suites.serve.systems import share_same, take_turns
 from bench.workloads import TokenIds, Workload, at_once
 from vmmkv import KVCache, Pool, PrefixCache

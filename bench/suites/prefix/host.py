@@ -27,18 +27,18 @@ from vmmkv import Sequence as VmmSequence
 from vmmkv.prefix import AttachMethod
 from vmmkv.prefix.radix_tree import Piece, RadixTree
 from vmmkv.prefix.transfers import PrefixListener
-from vmmkv.server.engine.__main__ import collect_what_is_new, freeze_survivors
-from vmmkv.server.engine.kv_backend import PARKED_SLOTS, Slots
-from vmmkv.server.engine.kv_events import KVEventPublisher
-from vmmkv.server.engine.prefix_groups import BatchOrder, GroupTensors, PrefixGroup
-from vmmkv.server.engine.request import Request, Status, Step
-from vmmkv.server.engine.sampler import Sampler
-from vmmkv.server.engine.scheduler import Scheduler
-from vmmkv.server.engine.uploads import Uploads
-from vmmkv.server.protocol import Generate
-from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
+from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
+from vmmkv_server.engine.kv_backend import PARKED_SLOTS, Slots
+from vmmkv_server.engine.kv_events import KVEventPublisher
+from vmmkv_server.engine.prefix_groups import BatchOrder, GroupTensors, PrefixGroup
+from vmmkv_server.engine.request import Request, Status, Step
+from vmmkv_server.engine.sampler import Sampler
+from vmmkv_server.engine.scheduler import Scheduler
+from vmmkv_server.engine.uploads import Uploads
+from vmmkv_server.protocol import Generate
+from vmmkv_server.sampling_params import SamplingParams
 
 _VOCABULARY: Final = 128_256
 

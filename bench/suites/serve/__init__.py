@@ -1,7 +1,9 @@
 """The engine under load: what its workloads take, beside other systems, over HTTP, by grammars, and where a step's time goes.
 
+context      what the parts of one shape share
 models       configurations, loaded weights, bounds, tokenizers
 systems      what serves a workload, and the checks before timing
+peers        the systems of others: transformers and vLLM over the engine's weights
 generate     mixed, single, first, long, shared, sampled, full: the engine as a user has it
 compared     closed, rates: systems over the same weights with the same limits
 quantised    quantised: mixed over each type of the KV cache, in the same memory
@@ -16,22 +18,19 @@ steps        step, breakdown: decode steps against the byte limit, and steps by 
 import itertools
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from bench.baselines import backend
-from bench.harness import Recorder, Settings, Shape, release_memory
-from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
+from bench.harness import Recorder, Settings
+from bench.suites.serve.context import GENERATED, Context, lacks_vllm
+from bench.suites.serve.models import model_of, tokenizer_file, vocabulary_of
 from vmmkv.layout import KV_KINDS
 
-GENERATED: Final = ("mixed", "single", "first", "long", "shared", "sampled", "full")
-"""Parts of `generate`. vLLM, outside, serves the same."""
 PARTS: Final = {
     **dict.fromkeys(GENERATED, "generate"),
     **dict.fromkeys(("closed", "rates"), "compared"),
@@ -58,51 +57,6 @@ _BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
 """Shapes that are measured on a GPU if none is named."""
 
 
-class Context:
-    """What the parts of one shape share: the model, rows, and an engine that a part keeps for the next."""
-
-    def __init__(self, recorder: Recorder, shape: Shape, num_ranks: int = 1, alone: dict[str, Any] | None = None) -> None:
-        self.recorder, self.settings = recorder, recorder.settings
-        self.num_ranks = num_ranks
-        """Of engines as users have them."""
-        self.alone = {} if alone is None else alone
-        """By part: what `generate` holds first tokens against, by the engine of the fewest ranks."""
-        self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)
-        self._kept: tuple[Callable[..., Any], Any] | None = None
-
-    def name(self, part: str, text: str) -> str:
-        """A row's workload."""
-        return f"{self.model.name} {part}: {text}"
-
-    def engine(self, open_: Callable[..., Any], *arguments: Any) -> Any:
-        """The kept engine if it was opened so; else a new one, which takes all memory: another is closed first."""
-        if self._kept is None or self._kept[0] is not open_:
-            self.close()
-            self.recorder.note(f"{self.model.name}: the engine starts")
-            self._kept = open_, open_(*arguments)
-        return self._kept[1]
-
-    @contextmanager
-    def with_texts(self) -> Iterator[Path]:
-        """The directory of the model with a tokenizer, as which it is served in the block. No engine is kept."""
-        self.close()
-        bare, self.model = self.model, self.model.with_tokenizer(tokenizer_file(self.settings.tokenizer))
-        try:
-            with self.model.directory() as directory:
-                yield directory
-        finally:
-            self.model = bare
-            self.close()
-
-    def close(self) -> None:
-        """Close the kept engine."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept[1].close()
-        del kept
-        release_memory(self.settings.device)
-
-
 def check(settings: Settings) -> None:
     """Raises: ValueError for a part or a case that was asked for and lacks something."""
     for part in _NEEDED:
@@ -126,13 +80,6 @@ def cases_of(settings: Settings) -> dict[str, list[str]]:
     cases["outside"] += GENERATED  # by vLLM
     cases |= {"quantised": ["auto", *KV_KINDS], "policies": list(Sizes.of(settings, model).policies)}
     return {part: names for part, names in cases.items() if settings.wants(part)}
-
-
-def lacks_vllm(settings: Settings) -> str | None:
-    """Why vLLM cannot run; None if it can."""
-    if find_spec("vllm") is None:
-        return "the package vllm is not installed"
-    return None if settings.device == torch.device("cuda:0") else "it runs on cuda:0 alone"
 
 
 def absent(settings: Settings) -> dict[str, str]:

@@ -15,9 +15,10 @@ import torch
 from bench import workloads
 from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.models import ServedModel, Weights, requests_s
 from bench.suites.serve.systems import (
+    OUTSIDE,
     EngineSystem,
     LogProbs,
     Options,
@@ -29,7 +30,6 @@ from bench.suites.serve.systems import (
 from bench.workloads import Workload
 from vmmkv.units import GIB, MIB, format_bytes
 
-OUTSIDE: Final = "transformers StaticCache"
 NO_SHARING: Final = "none"
 _IDS: Final = 10_001
 _CHECKED_TOKENS: Final = 4
@@ -120,7 +120,7 @@ def opened(context: Context, limits: Options, names: Iterable[str]) -> Iterator[
         for name in names:
             context.recorder.note(f"{context.model.name}: {name} starts")
             if name == OUTSIDE:
-                from bench.suites.serve.outside import StaticBatches
+                from bench.suites.serve.peers import StaticBatches  # not above: it imports transformers
 
                 systems.append(StaticBatches(weights, limits))
             elif name == NO_SHARING:

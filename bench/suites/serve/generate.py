@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from bench.harness import Settings
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.models import ServedModel, requests_s
 from bench.suites.serve.systems import LogProbs, ServedRun, UserEngine, share_off, share_same
 from bench.workloads import Ask, TokenIds, Workload, at_once
 
 if TYPE_CHECKING:
-    from bench.suites.serve.outside import Vllm
+    from bench.suites.serve.peers import Vllm
 
 _IDS: Final = 10_001
 """Token ids of prompts are below it, whatever the model."""

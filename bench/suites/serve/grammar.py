@@ -16,17 +16,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench.harness import WrongNumbers
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.models import Weights, digest_of, tokenizer_file
 from bench.suites.serve.schemas import SCHEMAS
 from bench.suites.serve.systems import EngineSystem, Options, params_of
-from vmmkv.server.engine.request import Request
-from vmmkv.server.protocol import Generate
-from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.manager import StructuredOutputManager
-from vmmkv.server.structured_output.matcher import Matcher, Vocabulary, Words
-from vmmkv.server.structured_output.schema import of_schema
 from vmmkv.units import ceil_div
+from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.request import Request
+from vmmkv_server.protocol import Generate
+from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.matcher import Matcher, Vocabulary, Words
+from vmmkv_server.structured_output.schema import of_schema
 
 FREE: Final = "free text"
 MASKS: Final = "masks"

@@ -19,9 +19,9 @@ import torch
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
 from vmmkv.config import read_environment
-from vmmkv.server.config import VARIABLES, ServeConfig
-from vmmkv.server.engine.loading import ModelSource, choose_dtype
-from vmmkv.server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir
+from vmmkv_server.config import VARIABLES, ServeConfig
+from vmmkv_server.engine.loading import ModelSource, choose_dtype
+from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir
 
 Config = Mapping[str, Any]
 """What a config.json holds."""

@@ -23,12 +23,12 @@ from typing import Any, Final, NamedTuple
 import httpx
 
 from bench.harness import Settings, WrongNumbers, started
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.generate import Measured, Stage, computed_alone, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import UserEngine, of_users
 from bench.workloads import Ask
-from vmmkv.server.tokenizer import Tokenizer
+from vmmkv_server.tokenizer import Tokenizer
 
 SYSTEM: Final = "vmmkv serve"
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}

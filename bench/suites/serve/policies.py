@@ -19,14 +19,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench.harness import Settings
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.generate import behind_others, random_tokens
 from bench.suites.serve.models import ServedModel, Weights, requests_s
 from bench.suites.serve.systems import EngineSystem, Said, ServedRun, share_off
 from bench.workloads import TokenIds, Workload, at_once
-from vmmkv.server.kv_policy import Eviction
-from vmmkv.server.protocol import Compacted, FromEngine
 from vmmkv.units import GIB, PAGE_BYTES, format_bytes
+from vmmkv_server.kv_policy import Eviction
+from vmmkv_server.protocol import Compacted, FromEngine
 
 ALL: Final = "none"
 """The case of requests that keep all rows."""

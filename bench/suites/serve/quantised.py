@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.generate import Stage, computed_alone, measure, stages
 from bench.suites.serve.models import requests_s
 from bench.suites.serve.systems import UserEngine, of_users

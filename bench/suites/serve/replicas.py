@@ -15,12 +15,12 @@ import httpx
 import torch
 
 from bench.harness import Settings, WrongNumbers, started
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.generate import stages
 from bench.suites.serve.over_http import AskAll, Streamed, add_rows, body_of, clients, engine_options, times_of
 from bench.suites.serve.quantised import TIMES, times
 from bench.workloads import Ask
-from vmmkv.server.tokenizer import Tokenizer
+from vmmkv_server.tokenizer import Tokenizer
 
 SCRIPT: Final = Path(__file__).parents[3] / "deploy" / "vllm-router.sh"
 _LIMIT_S: Final = 600.0

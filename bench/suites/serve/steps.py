@@ -19,12 +19,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import WrongNumbers
-from bench.suites.serve import Context
+from bench.suites.serve.context import Context
 from bench.suites.serve.generate import random_tokens, stages
 from bench.suites.serve.models import Weights, prefill_s, read_s
 from bench.suites.serve.systems import EngineSystem, of_users, params_of
-from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.units import ceil_div
+from vmmkv_server.engine.loading import STEP_TOKENS
 
 _SYSTEM: Final = "vmmkv"
 _APART: Final = 16
@@ -36,7 +36,7 @@ _PROFILED: Final = 20
 _COPIES: Final = ("Memcpy", "Memset")
 """What the profiler calls what is no kernel. While nothing else is done, they are in the gaps."""
 _DECODE_BEGINS: Final = "_begin"
-"""The first kernel of a decode step, by its name; a mixed step has none of it. See kernels/step.py."""
+"""The first kernel of a decode step, by its name; a mixed step has none of it. See kernels/vmmkv_kernels/step.py."""
 _STEP_ENDS: Final = "_end"
 """The last kernel of each step."""
 _OTHER: Final = "other kernels"

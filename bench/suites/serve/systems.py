@@ -26,12 +26,14 @@ from bench.baselines.backend import SYSTEMS
 from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload, at_once
-from vmmkv.server import LLM, SamplingParams
-from vmmkv.server.engine.loading import Loaded, assemble
-from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 from vmmkv.tiers import Tier
 from vmmkv.units import MIB
+from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.engine.loading import Loaded, assemble
+from vmmkv_server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 
+OUTSIDE: Final = "transformers StaticCache"
+"""Name of the system that is transformers."""
 LIKELIEST: Final = 20
 """Tokens whose log-probabilities are compared."""
 
@@ -152,7 +154,7 @@ Said = tuple[int, Sequence[int], bool]
 
 
 Options = Mapping[str, Any]
-"""Of `vmmkv.server.LLM`, by their names."""
+"""Of `vmmkv_server.LLM`, by their names."""
 
 
 def of_users(settings: Settings) -> dict[str, Any]:

@@ -24,15 +24,13 @@ Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D h
 """
 
 import functools
-import itertools
 import sys
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,10 +43,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from vmmkv.adapters.transformers import registry
 from vmmkv.model_config import WITH_SINKS
-
-if TYPE_CHECKING:
-    from vmmkv.adapters.transformers.cache import VmmCache
 
 __all__ = ["NAME", "DeclinedWarning", "attention", "declined", "mask"]
 
@@ -136,12 +132,12 @@ def attention(
     if reason is None:
         if place is not None:
             number, layer = place
-            query = _caches[number].turned(layer, query)
+            query = registry.cache(number).turned(layer, query)
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
         out = attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap)
         if place is not None:
             is_plain = attention_mask is None or hasattr(attention_mask, WINDOW)
-            _caches[number].attended(layer, query, key, scaling, softcap, is_plain=is_plain)
+            registry.cache(number).attended(layer, query, key, scaling, softcap, is_plain=is_plain)
         return out, None
     if place is not None:
         raise NotImplementedError(
@@ -320,8 +316,8 @@ def _attend_by_plan(plan: AttentionPlan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD:
     num_sequences, num_heads, num_queries, head_dim = q_BHND.shape
     k_BTKD, v_BTKD = k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2)
     if plan.query_starts is None:
-        from vmmkv.kernels.attention.decode import attend_singles
-        from vmmkv.kernels.attention.kv_memory import LayerKV
+        from vmmkv_kernels.attention.decode import attend_singles
+        from vmmkv_kernels.attention.kv_memory import LayerKV
 
         memory = LayerKV(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
         q_BHD = q_BHND.select(2, 0)
@@ -330,7 +326,7 @@ def _attend_by_plan(plan: AttentionPlan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD:
         out_BHD = torch.empty((num_sequences, num_heads, head_dim), dtype=q_BHD.dtype, device=q_BHD.device)
         attend_singles(q_BHD, memory, plan.lengths_B, plan.slots_B, None, None, plan.options, out_BHD, None)
         return out_BHD.unsqueeze(1)
-    from vmmkv.kernels.attention.prefill import prefill
+    from vmmkv_kernels.attention.prefill import prefill
 
     q_BNHD = q_BHND.transpose(1, 2)
     if not plan.even_queries:
@@ -369,8 +365,8 @@ def _plan(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> A
     obstacle = _obstacle(q_BHND, k_BKTD, v_BKTD, scoring)
     if obstacle is not None:
         return obstacle
-    from vmmkv.kernels import checks
-    from vmmkv.kernels.attention.kv_memory import kv_memory
+    from vmmkv_kernels import checks
+    from vmmkv_kernels.attention.kv_memory import kv_memory
 
     kv_memory(k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), None, None, None, q_BHND.dtype, q_BHND.device)
     num_sequences, _, num_queries, head_dim = q_BHND.shape
@@ -387,9 +383,9 @@ def _plan(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> A
 def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> str | None:
     """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
     try:
-        from vmmkv.kernels import checks
-        from vmmkv.kernels.attention import MAX_HEAD_DIM
-        from vmmkv.kernels.attention.kv_memory import MAX_GROUP, MAX_SEQUENCES
+        from vmmkv_kernels import checks
+        from vmmkv_kernels.attention import MAX_HEAD_DIM
+        from vmmkv_kernels.attention.kv_memory import MAX_GROUP, MAX_SEQUENCES
     except ImportError:
         return "Triton is not installed"
     device, dtype = q_BHND.device, q_BHND.dtype
@@ -517,16 +513,6 @@ def _attend_with_sinks(
 # needs that of the layer before it, which keeps the order. Operations of one graph do not see that the cache has changed, so a
 # graph has one pass, and a second one in it is refused.
 
-_caches: "weakref.WeakValueDictionary[int, VmmCache]" = weakref.WeakValueDictionary()
-_numbers = itertools.count(2)  # a graph takes 0 and 1 for constants
-
-
-def enter(cache: "VmmCache") -> int:
-    """Number a cache: a graph refers to it by number."""
-    number = next(_numbers)
-    _caches[number] = cache
-    return number
-
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
@@ -564,7 +550,7 @@ def _attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap:
 
 
 def _append_attend(q: Any, k: Any, v: Any, mask: Any, number: int, layer: int, num_past: int, *scoring: Any) -> Tensor:
-    return _attend(q, *_caches[number].append(k, v, layer, num_past), mask, *scoring)
+    return _attend(q, *registry.cache(number).append(k, v, layer, num_past), mask, *scoring)
 
 
 def _like(q_BHND: Tensor, _: Tensor, v_BKTD: Tensor, *__: Any) -> Tensor:

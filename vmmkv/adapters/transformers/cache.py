@@ -46,7 +46,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, cache_utils
 from transformers.cache_utils import Cache
 
-from vmmkv.adapters.transformers import attention, saved
+from vmmkv.adapters.transformers import attention, registry, saved
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
 from vmmkv.adapters.transformers.calls import PassCalls
 from vmmkv.adapters.transformers.eviction import Eviction
@@ -166,7 +166,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """Rows of the lineage on the device: every layer of every pass asks for them."""
         self._stream: torch.Stream | None = None
         """The current stream at the last use of the cache, on CUDA."""
-        self._number = attention.enter(self)
+        self._number = registry.enter(self)
         self._closed = False
 
     def _set_groups(self, groups: list[WindowRows]) -> None:
@@ -750,7 +750,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
         other._written, other._indices, other._replaced, other._calls = set(), {}, [], PassCalls()
         other._eviction = copy.copy(self._eviction)
-        other._number = attention.enter(other)
+        other._number = registry.enter(other)
         return other
 
     def __reduce__(self) -> NoReturn:

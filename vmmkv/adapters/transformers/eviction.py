@@ -103,12 +103,12 @@ class Eviction:
 def column_sums(q_BHND: Tensor, k_BKTD: Tensor, scoring: Scoring) -> Tensor:
     """[B, T] how much the last N tokens attend to each of T rows, over all heads: by vmmkv's kernel if it can, else in torch.
 
-    Cost: see `vmmkv.kernels.attention.column_sums`.
+    Cost: see `vmmkv_kernels.attention.column_sums`.
     """
     if isinstance(attention.plan_of(q_BHND, k_BKTD, k_BKTD, scoring), attention.AttentionPlan):
-        from vmmkv.kernels.attention.column_sums import column_sums
+        from vmmkv_kernels.attention.column_sums import column_sums
     else:
-        from vmmkv.kernels.reference import column_sums
+        from vmmkv_kernels.reference import column_sums
     num_sequences, num_heads, num_queries, head_dim = q_BHND.shape
     integers: dict[str, Any] = {"dtype": torch.int32, "device": q_BHND.device}
     starts = torch.arange(0, num_sequences * num_queries + 1, num_queries, **integers)

@@ -1,0 +1,639 @@
+"""The loop: take requests, schedule a step, launch it, read an earlier one back, answer. It knows messages, not sockets.
+
+    step n      schedule ── launch ── map ahead ── read step n - 1 ── answer
+    step n + 1                                                        schedule ── launch ── map ahead ── read step n ...
+    device               |<------------- step n - 1 ... ------->|<------ step n ------------->|
+
+A step that the device has ended is read at once, and else when more than `lookahead` are in flight.
+
+A step is scheduled from what the steps in flight will have done. Only the tokens they sample are unknown, and only a step with
+beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
+
+Where an answer follows a grammar, the tokens that may come next depend on those before. The forward half of such a step is
+launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from vmmkv import DriverError, KVCache
+from vmmkv.tiers import TierStats
+from vmmkv.units import PAGE_BYTES, counted, format_bytes
+from vmmkv_server.engine.compaction import ROUNDED_ANEW
+from vmmkv_server.engine.errors import EngineDied
+from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
+from vmmkv_server.engine.prefix_groups import BatchOrder
+from vmmkv_server.engine.ranking import KeptRows
+from vmmkv_server.engine.request import Chunk, Request, Status, Step
+from vmmkv_server.engine.runner import NAP_S, Runner
+from vmmkv_server.engine.sampler import NOT_A_NUMBER
+from vmmkv_server.engine.scheduler import CannotRun, Scheduler
+from vmmkv_server.engine.step import Logprobs, Results
+from vmmkv_server.engine.uploads import TokenMasks
+from vmmkv_server.protocol import (
+    Abort,
+    Beams,
+    Failed,
+    FinishReason,
+    FromEngine,
+    Generate,
+    Output,
+    Outputs,
+    PromptLogprobs,
+    Snapshot,
+)
+from vmmkv_server.sampling_params import Limits
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_S: Final = 0.5
+"""How often a snapshot is sent while there is work."""
+
+_WINDOW_STEPS: Final = 16
+"""Steps after which rows that have left a window are given back: each time costs a fence."""
+
+_SLOT_STEPS: Final = 8
+"""Steps after which slots that were parked longest ago are cleared."""
+
+_POLL_US: Final = 200.0
+"""Time for tiers while there is nothing to do but to wait."""
+
+_GRAMMAR_NAP_S: Final = 0.0005
+"""While nothing else is to be done, for the thread that reads a grammar: that takes some ten milliseconds."""
+
+_NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
+_NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
+
+_REFUSED: Final = NOT_A_NUMBER - 1000
+"""Stands for a token that the grammar of its request refuses."""
+
+
+class Engine:
+    """Continuous batching over one model and one KV memory: requests join and leave at every step.
+
+    `send` takes the answers. `max_sequences` run at once, as many as there are slots if None; the other slots keep the rows of
+    sequences that have ended. At most `lookahead` steps are in flight when `step` returns.
+    """
+
+    def __init__(
+        self,
+        cache: EngineCache,
+        runner: Runner,
+        *,
+        prefix: Prefixes | None = None,
+        max_sequences: int | None = None,
+        eos_ids: frozenset[int],
+        step_tokens: int,
+        lookahead: int = 1,
+        send: Callable[[FromEngine], None],
+        structured: StructuredOutputManager,
+        kv_policy: str | None = None,
+    ) -> None:
+        self.cache = cache
+        self.in_flight: deque[Step] = deque()
+        self._runner = runner
+        self._prefix = prefix
+        self._compactor = runner.compactor(send)
+        self.limits: Final = Limits(
+            model="this engine",
+            model_tokens=cache.max_tokens,
+            pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
+            budget_bytes=0,
+            max_sequences=max_sequences or cache.num_slots,
+            vocabulary_size=runner.model.vocabulary_size,
+            kv_policy=kv_policy,
+            kv_policy_refusal=runner.kv_policy_refusal,
+            kv_policy_again_refusal=ROUNDED_ANEW if runner.keys and runner.keys.are_quantised else "",
+        )
+        self._scheduler = Scheduler(
+            cache,
+            prefix,
+            runner.sampler,
+            step_tokens=step_tokens,
+            max_sequences=self.limits.max_sequences,
+            drain=self.drain,
+            is_idle=self._is_idle,
+            compactor=None if runner.kv_policy_refusal else self._compactor,
+        )
+        self._table = self._scheduler.table
+        self._budget_bytes = cache.stats().pool_budget_bytes
+        """The KV budget when it was last read: `stats` counts everything, which takes a while."""
+        self._lookahead = lookahead
+        self._eos_ids = eos_ids
+        self._eos = np.array(sorted(eos_ids), np.int32)
+        self._send = send
+        self._has_windows = any(group.window is not None for group in cache.layout.groups)
+        self._order = BatchOrder(self._table)
+        self.structured = structured
+        """The matchers of answers by a grammar."""
+        self._forced: list[Request] = []
+        """Waiting requests whose answers begin with tokens that have not been sent."""
+        self.num_steps = 0
+        """Steps that have been read."""
+        self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._has_mapped_ahead = False
+        """Since the last launch began."""
+        self._step_us = 10_000.0
+        """Time of a step, averaged."""
+        self._read_s = time.perf_counter()
+        self._reported_s = 0.0
+
+    def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        """A step that computed so many prompt tokens, at these times of time.perf_counter."""
+        self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
+
+    def close(self) -> None:
+        """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
+        self._runner.close()
+        self.structured.close()
+
+    @property
+    def has_work(self) -> bool:
+        """Is any request waiting or running, or a step in flight, or a grammar being read?"""
+        return self._scheduler.has_work or bool(self.in_flight or self.structured.num_opening)
+
+    @property
+    def holder_is_gone(self) -> bool | None:
+        """Has the process ended that owns memory which this one has? None if there is none."""
+        holder = self.cache.pool.holder or self.cache.pool.lender if isinstance(self.cache, KVCache) else None
+        return None if holder is None else holder.is_gone()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have memory."""
+        return len(self._scheduler.running)
+
+    def request_in(self, slot: int) -> str | None:
+        """The id of the request that runs in a slot, if any; a beam search is named by one of its slots."""
+        request = self._table.requests[slot]
+        return None if request is None else request.ask.request_id
+
+    # ------------------------------------------------------------------ requests
+
+    def receive(self, message: Generate | Abort) -> None:
+        """A request comes, or its client goes."""
+        if isinstance(message, Abort):
+            request = self._scheduler.find(message.request_id)
+            if request is not None:
+                self._scheduler.finish(request)
+            else:
+                self.structured.cancel(message.request_id)
+            return
+        params, own_ids = message.params, frozenset(message.params.stop_token_ids)
+        ids = range(self.limits.vocabulary_size)
+        suppressed_ids = frozenset(each for each in own_ids | self._eos_ids if params.min_tokens and each in ids)
+        if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
+            self._send(Failed(request_id=message.request_id, message=reason))
+            return
+        eviction = self.limits.eviction(params)
+        request = Request(
+            message,
+            own_ids if params.ignore_eos else own_ids | self._eos_ids,
+            suppressed_ids,
+            None if eviction is None else KeptRows(eviction, len(message.prompt)),
+        )
+        if message.grammar:
+            self.structured.open(request)
+        else:
+            self._scheduler.add(request)
+
+    def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
+        """What is wrong with a request that can never be served, in words for the client; None if it may be."""
+        try:
+            self.limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
+        except ValueError as error:
+            return str(error)
+        if ask.params.prompt_logprobs is not None and not self._runner.model.has_states:
+            return "this model has no head of its own, and so no log-probabilities of its prompts: leave them out"
+        if num_suppressed == self.limits.vocabulary_size:
+            given = f"min_tokens={ask.params.min_tokens}"
+            return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
+        if self._why_never_fits(ask) is None:
+            return None
+        self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
+        return self._why_never_fits(ask)
+
+    def _why_never_fits(self, ask: Generate) -> str | None:
+        """What is wrong with a request whose least memory exceeds the budget.
+
+        Prompts with log-probabilities are computed as a whole. A request that may stop early counts as if it stopped as soon as
+        it may. The last token has no row: nothing attends to it.
+        """
+        params, layout, budget_bytes = ask.params, self.cache.layout, self._budget_bytes
+        may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
+        num_new = params.min_tokens if may_stop else params.max_tokens
+        num_rows = max(0, min(num_new, params.max_tokens - 1))
+        if (eviction := self.limits.eviction(params)) is not None:
+            num_rows = eviction.most_rows(len(ask.prompt), len(ask.prompt) + num_rows) - len(ask.prompt)
+        num_beams = max(1, min(params.beam_width, self.limits.vocabulary_size))  # of fewer tokens come fewer live beams
+        attaches = self._prefix is not None and params.prompt_logprobs is None
+        wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
+        if wanted_bytes <= budget_bytes:
+            return None
+        given = f"a prompt of {counted(len(ask.prompt), 'token')}"
+        if num_rows:
+            given += f" and {num_new} new ones" + (f" in each of {params.beam_width} beams" if params.beam_width else "")
+        num_tokens = layout.tokens_in(budget_bytes // PAGE_BYTES, sliding=False)
+        fewer = "ask for fewer tokens or beams" if params.beam_width > 1 else "ask for fewer tokens"
+        return (
+            f"this request can never fit: {given} take at least {format_bytes(wanted_bytes)}, and the whole KV budget is "
+            f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise the budget"
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> None:
+        """Launch the next step, and answer what an earlier one gave. A failing request stops no others.
+
+        Raises: EngineDied.
+        """
+        if self.structured.num_opening:
+            self._queue_read_grammars()
+        try:
+            step = self._scheduler.schedule()
+        except CannotRun as error:
+            log.warning("request %s ends: %s", error.request.ask.request_id, error)
+            self._check_device()
+            self._fail([error.request], str(error))
+            return
+        except Exception:
+            self._check_device()
+            raise
+        if self._forced:
+            self._send_forced()
+        if step is not None:
+            self.launch(step)
+            while self.in_flight and (len(self.in_flight) > self._lookahead or self._is_done(self.in_flight[0])):
+                self.read()
+        elif self.in_flight:
+            self.read()
+        elif self._scheduler.fetches.waiting:
+            self.poll_tiers()
+            time.sleep(NAP_S)
+        self.report(only_if_due=True)
+
+    def launch(self, step: Step) -> None:
+        """Launch a step, and map ahead while the device computes it."""
+        self._has_mapped_ahead = False
+        step.launched_s = time.perf_counter()
+        self._scheduler.launched(step)
+        try:
+            if self._runner.has_prefix_groups and len(step.slots):
+                step.slots = self._order.arrange(step.slots, self._runner.set_prefix_groups)
+                step.ends, step.epochs = self.cache.lengths[step.slots], self._table.epochs[step.slots]
+            forwarded = self._runner.forward(step)
+            step.readback = self._runner.sample(forwarded, self._masks(step))
+        except Exception as error:
+            self._fail_step(step, error)
+        else:
+            if not self.in_flight:
+                self._read_s = max(self._read_s, step.launched_s)  # the device was idle until then: no step took that time
+            self.in_flight.append(step)
+        if not self._has_mapped_ahead:
+            self.map_ahead()
+
+    def _is_idle(self) -> bool:
+        """Does the device wait for the next step? Never on a CPU, which computes while a step is launched."""
+        return self.cache.device.type == "cuda" and all(map(self._is_done, self.in_flight))
+
+    def _is_done(self, step: Step) -> bool:
+        assert step.readback is not None, "all of it is launched"
+        return step.readback.is_done
+
+    def drain(self) -> bool:
+        """Read all steps in flight; were there any?"""
+        were_any = bool(self.in_flight)
+        while self.in_flight:
+            self.read()
+        return were_any
+
+    def read(self) -> None:
+        """Wait for the oldest step in flight, and answer what it gave."""
+        step = self.in_flight.popleft()
+        assert step.readback is not None, "all of it is launched"
+        try:
+            results = self._runner.wait(step.readback, self.poll_tiers)
+        except Exception as error:
+            self._fail_step(step, error)
+            return
+        now_s = time.perf_counter()
+        num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if not chunk.of_beam)
+        self.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
+        self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
+        self._read_s = now_s
+        self.num_steps += 1
+        outputs = self._postprocess(step, results)
+        if outputs:
+            self._send(Outputs(outputs=outputs))
+        if self._has_windows and self.num_steps % _WINDOW_STEPS == 0:
+            self._scheduler.slide_windows()
+
+    def map_ahead(self) -> None:
+        """While the device computes: map what the next steps need, unmap what the last ones left."""
+        self._has_mapped_ahead = True
+        try:
+            budget_us = self._step_us / 2
+            self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
+            if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
+                self._prefix.free_slots(self._num_spare_slots)
+            self._scheduler.insert_generated()
+        except DriverError:
+            log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
+        self.poll_tiers(self._step_us / 4)
+        if self._is_idle():
+            self._step_us /= 2  # the device has waited for this: it takes less time than its steps have come to take
+
+    def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
+        """Go on with stores to tiers and loads from them for `budget_us`; False if none are left, or the device failed."""
+        try:
+            return self._prefix is not None and self._prefix.poll(budget_us)
+        except DriverError:
+            log.exception("a copy to or from a tier failed")  # what it would have brought is computed
+            return False
+
+    def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = lambda: time.sleep(1e-3)) -> None:
+        """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true.
+
+        What is left then goes on beside the next steps.
+        """
+        until_s, is_stored = time.monotonic() + timeout_s, not self.poll_tiers()
+        if is_stored:
+            return
+        while not (is_stored or time.monotonic() > until_s or wait()):
+            self.report(only_if_due=True)
+            is_stored = not self.poll_tiers()
+        if is_stored:
+            self.settle()
+
+    def prepare(self, *, wait: Callable[[], object] = lambda: False) -> None:
+        """No request is there: park what an earlier engine left with the holder, to be adopted. `wait` ends it if true."""
+        has_worked = False
+        try:
+            while self._prefix is not None and not wait() and self._prefix.prepare(_POLL_US, free_slots=self._num_spare_slots):
+                has_worked = True
+        except DriverError:
+            log.exception("a prefix that an earlier engine left was not mapped")  # it is when a prompt has it
+        if has_worked:
+            self.settle()
+
+    @property
+    def _num_spare_slots(self) -> int:
+        """Slots that are kept free of ended sequences."""
+        return (self.cache.num_slots - self.limits.max_sequences) // 4
+
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        """End the requests of a step that run since. Raises: EngineDied."""
+        if isinstance(error, EngineDied):
+            raise error
+        self._check_device()
+        log.error("a step failed", exc_info=error)
+        live = step.slots[self._table.epochs[step.slots] == step.epochs]
+        decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
+        chunked = [chunk.request for chunk in step.chunks if chunk.is_live]
+        self._fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
+
+    # ------------------------------------------------------------------ results
+
+    def _postprocess(self, step: Step, results: Results) -> list[Output]:
+        """Confirm the rows of a step, and give its tokens to the requests that still run."""
+        outputs: list[Output] = []
+        live = np.flatnonzero(self._table.epochs[step.slots] == step.epochs)
+        slots = step.slots[live]
+        self._table.num_confirmed[slots] += 1
+        rows, sampled = live.tolist(), slots.tolist()
+        row = len(step.slots)
+        for index, chunk in enumerate(step.chunks):
+            if chunk.is_live:
+                if (scores := results.scores.get(index)) is not None:
+                    assert scores.first == chunk.request.num_scored, "each is sent once, in order"
+                    chunk.request.num_scored += len(scores.chosen_W)
+                    self._send(
+                        PromptLogprobs.packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT)
+                    )
+                if self._confirm(chunk, results, row, outputs):
+                    rows.append(row)
+                    sampled.append(chunk.slot)
+            row += chunk.is_last
+        logprobs = [results.logprobs.get(row) for row in rows] if results.logprobs else None
+        self._answer(np.array(sampled, np.int64), results.tokens[rows], logprobs, outputs)
+        return outputs
+
+    def _confirm(self, chunk: Chunk, results: Results, row: int, outputs: list[Output]) -> bool:
+        """A chunk has been computed; `row` is what the step gave behind it, if it was the last. Is that its next token?"""
+        request = chunk.request
+        if not chunk.of_beam:
+            confirmed, num_prompt, end = self._table.num_confirmed, len(request.prompt), chunk.end + request.num_dropped
+            num_new = min(end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
+            confirmed[chunk.slot] = end
+            self._num_prompt_tokens += num_new
+            if num_new and not (chunk.is_last and results.tokens[row] == NOT_A_NUMBER):
+                self._scheduler.insert_prefix(request)
+        if not chunk.is_last or not chunk.is_answered:
+            return False
+        if not request.ask.params.max_tokens and results.tokens[row] >= 0:
+            outputs.append(request.output(reason="length"))
+            self._scheduler.finish(request)
+        elif request.beams is None:
+            return True
+        elif results.tokens[row] == NOT_A_NUMBER:
+            self._fail([request], _NO_NUMBERS)
+        elif (found := request.beams.take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
+            self._num_generated_tokens += sum(len(beam.token_ids) for beam in found)
+            self._send(
+                Beams(request_id=request.ask.request_id, beams=found, cached=request.cached, queued_us=request.queued_us)
+            )
+            self._scheduler.finish(request)
+        return False
+
+    def _answer(
+        self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]
+    ) -> None:
+        """The requests in these slots have their next tokens. Cost: a few numpy calls, and a message for each request."""
+        table = self._table
+        stops = np.isin(tokens, self._eos) & ~table.ignores_eos[slots]
+        for index in np.flatnonzero(table.has_stops[slots]).tolist():
+            request = table.requests[slots[index]]
+            stops[index] |= request is not None and int(tokens[index]) in request.stop_ids
+        is_kept = ~((tokens < 0) | stops)
+        table.append(slots[is_kept], tokens[is_kept])
+        self._num_generated_tokens += int(is_kept.sum())
+        ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
+        refused, going_on = self.structured.follow(table, slots, tokens, is_kept)
+        if refused:
+            tokens = tokens.copy()
+            tokens[list(refused)] = _REFUSED
+        finished: list[Request] = []
+        for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
+            request = table.requests[slot]
+            assert request is not None, "no request runs there"
+            if token < 0:
+                self._fail([request], refused.get(index) or (_NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM))
+                continue
+            reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
+            sent = () if reason == "stop" else (token,)
+            outputs.append(request.output(sent, reason, logprobs[index] if logprobs else None))
+            if reason is not None:
+                finished.append(request)
+        for request in finished:
+            self._scheduler.finish(request)
+        for request, comes in going_on:
+            if comes.must_end:
+                outputs.append(request.output(reason="stop"))
+                self._scheduler.finish(request)
+            else:
+                self._scheduler.force(request, comes.forced)
+                outputs.append(self._output_forced(request, comes.forced))
+
+    def _fail(self, requests: Sequence[Request], message: str) -> None:
+        for request in requests:
+            self._send(Failed(request_id=request.ask.request_id, message=message))
+            self._scheduler.finish(request, keep=False)
+
+    def _check_device(self) -> None:
+        """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
+        if self._runner.ranks is not None:
+            self._runner.ranks.check()
+        if self.cache.device.type != "cuda":
+            return
+        try:
+            self._runner.settle()
+            torch.cuda.synchronize(self.cache.device)
+        except EngineDied:
+            raise
+        except Exception as error:
+            raise EngineDied(f"the device's context is lost: {error}") from error
+
+    # ------------------------------------------------------------------ grammars
+
+    def _queue_read_grammars(self) -> None:
+        """Queue the requests whose grammars have been read since, with the tokens that these force already."""
+        for request, refusal in self.structured.opened():
+            if refusal is not None:
+                self._send(Failed(request_id=request.ask.request_id, message=refusal))
+                continue
+            self._scheduler.add(request)
+            if request.num_generated:
+                self._forced.append(request)
+        if self.structured.num_opening and not self.in_flight and not self._scheduler.has_work:
+            time.sleep(_GRAMMAR_NAP_S)
+
+    def _send_forced(self) -> None:
+        """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
+        running = [request for request in self._forced if request.is_running]
+        self._forced = [request for request in self._forced if request.status is Status.WAITING]
+        if running:
+            outputs = [self._output_forced(each, each.tokens[len(each.prompt) :].tolist()) for each in running]
+            self._send(Outputs(outputs=outputs))
+
+    def _output_forced(self, request: Request, tokens: list[int]) -> Output:
+        self._num_generated_tokens += len(tokens)
+        return request.output(tuple(tokens))
+
+    def _masks(self, step: Step) -> TokenMasks | None:
+        """Which tokens may come next in the rows that follow a grammar, behind all earlier tokens; None if there are none.
+
+        The forward half of the step runs meanwhile. What is sampled for a request that was given forced tokens is dropped.
+        """
+        if not self._table.num_constrained:
+            return None
+        last = [chunk for chunk in step.chunks if chunk.is_last]
+        if not self._table.constrained[step.slots].any() and all(chunk.request.matcher is None for chunk in last):
+            return None
+        self.map_ahead()  # while the device has work: between two such steps it waits for the host
+        self.drain()
+        asking: list[tuple[int, Request]] = []
+        live = self._table.epochs[step.slots] == step.epochs
+        for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
+            request = self._table.requests[step.slots[row]]
+            assert request is not None, "it runs"
+            if request.status is Status.DECODING:
+                asking.append((row, request))
+            else:
+                step.epochs[row] = -1
+        for row, chunk in enumerate(last, len(step.slots)):
+            if chunk.is_live and chunk.request.matcher is not None:
+                if chunk.request.status is Status.DECODING:
+                    asking.append((row, chunk.request))
+                else:
+                    chunk.is_answered = False
+        if not asking:
+            return None
+        return self.structured.masks(asking, self._runner.uploads)
+
+    # ------------------------------------------------------------------ between requests
+
+    def settle(self) -> None:
+        """Nothing is left to do: unmap what is to be unmapped, and report the end state."""
+        self.cache.drain()
+        self.report()
+
+    def forget(self) -> None:
+        """Evict every cached prefix that no running request uses. The memory stays in the pool; tiers keep theirs."""
+        if self._prefix is not None:
+            self._prefix.evict()
+        self.settle()
+
+    def budget_changed(self) -> None:
+        """The memory has another budget: new requests are held against it."""
+        self._budget_bytes = self.cache.stats().pool_budget_bytes
+        self._scheduler.memory_changed()
+        self.report()
+
+    def report(self, *, only_if_due: bool = False) -> None:
+        """Send a snapshot; `only_if_due`: if the last one is SNAPSHOT_S old. No driver call."""
+        now_s = time.monotonic()
+        if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
+            return
+        self._reported_s = now_s
+        stats, scheduler = self.cache.stats(), self._scheduler
+        prefix = None if self._prefix is None else self._prefix.stats()
+        self._send(
+            Snapshot(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting) + len(scheduler.fetches.waiting),
+                preemptions=scheduler.num_preempted,
+                prompt_tokens=self._num_prompt_tokens,
+                generated_tokens=self._num_generated_tokens,
+                kv_tokens=stats.num_tokens,
+                kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
+                kv_free_bytes=stats.pool_free_bytes,
+                kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.pending_reclaim_bytes),
+                kv_pending_reclaim_bytes=stats.pending_reclaim_bytes,
+                kv_created_bytes=stats.pool_created_bytes,
+                kv_budget_bytes=stats.pool_budget_bytes,
+                kv_compactions=self._compactor.num_compactions,
+                kv_kept_rows=self._compactor.num_rows_kept,
+                kv_dropped_rows=self._compactor.num_rows_dropped,
+                stalls=stats.blocked_steps,
+                stall_us=stats.blocked_us,
+                driver_calls=stats.driver_calls,
+                prefix_hit_tokens=0 if prefix is None else prefix.hit_tokens,
+                prefix_missed_tokens=0 if prefix is None else prefix.missed_tokens,
+                prefix_pages=0 if prefix is None else prefix.held_bytes // PAGE_BYTES,
+                kv_used_bytes=stats.pool_used_bytes,
+                attached={} if prefix is None else prefix.attached,
+                attach_us={} if prefix is None else prefix.attach_us,
+                hit_tokens=dict(scheduler.hit_tokens),
+                resumed_tokens=dict(scheduler.resumed_tokens),
+                fetches=dict(scheduler.fetches.counts),
+                fetch_wait_us=scheduler.fetches.waited_s * 1e6,
+                tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
+                tier_errors=0 if prefix is None else prefix.tier_errors,
+                holder_is_gone=self.holder_is_gone,
+            )
+        )
+
+
+def _numbers(tier: TierStats) -> dict[str, int]:
+    numbers = dataclasses.asdict(tier)
+    del numbers["name"]
+    return numbers

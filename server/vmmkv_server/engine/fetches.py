@@ -1,0 +1,249 @@
+"""Fetches: requests that wait for tiers. What tiers have of a prompt is loaded or computed, whichever is done first.
+
+    waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
+
+Fetches end in the order in which they began, as prompts that are computed would. So each is compared with computing its own
+tokens alone, and is late when it takes a step longer than that as the oldest: computing waits for the step under way. Few are
+under way at once: they fill the link already, and what they have loaded is attached before room is made for more.
+
+The bandwidth of each tier and the rate of prefill are measured while the engine runs. Where loading takes longer than computing
+the slowest tier is left out, with what is behind its records. Each request that leaves it out raises the estimate of its
+bandwidth a little, so that now and then a fetch measures it again. Little is stored meanwhile: stores take time from steps.
+"""
+
+import math
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from vmmkv.prefix import Fetch
+from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv_server.engine.kv_backend import Prefixes
+from vmmkv_server.engine.request import Request
+
+LEAST_TOKENS: Final = 256
+"""Fewer tokens are computed: a fetch takes a step at least."""
+
+_MOST_AT_ONCE: Final = 8
+"""Fetches under way. While there are so many no request is admitted: loading is faster than computing those before it."""
+
+_MOST_FETCHES: Final = 2
+"""For one request: a second fetch goes on where the first, which began for another request, ended."""
+
+_FIRST_TOKENS_PER_S: Final = 1000.0
+"""Rate of prefill until it is measured, which the warm-up does: of an engine whose steps are too short to measure it."""
+
+_LEAST_MEASURED: Final = 256
+"""Prompt tokens of a step that measures the rate of prefill. A step with fewer spends its time on other things."""
+
+_KEPT: Final = 0.9
+"""Weight of the earlier measurements beside a new one."""
+
+_TRIAL: Final = 64
+"""One path of so many is stored in a tier that is slower than computing. Loads of those find out when it is no longer."""
+
+_HOPE: Final = 1.01
+"""Factor by which the estimate of a bandwidth rises with each request that declines to load from its tier."""
+
+
+class Rate:
+    """Units a second, averaged over about the last ten pieces of work. Time in which pieces overlap counts once."""
+
+    def __init__(self, per_s: float) -> None:
+        """`per_s`: the estimate until something is measured."""
+        self._first = per_s
+        self._hope = 1.0
+        self._units = self._took_s = self._until_s = 0.0
+
+    @property
+    def measured_per_s(self) -> float:
+        """The average."""
+        return self._units / self._took_s if self._took_s else self._first
+
+    @property
+    def per_s(self) -> float:
+        """The estimate: the average, or what is hoped for since."""
+        return self._hope * self.measured_per_s
+
+    def add(self, units: float, began_s: float, ended_s: float) -> None:
+        """Take a piece of work into the average."""
+        self._hope = 1.0
+        self._units = _KEPT * self._units + units
+        self._took_s = _KEPT * self._took_s + ended_s - min(ended_s, max(began_s, self._until_s))
+        self._until_s = ended_s
+
+    def hope(self) -> None:
+        """Estimate a little more, until it is measured again."""
+        self._hope *= _HOPE
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    fetch: Fetch
+    began_s: float
+    num_tokens: int
+    """Of the request."""
+    had_no_room: bool
+    """Did its last fetch find no room?"""
+
+
+class Fetches:
+    """The requests that wait for tiers; each has its slots reserved. Without tiers there are none."""
+
+    def __init__(self, prefix: Prefixes | None) -> None:
+        self.waiting: dict[Request, _Wait] = {}
+        self.counts: Counter[str] = Counter()
+        """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
+        to tiers, with `no_room` on the device, or `given_up` for other requests or by the client. A request that is computed
+        since there was `no_room` to begin one, or to borrow, counts too."""
+        self.waited_s = 0.0
+        self._prefix = prefix
+        if prefix is not None:
+            prefix.store_if(self._is_worth_storing)
+        self._token_bytes = 0.0
+        """Bytes that tiers have for each token, of the fetch that was last asked about."""
+        self._num_paths: Counter[str] = Counter()
+        """Paths that could be stored, by tier."""
+        self._prefill = Rate(_FIRST_TOKENS_PER_S)
+        self._step_s = 0.0
+        """Time of the last step."""
+        self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
+        """Bytes a second of each tier, by its name."""
+        self._began_s: dict[Fetch, float] = {}
+        """When each fetch that is under way began, or became the oldest. The oldest is first."""
+
+    def num_slots(self, priority: float) -> int:
+        """Slots that are reserved for requests of this priority or a more urgent one."""
+        return sum(request.num_slots for request in self.waiting if request.ask.priority <= priority)
+
+    def are_enough(self, priority: float) -> bool:
+        """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
+
+        One that found no room, and begins again, is enough until it has some: requests behind it would take that.
+        """
+        waits = [wait for request, wait in self.waiting.items() if request.ask.priority <= priority]
+        is_finding = any(wait.had_no_room and not wait.fetch.size_bytes for wait in waits)
+        return is_finding or len({wait.fetch for wait in waits}) >= _MOST_AT_ONCE
+
+    def start(self, request: Request, room_pages: int) -> bool | None:
+        """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
+
+        True if it loads: the request waits from now on. None if there is no room for what it is worth to load or borrow: see
+        PrefixCache.fetch. A request for which loading is not worth it is not asked about again before it has run.
+        Cost: see PrefixCache.fetch. Raises: DriverError.
+        """
+        if self._prefix is None:
+            return False
+        tokens, namespace = request.attachable, request.namespace
+        borrowed = self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)
+        if borrowed is not None and borrowed.loaded_bytes:
+            request.fetched.append(borrowed)
+        elif borrowed is not None and borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
+            return None
+        if request.num_fetches >= _MOST_FETCHES or request.unfetched == "declined":
+            return False
+        had_no_room = request.unfetched == "no_room"
+        if had_no_room and not self._prefix.has_room(tokens, namespace=namespace, room_pages=room_pages):
+            return None  # tiers are not asked in vain
+        request.unfetched, worth = "unknown", partial(self._is_worth, request)
+        fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
+        if fetch is None:
+            if request.unfetched == "declined":
+                self.counts["declined"] += 1
+            return None if request.unfetched == "no_room" else False
+        request.num_fetches += 1
+        now_s = time.perf_counter()
+        self._began_s.setdefault(fetch, now_s)
+        self.waiting[request] = _Wait(fetch, now_s, len(tokens), had_no_room)
+        return True
+
+    def _is_worth(self, request: Request, fetch: Fetch) -> bool:
+        """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
+        loading_s = {tier: size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
+        self._token_bytes = fetch.size_bytes / (fetch.num_tokens - fetch.known_tokens)
+        if sum(loading_s.values()) < self._computing_s(fetch, len(request.attachable)):
+            request.unfetched = "no_room"  # if nothing comes of it
+            return True
+        slowest = max(loading_s, key=loading_s.__getitem__)
+        if slowest not in request.declined:
+            self._loads[slowest].hope()
+        request.declined.add(slowest)
+        request.unfetched = "declined"
+        return False
+
+    def _is_worth_storing(self, tier: str) -> bool:
+        """Is it measured to be faster than computing, or not measured yet? If not, one path of `_TRIAL` is."""
+        self._num_paths[tier] += 1
+        is_faster = self._loads[tier].measured_per_s > self._token_bytes * self._prefill.per_s
+        return is_faster or self._num_paths[tier] % _TRIAL == 0
+
+    def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
+        """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
+        return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self._prefill.per_s
+
+    def ended(self, *, may_wait: bool) -> list[Request]:
+        """The requests that wait no longer: their fetch is done, or computing would be.
+
+        `may_wait`: those without room may fetch again, for others run, and will end.
+        """
+        now_s = time.perf_counter()
+        over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
+        for request in over:
+            wait = self.waiting[request]
+            request.fetched.append(wait.fetch)
+            if wait.fetch.done:
+                if wait.fetch.size_bytes:
+                    request.unfetched = "unknown"
+                    self.leave(request, "done")
+                else:
+                    request.num_fetches -= may_wait and request.unfetched == "no_room"
+                    self.leave(request, request.unfetched)
+            else:
+                request.num_fetches = _MOST_FETCHES
+                self.leave(request, "late")
+        return over
+
+    def _is_late(self, wait: _Wait, now_s: float) -> bool:
+        """Has a wait for the oldest fetch taken a step longer than computing, or any wait as long as computing all of them?
+
+        The oldest one may stay, since more and more requests wait for it.
+        """
+        oldest, began_s = next(iter(self._began_s.items()), (None, 0.0))
+        began_s = max(began_s, wait.began_s) if wait.fetch is oldest else math.inf
+        computing_s = self._computing_s(wait.fetch, wait.num_tokens)
+        return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s) + self._step_s
+
+    def leave(self, request: Request, how: str = "given_up") -> None:
+        """A request waits no longer. If its fetch was given up, it may fetch again."""
+        wait, now_s = self.waiting.pop(request), time.perf_counter()
+        fetch, came_bytes = wait.fetch, wait.fetch.loaded_bytes
+        if how == "late":  # of the tiers that it waits for; a record at least, or they would never be tried again
+            lacking = fetch.bytes_by_tier - came_bytes
+            came_bytes = Counter({tier: max(came_bytes[tier], RECORD_BYTES) for tier in lacking})
+        elif how == "given_up":
+            came_bytes = Counter()
+            request.num_fetches -= 1
+        fetch.give_up()
+        if fetch.done:
+            self._forget(fetch, came_bytes, fetch.ended_s if how == "done" else now_s)
+        self.counts[how] += 1
+        self.waited_s += now_s - wait.began_s
+
+    def _forget(self, fetch: Fetch, came_bytes: Counter[str], ended_s: float) -> None:
+        """A fetch is under way no longer. Take its slowest tier to have had all of the time."""
+        was_oldest = fetch is next(iter(self._began_s), None)
+        began_s = self._began_s.pop(fetch, None)
+        if was_oldest and self._began_s:
+            self._began_s[next(iter(self._began_s))] = ended_s
+        if began_s is None or not came_bytes:
+            return
+        tier = max(came_bytes, key=lambda each: came_bytes[each] / self._loads[each].per_s)
+        self._loads[tier].add(came_bytes[tier], began_s, ended_s)
+
+    def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        """Measure the time of a step, and the rate of prefill by one that computed many prompt tokens."""
+        self._step_s = ended_s - began_s
+        if num_tokens >= _LEAST_MEASURED:
+            self._prefill.add(num_tokens, began_s, ended_s)

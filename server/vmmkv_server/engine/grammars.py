@@ -1,0 +1,258 @@
+"""The requests of one engine whose answers follow a grammar, as the engine's loop sees them.
+
+    open: a thread reads the compiled grammar ──> opened: the request may wait, with the tokens that its answer begins with
+    follow: sampled tokens ──> the matchers accept them and say what comes next ──> it ends, jumps forward, or is sampled
+    masks:  of the rows of a step, made by `opened` and `follow`
+
+*Jump-forward*: where only one text can come next, its tokens are appended in one chunk instead of being sampled.
+Legend: G rows with a grammar, W words of a mask.
+"""
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv_server.engine.kv_backend import Slots, TokenIds
+from vmmkv_server.engine.request import Request, RequestTable
+from vmmkv_server.engine.uploads import TokenMasks, Uploads
+from vmmkv_server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher, Vocabulary
+
+if TYPE_CHECKING:
+    import xgrammar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_ABANDONED: Final = 2
+"""Threads that may still work on abandoned calls before no new answer begins: each takes a core."""
+CACHE_BYTES: Final = 64 << 20
+ANSWER_S: Final = 0.2
+TOKEN_S: Final = 0.002
+"""CPU time that one answer's grammar may take: so much, and so much more for each token. Most take tens of microseconds a
+token; some short expressions take seconds, and every request waits for them.
+"""
+LOOP_SHARE: Final = 0.25
+"""Of the loop's time, for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S instead of ANSWER_S:
+many slow choices, none of them over its own limit, would stop the loop for seconds.
+"""
+CROWDED_S: Final = 0.01
+THREAD_S: Final = 0.0015
+"""CPU time that a step's tokens are expected to take, for each thread that follows them.
+
+Most take some 20 us, half of it with Python's lock, which threads pass to each other: 64 such tokens take 1.4 ms by one thread
+or by two, and 2.4 by eight; 64 within strings 17 by one, and 3.3 by eight.
+"""
+
+
+class Next(NamedTuple):
+    """What comes next in an answer."""
+
+    must_end: bool
+    forced: list[int]
+    """Tokens that must come next; if there are none, any token that the matcher allows."""
+
+
+_ANY: Final = Next(False, [])
+
+
+class StructuredOutputManager:
+    """Opens the matchers of an engine's requests, and calls them within time limits.
+
+    `load` returns the vocabulary. It is called in a thread, for the first grammar.
+    """
+
+    def __init__(self, load: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
+        """`cache_bytes`: of grammars that are kept ready, as they came over the wire."""
+        self._load = load
+        self._cache_bytes = cache_bytes
+        self._vocabulary: Vocabulary | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._opening: dict[str, tuple[Request, Future[Any]]] = {}
+        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
+        """By namespace and digest. Namespaces share nothing: the time of an answer would tell what others have asked."""
+        self._threads = CallThreads()
+        self._token_s = 0.0
+        """CPU time to follow a token, on average over those that were followed last."""
+        self._balance_s = ANSWER_S
+        """What all grammars may take before answers have CROWDED_S."""
+        self._balanced_s = time.perf_counter()
+
+    @property
+    def num_opening(self) -> int:
+        """Requests whose grammars are being read."""
+        return len(self._opening)
+
+    def open(self, request: Request) -> None:
+        """Have a request's grammar read, if it is not there. The request drops it, since it can have megabytes."""
+        data, request.ask = request.ask.grammar, msgspec.structs.replace(request.ask, grammar=b"")
+        key = request.namespace, data[:DIGEST_BYTES]
+        future, _ = self._compiled.pop(key, (None, 0))
+        if future is None or future.cancelled() or (future.done() and future.exception() is not None):
+            future = self._reader.submit(self._read, data)
+            while self._compiled and sum(size for _, size in self._compiled.values()) + len(data) > self._cache_bytes:
+                self._compiled.popitem(last=False)
+        self._compiled[key] = future, len(data)
+        self._opening[request.ask.request_id] = request, future
+
+    def cancel(self, request_id: str) -> None:
+        """Open no matcher for a request, and read no grammar that no other waits for."""
+        _, future = self._opening.pop(request_id, (None, None))
+        if future is not None and all(future is not other for _, other in self._opening.values()):
+            future.cancel()
+
+    def opened(self) -> list[tuple[Request, str | None]]:
+        """Requests whose grammars have been read since the last call, and why one is refused.
+
+        The others have their matcher, and know the tokens that their answers begin with.
+        """
+        found: list[tuple[Request, str | None]] = []
+        calls: list[tuple[Request, Callable[[], list[int]]]] = []
+        for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
+            request, future = self._opening.pop(request_id)
+            try:
+                request.matcher, request.may_jump = self.matcher_for(request, future.result()), may_jump(request)
+                calls.append((request, partial(self._forced, request)))
+            except Exception as error:
+                found.append((request, _reason(request, "cannot be read", error)))
+        for (request, _), forced in zip(calls, self._call(calls)[0], strict=True):
+            if isinstance(forced, Exception):
+                found.append((request, _reason(request, "cannot be followed", forced)))
+                continue
+            if forced:
+                request.begin_with(forced)
+            found.append((request, None))
+        return found
+
+    def follow(
+        self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]
+    ) -> tuple[dict[int, str], list[tuple[Request, Next]]]:
+        """The matchers of these slots accept the tokens that are kept, say what comes next, and make the masks for that.
+
+        Returns the indices of tokens that are not allowed, or could not be followed, and why; and the requests that must end,
+        or go on with forced tokens. One trip to their thread.
+        """
+        refused, going_on = dict[int, str](), list[tuple[Request, Next]]()
+        if not table.num_constrained:
+            return refused, going_on
+        indices = np.flatnonzero(table.constrained[slots] & is_kept)
+        among = slots[indices]
+        calls: list[tuple[Request, Callable[[], Next | None]]] = []
+        nums_left = (table.max_tokens[among] - table.num_known[among]).tolist()
+        for slot, token, num_left in zip(among.tolist(), tokens[indices].tolist(), nums_left, strict=True):
+            request = table.requests[slot]
+            assert request is not None and request.matcher is not None, "no request with a grammar runs there"
+            calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
+        results, took_s = self._call(calls, num_threads=math.ceil(len(calls) * self._token_s / THREAD_S))
+        if calls:
+            self._token_s = took_s / len(calls)
+        for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
+            if isinstance(comes, Exception):
+                refused[index] = _reason(request, "cannot be followed", comes)
+            elif comes is None:
+                refused[index] = "the model's vocabulary has no token that the grammar allows here"
+            elif comes.must_end or comes.forced:
+                going_on.append((request, comes))
+        return refused, going_on
+
+    def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> TokenMasks:
+        """The masks of a step's rows, whose earlier tokens are all known. Copies of those that are there: no matcher works."""
+        assert self._vocabulary is not None, "it was there to read the grammars"
+        masks = TokenMasks.of([row for row, _ in rows], self._vocabulary.num_words, uploads)
+        for words, (_, request) in zip(masks.words_GW.numpy(), rows, strict=True):
+            assert request.matcher is not None, "it follows a grammar"
+            request.matcher.fill(words)
+        return masks
+
+    def matcher_for(self, request: Request, compiled: "xgrammar.CompiledGrammar") -> Matcher:
+        """A new matcher. Benchmarks override it."""
+        assert self._vocabulary is not None, "it was there to read the grammar"
+        return Matcher(compiled, self._vocabulary)
+
+    def close(self) -> None:
+        """End the threads, one that is at work after its call. Idempotent."""
+        self._opening.clear()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+    def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
+        """In the reader's thread."""
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        return self._vocabulary.read(data)
+
+    def _forced(self, request: Request) -> list[int]:
+        """What an answer begins with; makes the mask behind it. Raises: CallOverran, also while too many of others overrun."""
+        if self._threads.num_abandoned >= MAX_ABANDONED:
+            raise CallOverran("others that took too long are still being worked on; try again later")
+        assert request.matcher is not None, "its grammar has been read"
+        forced = request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
+        request.matcher.mask()
+        return forced
+
+    def _call(
+        self, calls: Sequence[tuple[Request, Callable[[], T]]], *, num_threads: int = 1
+    ) -> tuple[list[T | Exception], float]:
+        """The results of calls of the requests' matchers, or their errors, and their CPU time, which the requests are charged.
+
+        A matcher whose call has failed must not be called again: a thread may still work on it. `num_threads`: at most.
+        """
+        began_s = time.perf_counter()
+        self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
+        self._balanced_s = began_s
+        outcomes = self._threads.run([call for _, call in calls], num_threads=num_threads)
+        # Calls in several threads hold the loop for less than they take; a thread that is not scheduled holds it for more.
+        held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
+        loop_share = min(1.0, held_s / took_s) if took_s else 0.0
+        results: list[T | Exception] = []
+        for (request, _), outcome in zip(calls, outcomes, strict=True):
+            request.grammar_s += outcome.took_s
+            self._balance_s -= outcome.took_s * loop_share
+            over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
+            is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
+            try:
+                results.append(outcome.get() if not is_slow else CallOverran("it takes too long to follow; make it simpler"))
+            except Exception as error:
+                results.append(error)
+        return results, took_s
+
+
+def may_jump(request: Request) -> bool:
+    """May forced tokens be appended without being sampled?
+
+    Not if each is to be counted by a penalty, has a log-probability, or may be one that ends the answer.
+    """
+    ask = request.ask
+    wants_logprobs = ask.params.logprobs is not None or ask.params.prompt_logprobs is not None
+    penalties = (ask.params.presence_penalty, ask.params.frequency_penalty, ask.params.repetition_penalty)
+    return not wants_logprobs and not ask.params.stop_token_ids and penalties == (0.0, 0.0, 1.0)
+
+
+def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:
+    """What comes after a token, of an answer that may have so many more; None if the token is not allowed.
+
+    Where one is to be sampled, its mask is made.
+    """
+    if not matcher.accept(token):
+        return None
+    if not num_left:
+        return _ANY
+    comes = _ANY
+    if may_jump:
+        comes = Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_left - 1))
+    if not comes.must_end:
+        matcher.mask()
+    return comes
+
+
+def _reason(request: Request, why: str, error: Exception) -> str:
+    log.warning("request %s: its grammar %s: %s", request.ask.request_id, why, error)
+    return f"its grammar {why}: {error}"

@@ -1,0 +1,222 @@
+"""The KV memory of an engine, over a vmmkv pool.
+
+open ──> a model runs over it, warms up, is captured ──> take_free ──> requests ──> close
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import vmmkv
+from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
+from vmmkv.driver import Driver, open_driver
+from vmmkv.errors import BudgetError, HolderUnavailable, OutOfAddresses, VmmkvError
+from vmmkv.memory.address_space import check_addresses
+from vmmkv.prefix import PrefixCache
+from vmmkv.tiers import Tier
+from vmmkv.units import format_bytes
+from vmmkv_server.engine.attention import KVRows
+
+TokenIds = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
+
+PARKED_SLOTS: Final = 3
+"""For each running sequence, slots of ended ones: a conversation goes on where it was parked. Addresses are free."""
+
+CLOSING_SLOTS: Final = 1
+"""The same without a prefix cache: a new sequence does not wait until the device is done with the last one."""
+
+GPU_MARGIN_BYTES: Final = 1 * GIB
+"""Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
+
+HOST_SHARE: Final = 0.25
+"""Share of the available host memory that a cache takes by default."""
+
+MAX_HOST_BYTES: Final = 4 * GIB
+"""The most that it takes by default."""
+
+
+EngineCache: TypeAlias = KVCache | Any
+KVSequence: TypeAlias = vmmkv.Sequence | Any
+Prefixes: TypeAlias = PrefixCache | Any
+"""Or what `bench/baselines` have in their place, with those methods that an engine calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendConfig:
+    """What an engine needs memory for."""
+
+    layout: KVLayout
+    device: torch.device
+    max_sequences: int
+    """At once."""
+    max_tokens: int
+    """Of one sequence."""
+    step_tokens: int
+    """Of the longest step."""
+    shares_prefixes: bool
+    budget_bytes: int | None
+    """None: what is free once the model and its graphs are there, or all that the holder may own."""
+    holder: str | None = None
+    """The socket of the process that owns the memory; None for this one."""
+    lender: str | None = None
+    """The socket of the holder of another engine, whose prefixes are borrowed; None for none."""
+    tiers: Sequence[Tier] = ()
+    """Where prefixes go that leave the device; the backend closes them."""
+    fingerprint: str = ""
+    """Of the model, with tiers, a holder or a lender."""
+    driver: Driver | None = None
+    """None for the device's own."""
+
+
+class SlotBackend:
+    """The KV memory of one engine, which closes it: a `KVCache` in a pool of its own."""
+
+    def __init__(self, cache: KVCache, config: BackendConfig) -> None:
+        self.cache: Final = cache
+        self.rows: KVRows = KVRows(cache)
+        self._config: Final = config
+        self._asleep_bytes = 0
+        """The budget to have again after a sleep; 0 while awake."""
+        # At once: what an earlier process left with a holder takes part of the budget, and the warm-up evicts what it needs.
+        self.prefixes: Final = (
+            PrefixCache(cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
+        )
+
+    @classmethod
+    def open(cls, config: BackendConfig) -> Self:
+        """Raises: BudgetError, DriverError, OutOfPages, HolderUnavailable."""
+        budget_bytes = config.budget_bytes or _least_bytes(config)
+        pool = Pool(config.device, budget_bytes, driver=config.driver, holder=config.holder, lender=config.lender)
+        slots = config.max_sequences * _slots_each(config.shares_prefixes)
+        try:
+            if pool.holder is not None and config.budget_bytes is None:
+                pool.resize(pool.holder.budget_bytes)
+            return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
+        except BaseException:
+            with contextlib.suppress(VmmkvError):  # the first error matters
+                pool.close()  # with its caches
+            raise
+
+    @property
+    def budget_bytes(self) -> int:
+        """What rows may take."""
+        return self._asleep_bytes or self.cache.pool.budget_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest request that all of it can hold. A prompt has all its rows while it is computed."""
+        return self._config.layout.tokens_in(self.budget_bytes // PAGE_BYTES, sliding=False)
+
+    def take_free(self) -> None:
+        """The model and its graphs have their memory: if no budget was given, take what is left and useful."""
+        config = self._config
+        if config.budget_bytes is None and config.holder is None:
+            most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
+            free_bytes = _free_bytes(self.cache.pool)
+            if config.device.type != "cuda":
+                free_bytes = min(int(free_bytes * HOST_SHARE), MAX_HOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+            self.cache.pool.resize(max(_least_bytes(config), min(free_bytes, most_bytes)))
+
+    def resize(self, budget_bytes: int) -> None:
+        """Change the budget while sequences run. Raises: BudgetError for one that cannot be had; then nothing has changed."""
+        pool, least_bytes = self.cache.pool, _least_bytes(self._config)
+        if self._asleep_bytes:
+            raise BudgetError("the memory is given back while the server sleeps; wake it up first")
+        if budget_bytes < least_bytes:
+            raise BudgetError(f"{format_bytes(budget_bytes)} do not hold one step; the least is {least_bytes} bytes")
+        most_bytes = _free_bytes(pool)
+        if budget_bytes > max(most_bytes, pool.budget_bytes):
+            raise BudgetError(
+                f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
+            )
+        pool.resize(budget_bytes)
+
+    def sleep(self) -> None:
+        """Give all memory back but the null page, with what is cached; addresses stay. Idempotent.
+
+        Raises: BudgetError while sequences run, HolderUnavailable if the holder is gone, and then nothing has changed.
+        """
+        if not self._asleep_bytes:
+            self._check_holder()
+            budget_bytes = self.cache.pool.budget_bytes
+            self.cache.pool.resize(0)
+            self._asleep_bytes = budget_bytes
+
+    def wake_up(self) -> None:
+        """Have the budget again: memory is taken as sequences grow. Idempotent. Raises: HolderUnavailable if it is gone."""
+        if self._asleep_bytes:
+            self._check_holder()
+            self.cache.pool.resize(self._asleep_bytes)
+            self._asleep_bytes = 0
+
+    def _check_holder(self) -> None:
+        holder = self.cache.pool.holder
+        if holder is not None and holder.is_gone():
+            raise HolderUnavailable(
+                f"the holder at {holder.path} is gone, so memory that is given back cannot be had again: start a holder, and "
+                "then this server anew"
+            )
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; it can be called again if it fails."""
+        self.cache.close()
+        self.cache.pool.close()
+        for tier in self._config.tiers:
+            tier.close()
+
+
+KVBackend: TypeAlias = SlotBackend | Any
+OpenBackend = Callable[[BackendConfig], KVBackend]
+"""Raises: see `SlotBackend.open`."""
+
+
+def _free_bytes(pool: Pool) -> int:
+    """What the pool can have, in whole pages; on a GPU but for a margin."""
+    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes - pool.borrowed_bytes
+    margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
+    return max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
+
+
+def _least_bytes(config: BackendConfig) -> int:
+    """For one step of the greatest length."""
+    return config.layout.peak_pages(min(config.step_tokens, config.max_tokens), sliding=False) * PAGE_BYTES
+
+
+def _slots_each(shares_prefixes: bool) -> int:
+    """Slots for each sequence that may run at once: its own, and those of ended ones."""
+    return 1 + (PARKED_SLOTS if shares_prefixes else CLOSING_SLOTS)
+
+
+def check_lengths(
+    layout: KVLayout, device: torch.device, *, max_sequences: int, max_tokens: int, shares_prefixes: bool
+) -> None:
+    """Raises: ValueError if so many sequences of that length need more addresses than there are, naming what would fit."""
+    each = _slots_each(shares_prefixes)
+    try:
+        check_addresses(open_driver(device), layout.groups, slots=max_sequences * each, max_tokens=max_tokens)
+    except OutOfAddresses as error:
+        lower = [f"max_num_seqs from {max_sequences} to {error.slots // each}"] if error.slots >= each else []
+        lower += [f"max_tokens to {error.max_tokens}"] if error.max_tokens > 1 else []
+        remedy = ", or ".join(lower) or "both max_num_seqs and max_tokens"
+        raise ValueError(f"{error}. Each sequence has {each} slots here: lower {remedy}") from error
+
+
+def least_bytes(layout: KVLayout, num_prompt: int, num_rows: int, *, num_beams: int, attaches: bool) -> int:
+    """Bytes of the rows that a request has at the least when `num_rows` follow its prompt, in each of its beams.
+
+    The beams share the prompt's rows. A prompt that is computed has all its rows at once; one that `attaches` may need no more
+    of them than its windows still see. Pages that are not full, and rows that leave a window late, come on top.
+    """
+    num_tokens = num_prompt + num_rows
+    size_bytes = 0
+    for group in layout.groups:
+        start = layout.start_for(group, num_tokens)
+        num_own = num_tokens - max(start, num_prompt)
+        size_bytes += (max(0, num_prompt - start) + num_beams * num_own) * group.row_bytes
+    return size_bytes if attaches else max(size_bytes, num_prompt * layout.row_bytes)

@@ -1,0 +1,541 @@
+"""From a configuration to an engine that is ready to work: the model, the memory, the warm-up, the graphs."""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from vmmkv import KVLayout, KVType
+from vmmkv.driver import open_driver
+from vmmkv.driver.base import check_budget
+from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
+from vmmkv.eviction import SnapKV
+from vmmkv.holder import check_there
+from vmmkv.model_config import ModelConfig, read
+from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
+from vmmkv.units import ceil_div, format_bytes
+from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine.attention import KVRows
+from vmmkv_server.engine.collectives import Collectives
+from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.kv_backend import (
+    BackendConfig,
+    EngineCache,
+    KVBackend,
+    OpenBackend,
+    SlotBackend,
+    check_lengths,
+)
+from vmmkv_server.engine.models import EngineModel
+from vmmkv_server.engine.models.checkpoint import INSTEAD, load_by_transformers, quantised_by, refuse_codes
+from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
+from vmmkv_server.engine.models.shard import Shard, Share, split
+from vmmkv_server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing
+from vmmkv_server.engine.models.weights import load as load_weights
+from vmmkv_server.engine.models.weights import random as random_weights
+from vmmkv_server.engine.ranking import KeptRows, Ranked
+from vmmkv_server.engine.ranks import Ranks
+from vmmkv_server.engine.request import Chunk, Request, Step
+from vmmkv_server.engine.runner import Runner
+from vmmkv_server.engine.uploads import TokenMasks
+from vmmkv_server.kv_policy import Eviction
+from vmmkv_server.models import UnsupportedModel, from_directory, obstacles
+from vmmkv_server.protocol import FromEngine, Generate, Loading, Ready
+from vmmkv_server.sampling_params import SamplingParams
+from vmmkv_server.structured_output.matcher import Vocabulary
+
+if TYPE_CHECKING:
+    from vmmkv_server.engine.kv_events import KVEventPublisher
+
+log = logging.getLogger(__name__)
+
+STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
+"""Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
+
+_PREPARE_S: Final = 1.0
+"""The longest time for which a start maps what an earlier engine left with the holder."""
+
+_STAGES: Final = ("loading weights", "meeting the other ranks", "preparing the cache", "warming up", "capturing graphs")
+"""Of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
+
+_HASHED_WORDS: Final = 1 << 18
+"""Of weights at once, 2 MiB: what a CPU's caches hold."""
+
+LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
+"""Steps in flight while the next is scheduled. On a CPU a step is over when it is launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine that is ready to work, its memory, and its limits."""
+
+    engine: Engine
+    ready: Ready
+    memory: KVBackend
+    events: "KVEventPublisher | None" = None
+    ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """End the threads and the other ranks, and give all memory back. It can be called again if it fails."""
+        if self.ranks is not None:
+            self.ranks.close()
+        if self.events is not None:
+            self.events.close()
+        self.engine.close()
+        self.memory.close()
+
+
+def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
+    """Load everything that `config` names; `config.model` is a directory. Sends Loading messages on the way.
+
+    Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages;
+    HolderUnavailable.
+    """
+    device = choose_device(config.device)
+    if config.kv_budget_bytes is not None:
+        check_budget(config.kv_budget_bytes, open_driver(device), "lower kv_budget_bytes, or leave it out for what is free")
+    for path in filter(None, (config.kv_holder, config.kv_lender)):
+        check_there(path)
+    _begin("loading weights", send)
+    with current(device), contextlib.ExitStack() as undo:
+        events, tiers = open_events(config, undo), open_tiers(config, device, undo)
+        ranks = open_ranks(config, device, undo)
+        collectives = None if ranks is None else ranks.collectives
+        source = ModelSource(config, device, choose_dtype(config.dtype, device), collectives)
+        if ranks is not None:
+            _begin("meeting the other ranks", send)
+            ranks.connect(device)
+            for tier in tiers:
+                assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
+                ranks.have_host_memory(tier.address, tier.budget_bytes)
+        loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
+        undo.callback(loaded.close)
+        until_s = time.monotonic() + _PREPARE_S
+        loaded.engine.prepare(wait=lambda: time.monotonic() > until_s)
+        undo.pop_all()
+        return loaded
+
+
+def _begin(stage: str, send: Callable[[FromEngine], None]) -> None:
+    send(Loading(stage=stage, done=_STAGES.index(stage), total=len(_STAGES)))
+
+
+def assemble(
+    config: ServeConfig,
+    source: "ModelSource",
+    send: Callable[[FromEngine], None],
+    *,
+    open_memory: OpenBackend = SlotBackend.open,
+    tiers: Sequence[Tier] = (),
+    events: "KVEventPublisher | None" = None,
+    ranks: Ranks | None = None,
+) -> Loaded:
+    """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
+
+    Raises: as `load`.
+    """
+    _begin("preparing the cache", send)
+    device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
+    step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
+    memory = open_memory(
+        BackendConfig(
+            layout=source.layout,
+            device=device,
+            max_sequences=config.max_num_seqs,
+            max_tokens=max_tokens,
+            step_tokens=step_tokens,
+            shares_prefixes=config.prefix_cache,
+            budget_bytes=config.kv_budget_bytes,
+            holder=config.kv_holder,
+            lender=config.kv_lender,
+            tiers=tiers,
+            fingerprint=source.fingerprint if tiers or config.kv_holder or config.kv_lender else "",
+            driver=None if ranks is None else ranks.mirrored(open_driver(device)),
+        )
+    )
+    runner: Runner | None = None
+    try:
+        _begin("warming up", send)
+        cache = memory.cache
+        model = source.over(cache, memory.rows)
+        max_rows = min(config.max_num_seqs, cache.num_slots)
+        parallel = model if ranks is None else ranks.model(model, cache)
+        runner = Runner(parallel, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
+        longest = min(step_tokens, max_tokens - 1, memory.num_tokens)
+        with refusing(model.name) if isinstance(model, TransformersModel) else contextlib.nullcontext():
+            prefill = warm_up(runner, cache, longest)
+        if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+            log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
+        if device.type == "cuda" and model.capturable:
+            _begin("capturing graphs", send)
+            runner.capture()
+            prefill = warm_up(runner, cache, longest)  # to capture, torch has given back what the longest step takes
+        memory.take_free()
+        engine = Engine(
+            cache,
+            runner,
+            prefix=memory.prefixes,
+            max_sequences=config.max_num_seqs,
+            eos_ids=source.end_tokens,
+            step_tokens=step_tokens,
+            lookahead=LOOKAHEAD[device.type],
+            send=send,
+            structured=StructuredOutputManager(
+                lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
+            ),
+            kv_policy=config.kv_policy,
+        )
+        engine.measure_prefill(*prefill)
+        limits = replace(
+            engine.limits, model_tokens=max_tokens, pool_tokens=memory.num_tokens, budget_bytes=memory.budget_bytes
+        )
+        if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
+            limits.check_policy(eviction)
+        if events is not None:
+            assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
+            memory.prefixes.listen(events)
+    except BaseException:
+        try:
+            if runner is not None:
+                runner.close()
+        finally:
+            with contextlib.suppress(VmmkvError):  # the first error matters
+                memory.close()
+        raise
+    ready = Ready(
+        model=config.model,
+        device=str(device),
+        dtype=str(source.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(getattr(source.kv_dtype, "kind", source.kv_dtype)).removeprefix("torch."),
+        num_ranks=config.tensor_parallel_size,
+        implementation=model.implementation,
+        limits=limits,
+        end_tokens=sorted(source.end_tokens),
+        kv_events=None if events is None else events.source,
+    )
+    return Loaded(engine, ready, memory, events, ranks)
+
+
+class ModelSource:
+    """The weights of a model on a device, before there is a cache.
+
+    The model is run by the config-driven decoder if that supports it, else by transformers' own code; `model_impl` forces one.
+    With `collectives` it is one rank's part.
+    Raises: ValueError, of the kind UnsupportedModel for an architecture that cannot be served, or OSError.
+    """
+
+    def __init__(
+        self, config: ServeConfig, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None
+    ) -> None:
+        import transformers
+
+        self.device: Final = device
+        self.dtype: Final = dtype
+        self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
+        directory = Path(config.model)
+        self._configuration = (directory / "config.json").read_bytes()
+        hf_config = read_config(directory)
+        self.text_config = hf_config.get_text_config()
+        layout = choose_layout(self.text_config, self.kv_dtype, device)
+        self.layout: Final = layout.of_rank(config.tensor_parallel_size)
+        longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
+        if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
+            check_lengths(
+                self.layout,
+                device,
+                max_sequences=config.max_num_seqs,
+                max_tokens=choose_max_tokens(longest, self.text_config),
+                shares_prefixes=config.prefix_cache,
+            )
+        self.end_tokens = end_tokens(directory, hf_config)
+        self._decoder: Decoder | None = None
+        self._transformers: Any = None
+        self._rotary = ""
+        """The length that rotary frequencies depend on beside the model, as text; part of the identity of its rows."""
+        is_random = config.load_format == "dummy"
+        refuse_codes(directory, hf_config, is_random=is_random)
+        if config.model_impl != "transformers":
+            try:
+                whole = DecoderConfig.of(hf_config)
+                shard = Shard(whole) if collectives is None else Shard(whole, collectives.rank, collectives.num_ranks)
+                weights = (
+                    random_weights(shard, device, dtype, config.seed)
+                    if is_random
+                    else load_weights(directory, shard, device, dtype)
+                )
+            except Unsupported as error:
+                if config.model_impl == "vmmkv":
+                    raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
+                log.info("this model runs by transformers' own code: %s", error)
+            else:
+                self._decoder = Decoder(shard.own, weights, ranks=collectives)
+                return
+        transformers.utils.logging.disable_progress_bar()
+        if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModel(
+                f"a model of type {hf_config.model_type} cannot be served: transformers has no decoder of text of this type"
+            )
+        method = quantised_by(directory, hf_config)
+        what, instead = (", quantised by " + method, INSTEAD) if method else ("", None)
+        with refusing(f"a model of type {hf_config.model_type}{what}", instead):
+            if is_random:
+                torch.manual_seed(config.seed)
+                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            else:
+                model = load_by_transformers(directory, hf_config, dtype)
+        refuse_own_attention(model)
+        if collectives is not None:
+            model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
+            shapes = {(group.plane("k").heads, group.plane("k").dim) for group in layout.groups}
+            if len(shapes) > 1 or getattr(self.text_config, "per_layer_attributes", None):
+                raise UnsupportedModel(
+                    f"a model of type {hf_config.model_type} cannot be split over {collectives.num_ranks} ranks: its layers "
+                    f"differ in their heads; tensor_parallel_size=1 works"
+                )
+            ((num_kv, _),) = shapes
+            share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
+            split(model, share, collectives)
+        from vmmkv.adapters.transformers.rotary import settle_rotary
+
+        if settle_rotary(model, max_tokens := choose_max_tokens(config.max_tokens, self.text_config)):
+            log.info("rotary frequencies of this model depend on lengths: they are those of max_tokens=%s", max_tokens)
+            self._rotary = f" rotary of {max_tokens}"
+        self._transformers = model.eval().to(device)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells models apart whose rows a tier may have: by configuration, weights, type, code, and frequencies."""
+        if self._decoder is None:
+            code, weights = "transformers", self._transformers.state_dict()
+        else:
+            code, weights = "vmmkv", self._decoder.weights.named(self._decoder.config)
+        configuration = hashlib.blake2b(self._configuration, digest_size=16).hexdigest()
+        return f"{configuration} {weights_identity(weights)} {self.dtype} {code}{self._rotary}"
+
+    def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
+        """The model over a cache and its rows."""
+        if self._decoder is not None:
+            return DecoderModel(self._decoder, cache, rows)
+        return TransformersModel(self._transformers, cache, rows)
+
+
+def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all bytes of a model's weights, where they are: the same on every machine that has the same ones.
+
+    Cost: 0.5 s for each GB on a CPU; a launch of two kernels for each 2 MiB on a GPU.
+    """
+    sums = {}
+    for name, tensor in weights.items():
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        end = len(flat) // 8 * 8
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        parts = [*torch.split(flat[:end], 8 * _HASHED_WORDS), functional.pad(flat[end:], (0, -len(flat) % 8))]
+        factors = 2 * torch.arange(_HASHED_WORDS, device=tensor.device) + 1  # odd and different: no change of a word is lost
+        words = (part.view(torch.int64) for part in parts)
+        sums[name] = torch.stack([(each * factors[: len(each)]).sum() for each in words])  # modulo 2**64
+    text = repr([(name, tuple(weights[name].shape), each.tolist()) for name, each in sums.items()])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> Ranks | None:
+    """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, ValueError, OSError."""
+    if config.tensor_parallel_size == 1:
+        return None
+    choose_device(config.device, config.tensor_parallel_size - 1)
+    num_heads = read_model(read_config(Path(config.model))).num_heads
+    if config.tensor_parallel_size > num_heads:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: ranks share the attention heads, and this model has "
+            f"{num_heads} of them; lower it to {num_heads} or less"
+        )
+    ranks = Ranks.start(config, device)
+    undo.callback(ranks.close)
+    return ranks
+
+
+def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
+    """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
+    if config.kv_events is None:
+        return None
+    from vmmkv_server.engine.kv_events import KVEventPublisher
+
+    publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic or "")
+    undo.callback(publisher.close)
+    return publisher
+
+
+def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> list[Tier]:
+    """The tiers that were asked for, the fastest first, with their memory and disk space; `undo` closes them.
+
+    A shared store need not answer yet. Raises: BudgetError naming what fits, TierUnavailable, ValueError, OSError.
+    """
+    tiers: list[Tier] = []
+    for field, open_tier in (
+        ("kv_host_budget_bytes", HostTier),
+        ("kv_disk_budget_bytes", functools.partial(DiskTier, config.kv_disk or "")),
+    ):
+        if (budget_bytes := getattr(config, field)) is not None:
+            try:
+                tier = open_tier(budget_bytes)
+                undo.callback(tier.close)
+                tier.open(device)
+            except BudgetError as error:
+                raise BudgetError(str(error).replace("budget_bytes", field)) from error
+            tiers.append(tier)
+            stats = tier.stats()
+            log.info(
+                "KV tier %s: %s, %s of it held", stats.name, format_bytes(stats.budget_bytes), format_bytes(stats.held_bytes)
+            )
+    if config.kv_store is not None:
+        store = open_store(config.kv_store)
+        undo.callback(store.close)
+        store.open(device)
+        tiers.append(store)
+    return tiers
+
+
+def read_config(directory: Path) -> Any:
+    """transformers' configuration of the model in a directory. Raises: UnsupportedModel, OSError."""
+    import transformers
+
+    with refusing(f"the model in {directory}"):
+        return from_directory(transformers.AutoConfig, directory)
+
+
+def read_model(hf_config: Any) -> ModelConfig:
+    """What the layers of a model keep, by its configuration. Raises: UnsupportedModel."""
+    try:
+        return read(hf_config)
+    except LayoutError as error:
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
+
+
+def choose_layout(hf_config: Any, dtype: torch.dtype | KVType, device: torch.device) -> KVLayout:
+    """The layout of a model's keys and values. Raises: UnsupportedModel, if it has what the engine does not run on a device."""
+    if others := obstacles(read_model(hf_config), on_gpu=device.type == "cuda"):
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: it has {others}")
+    try:
+        return KVLayout.from_config(hf_config, dtype)
+    except LayoutError as error:
+        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
+
+
+def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
+    """The longest sequence: as wanted, by default all of the model's positions. Raises ValueError for more."""
+    reach: int | None = getattr(text_config, "max_position_embeddings", None)
+    longest = wanted if wanted is not None else reach
+    if longest is None:
+        raise ValueError("the model's configuration does not say how long its sequences may be: give max_tokens")
+    if reach is not None and longest > reach:
+        raise ValueError(f"max_tokens={longest} is more than this model's positions reach, {reach}")
+    return longest
+
+
+def choose_device(device: str, rank: int = 0) -> torch.device:
+    """The device that was named, or for `auto` the first GPU if torch sees one, else the CPU. A rank's GPU is so many further.
+
+    Raises: DriverUnavailable if there is no such GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda:0" if count else "cpu"
+    chosen = torch.device(device)
+    if chosen.type != "cuda":
+        return chosen
+    index = (chosen.index or 0) + rank
+    if index >= count:
+        seen = "torch sees no GPU here" if not count else f"torch sees {count} here, numbered from 0"
+        if rank:
+            raise DriverUnavailable(f"tensor_parallel_size={rank + 1} needs a GPU for each rank: {seen}; lower it")
+        last = f"cuda:{count - 1}, " if count else ""
+        raise DriverUnavailable(f"device={device!r}: {seen}; use {last}cpu or auto")
+    return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU current. Graphs, events and pinned memory are of the current one, whatever GPU their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The type that was named, or for `auto` bfloat16 on a GPU and float32 on a CPU."""
+    name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if dtype == "auto" else dtype
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
+
+
+def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
+    """The tokens that end an answer: by the model's own generation configuration, or if it has none, by its configuration."""
+    import transformers
+
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:
+        generation = transformers.GenerationConfig.from_model_config(hf_config)
+    ends = generation.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or [])
+
+
+def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, float, float]:
+    """Run the largest prefill, one that scores its tokens, a decode step with every sampling option, and one with a mask only.
+
+    Then compact by scores. Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows
+    whether the model can. Run again it shows the rate of prefill: its tokens, and when it began and ended, of
+    time.perf_counter, are returned.
+
+    Raises: ValueError if the model cannot be served.
+    """
+    # One likeliest token of one row is not sorted: a kernel that sorts more may be loaded by the first request for them.
+    params = SamplingParams(max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=20, prompt_logprobs=1)
+    everything = Generate(request_id="warm-up", prompt=[0] * num_tokens, params=params)
+    request = Request(everything, frozenset())
+    with contextlib.closing(cache.open()) as sequence:
+        sequence.grow(num_tokens)
+        request.sequence = sequence
+        runner.sampler.assign([request])
+        prefill, last = (0, 0.0, 0.0), num_tokens - 1
+        for start, end, scores in ((0, last, False), (0, last, True), (0, last, False), (last, num_tokens, False)):
+            if start < end and (runner.model.has_states or not scores):
+                request.num_scored = 0 if scores else num_tokens
+                chunk = Chunk(request, sequence, start, request.prompt[start:end])
+                began_s = time.perf_counter()
+                _compute(runner, chunk)
+                if not (start or scores):
+                    prefill = end, began_s, time.perf_counter()
+                runner.model.check()
+        runner.sampler.release(sequence.slot)
+        _compute(runner, chunk)
+        if runner.keys is not None and last:
+            eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True, keeps_positions=False)
+            request.kept = kept = KeptRows(eviction, num_tokens)
+            ranked = Ranked.of(kept, sequence.slot, last, num_tokens)
+            assert ranked is not None, "the last query is ranked by"
+            _compute(runner, chunk, ranked)
+            sequence.advance(num_tokens)
+            runner.compactor(lambda message: None).compact("warm-up", kept, sequence)
+    runner.uploads.send(_masks(runner, cache.num_slots).packed)  # as many masks as there can be: memory is there then
+    return prefill
+
+
+def _compute(runner: Runner, chunk: Chunk, *ranked: Ranked) -> None:
+    no_slots = np.zeros(0, np.int64)
+    forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], list(ranked)))
+    masks = _masks(runner, len(forwarded.slots))
+    masks.words_GW.fill_(-1)
+    runner.wait(runner.sample(forwarded, masks))
+
+
+def _masks(runner: Runner, num_rows: int) -> TokenMasks:
+    return TokenMasks.of(list(range(num_rows)), ceil_div(runner.model.vocabulary_size, 32), runner.uploads)

@@ -1,0 +1,205 @@
+"""The tensors of a model's directory: their names and types, and whether their numbers are its weights.
+
+A quantised checkpoint has codes in place of weights, and scales to unpack them with. Codes read as weights are noise. So codes
+that nothing here can unpack are refused before a weight is read. FP8 by blocks is unpacked by transformers. That library fills
+missing tensors with random numbers, and passes over those that its model lacks: both are refused here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vmmkv_server.models import UnsupportedModel, from_directory
+
+FLOATS: Final = ("F64", "F32", "F16", "BF16")
+"""Names in safetensors of the types that weights may have. Others are codes, and need more than a copy."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+INSTEAD: Final = "use a checkpoint in bfloat16, float16 or float32, or in FP8 by blocks (quant_method fp8)"
+"""What would work in place of a quantised checkpoint."""
+
+_COMPUTED: Final = (".rotary_emb.inv_freq", ".masked_bias")
+"""Older checkpoints have these tensors, which follow from the configuration or from the code."""
+
+_BY_BLOCKS: Final = ("fp8", "mxfp8")
+"""Methods whose weights transformers unpacks by a scale for each block, on any device and without another library."""
+
+_NAMED: Final = 4
+"""Tensors that an error names of each kind: where one layer's are missing all layers' are."""
+
+
+class WeightsMismatch(UnsupportedModel):
+    """The tensors of a directory are not those of the model that its configuration describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file, not read yet."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in memory of the host."""
+        with safe_open(self.path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+def headers(directory: Path) -> dict[str, Stored]:
+    """The tensors of a directory by name; none is read. Empty if it has neither of the files that transformers saves.
+
+    Raises: ValueError for a file that is cut off; OSError.
+    """
+    if (directory / SINGLE).is_file():
+        paths = [directory / SINGLE]
+    elif (directory / INDEX).is_file():
+        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        paths = [directory / name for name in sorted(set(names))]
+    else:
+        return {}
+    stored: dict[str, Stored] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    header = file.get_slice(name)
+                    stored[name] = Stored(path, name, tuple(header.get_shape()), header.get_dtype())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}; copy or download it again") from error
+    return {name: tensor for name, tensor in stored.items() if not name.endswith(_COMPUTED)}
+
+
+def quantised_by(directory: Path, config: Any) -> str | None:
+    """The method by which the weights of a checkpoint are quantised, as it says itself; None if it does not."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if said := getattr(part, name, None):
+                return _method(said)
+    beside = directory / "hf_quant_config.json"  # of modelopt, whose older checkpoints say nothing in config.json
+    return _method(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else None
+
+
+def _method(said: Any) -> str:
+    fields = said if isinstance(said, dict) else said.to_dict()
+    if fields.get("load_in_4bit") or fields.get("load_in_8bit"):
+        return "bitsandbytes"
+    named = (fields.get("quant_method"), (fields.get("producer") or {}).get("name"), fields.get("quant_algo"))
+    return str(next((name for name in named if name), "by no method that is named"))
+
+
+def refuse_codes(directory: Path, config: Any, *, is_random: bool) -> None:
+    """Raise UnsupportedModel if a checkpoint has codes in place of weights which nothing here can unpack.
+
+    It goes by what the configuration says, and by the types of the tensors. With `is_random` no tensors are read: weights are
+    made, as plain numbers, so any quantisation is refused.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = quantised_by(directory, config)
+    if is_random:
+        if method is not None:
+            raise UnsupportedModel(
+                f"load_format='dummy' makes plain weights, and those of {directory} are quantised ({method}): they would be of "
+                "another size and speed; take quantization_config out of its config.json to measure the model unquantised"
+            )
+        return
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise UnsupportedModel(
+            f"the weights in {directory} are quantised ({method}), and neither vmmkv nor transformers unpacks these; {INSTEAD}"
+        )
+    if method not in (None, *_BY_BLOCKS):
+        return  # transformers unpacks them, or says what it lacks
+    stored = headers(directory)
+    codes = [
+        f"{name} is {tensor.dtype}"
+        for name, tensor in stored.items()
+        if _is_code(tensor) and not (method and _has_scale(name, stored))
+    ]
+    if codes:
+        reason = (
+            "config.json does not say by which method"
+            if method is None
+            else "no scales by blocks (weight_scale_inv) are beside them"
+        )
+        raise UnsupportedModel(
+            f"tensors in {directory} are of a type that is no plain float, and {reason}: {_some(codes)}; {INSTEAD}"
+        )
+
+
+def _is_code(tensor: Stored) -> bool:
+    """Whether a tensor has codes: small floats, or integers in place of a weight. Masks and positions are integers too."""
+    return tensor.dtype not in FLOATS and (tensor.dtype.startswith(("F8", "F4")) or tensor.name.endswith("weight"))
+
+
+def _has_scale(name: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether a tensor of codes by blocks has its scales beside it, or is scales itself."""
+    is_scale = name.endswith(("_scale_inv", ".scale"))
+    return is_scale or f"{name}_scale_inv" in stored or f"{name.removesuffix('weight')}scale" in stored
+
+
+def load_by_transformers(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+    """A model of transformers with the weights of a directory, in memory of the host. FP8 by blocks is unpacked to `dtype`.
+
+    Raises: WeightsMismatch, naming tensors that are missing, of another shape, or not of the model; else as transformers does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if quantised_by(directory, config) in _BY_BLOCKS:
+        for part in (config, config.get_text_config()):
+            if said := getattr(part, "quantization_config", None):
+                said["dequantize"] = True  # else on a GPU transformers fetches kernels from a hub
+    options = {"config": config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = from_directory(AutoModelForCausalLM, directory, **options)
+    refuse_misfits(
+        directory,
+        {
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(name for name in info["unexpected_keys"] if _counts(name, model)),
+            "of another shape": [
+                f"{name} is {tuple(given)}, wanted {tuple(wanted)}" for name, given, wanted in sorted(info["mismatched_keys"])
+            ],
+        },
+    )
+    return model
+
+
+def _counts(name: str, model: Any) -> bool:
+    """Whether a tensor that a model did not take would change what it computes.
+
+    It would in a module or a layer that the model has: a bias, a norm, a scale. It would not in another part, such as a vision
+    tower or a layer that predicts further tokens, nor in place of a buffer that is computed.
+    """
+    return not name.endswith(_COMPUTED) and any(_is_of(root, name.split(".")) for root in (model, model.base_model))
+
+
+def _is_of(root: torch.nn.Module, path: Sequence[str]) -> bool:
+    module, in_layer = root, False
+    for part in path[:-1]:
+        child = module._modules.get(part)
+        if child is None:
+            return in_layer
+        in_layer = in_layer or isinstance(module, torch.nn.ModuleList)
+        module = child
+    return path[-1] not in module._buffers
+
+
+def refuse_misfits(directory: Path, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise WeightsMismatch if there are problems: what is wrong, and with which tensors."""
+    found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    if found:
+        raise WeightsMismatch(f"the tensors in {directory} are not those of the model in its config.json. {found}")
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,417 @@
+"""Response bodies: OpenAI's completions and chat completions, whole and as chunks of a stream, and those of other routes."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, Field
+
+from vmmkv import __version__
+from vmmkv_server.http.generation import Score, TextDelta
+from vmmkv_server.http.schemas import GenerationRequest
+from vmmkv_server.protocol import (
+    BLOCK_TOKENS,
+    DEVICE,
+    KV_EVENTS_HWM,
+    KV_EVENTS_PENDING,
+    KV_EVENTS_REPLAYED,
+    FinishReason,
+    Ready,
+)
+from vmmkv_server.sampling_params import SamplingParams
+from vmmkv_server.tokenizer import TokenTexts
+
+LEAST_LOGPROB: Final = -9999.0
+"""In place of minus infinity, which JSON does not have; OpenAI's number."""
+
+_Sparse = Field(exclude_if=lambda value: value is None)
+"""Left out of the answer, rather than null."""
+
+
+class PromptTokensDetails(BaseModel):
+    """Details of the prompts' tokens."""
+
+    cached_tokens: int
+    """Tokens found in the prefix cache, so that they were not computed."""
+    cached_tokens_details: Annotated[dict[str, int] | None, _Sparse] = None
+    """The same by where they were, as SGLang names it: `device`, `host`, `disk`. Left out if no tier had any."""
+
+
+class Usage(BaseModel):
+    """Tokens: each prompt's once, however many choices it has, and those of all choices and beams."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_rows: Annotated[dict[str, int] | None, _Sparse] = None
+    """Rows of the KV cache that compactions by `kv_policy` have `kept` at last, and `dropped`. Left out if there were none."""
+
+    @classmethod
+    def of(cls, token_counts: tuple[int, Counter[str], int], kept_rows: Counter[str]) -> "Usage":
+        """From `Generation.token_counts` and `kept_rows`."""
+        prompt_tokens, cached, completion_tokens = token_counts
+        details = None if cached.keys() <= {DEVICE} else dict(cached)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached.total(), cached_tokens_details=details),
+            kv_rows=dict(kept_rows) or None,
+        )
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a completion's tokens, or of a chunk's. Lists of one length."""
+
+    text_offset: list[int]
+    """Where each token begins, in characters of the whole answer."""
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, which comes after nothing."""
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+    """Of the likeliest tokens at each place, and of the chosen one."""
+
+
+class TopLogprob(BaseModel):
+    """A token that could come at some place, and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Its UTF-8, which may be a part of a character; null for an id without text."""
+
+
+class TokenLogprob(TopLogprob):
+    """The chosen token, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a reply's tokens, or of a chunk's."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class Answer(BaseModel):
+    """What all answers of generation begin with; every chunk of a stream has the same id and time."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class CompletionChoice(BaseModel):
+    """One continuation of one prompt, or its new text in a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class Completion(Answer):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Annotated[Usage | None, _Sparse] = None
+
+
+class AssistantMessage(BaseModel):
+    """A whole reply."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One reply to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(Answer):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """New text of a reply; the first one names the role."""
+
+    role: Annotated[Literal["assistant"] | None, _Sparse] = None
+    content: Annotated[str | None, _Sparse] = None
+
+
+class ChunkChoice(BaseModel):
+    """New text of one reply, in a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Answer):
+    """A chunk of a streamed chat completion."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    usage: Annotated[Usage | None, _Sparse] = None
+
+
+class ModelCard(BaseModel):
+    """The served model. What follows `owned_by` is known once it is loaded; `max_model_len` is in tokens of one request."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vmmkv"
+    max_model_len: int | None = None
+    implementation: str | None = None
+    """`vmmkv` or `transformers`."""
+    kv_cache_dtype: str | None = None
+    """A type of torch's, or `fp8`, `int8` or `int4`."""
+
+
+class ModelList(BaseModel):
+    """The answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """The answer of /health: 200 when `ok`, perhaps with a warning as the reason, else 503 and why."""
+
+    status: Literal["ok", "loading", "draining", "asleep", "stuck", "dead"]
+    reason: str | None = None
+
+
+class Version(BaseModel):
+    """The answer of /version."""
+
+    version: str
+
+
+class Tokens(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    """Tokens that one request can have, with its answer."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizedText(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class RenderedRequest(BaseModel):
+    """The answer of the render routes, vLLM's GenerateRequest: what the engine would get for one prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    """All of vLLM's that there are here, with `max_tokens` as it would be. A grammar is not among them."""
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    features: None = None
+    """Of images: none."""
+    kv_transfer_params: None = None
+
+    @classmethod
+    def of(
+        cls, body: GenerationRequest, prompt: list[int], params: SamplingParams, *, model: str, id_prefix: str
+    ) -> "RenderedRequest":
+        """From a request, one of its prompts and that one's sampling parameters."""
+        sampling = {name: getattr(params, name) for name in _RENDERED}
+        return cls.model_construct(
+            request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+            token_ids=prompt,
+            sampling_params=sampling | {"logit_bias": dict(params.logit_bias)},
+            model=model,
+            stream=bool(body.stream),
+            stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+        )
+
+
+_RENDERED: Final = SamplingParams.__dataclass_fields__.keys() - {
+    "beam_width",
+    "kv_policy",
+    "length_penalty",
+    "structured_outputs",
+}
+
+
+class ServerInfo(BaseModel):
+    """The answer of /server_info, in vLLM's form for `config_format=json`."""
+
+    vllm_config: dict[str, dict[str, Any]]
+    vllm_env: dict[str, str] = {}
+    system_env: dict[str, str]
+
+    @classmethod
+    def of(cls, ready: Ready, model: str) -> "ServerInfo":
+        """From what the engine said when it was loaded."""
+        limits = ready.limits
+        return cls(
+            vllm_config={
+                "model_config": {"model": model, "max_model_len": limits.max_tokens, "dtype": ready.dtype},
+                "cache_config": {
+                    "block_size": BLOCK_TOKENS,
+                    "num_gpu_blocks": ready.num_blocks,
+                    "cache_dtype": ready.kv_cache_dtype,
+                },
+                "scheduler_config": {"max_num_seqs": limits.max_sequences},
+                "parallel_config": {"tensor_parallel_size": ready.num_ranks, "data_parallel_size": 1},
+                "device_config": {"device": ready.device},
+            },
+            system_env={"vmmkv_version": __version__},
+        )
+
+
+class KVEventSource(BaseModel):
+    """A publisher of KV events in the answer of /kv_event_sources, as vLLM's configuration has it."""
+
+    enable_kv_cache_events: Literal[True] = True
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str
+    """`0.0.0.0` in it stands for the host of this server."""
+    replay_endpoint: str | None
+    topic: str
+    buffer_steps: int = KV_EVENTS_REPLAYED
+    hwm: int = KV_EVENTS_HWM
+    max_queue_size: int = KV_EVENTS_PENDING
+
+
+class KVMemory(BaseModel):
+    """The answer of the administrator's routes."""
+
+    freed_bytes: int
+    """Bytes that were held and are free now, or the device's again."""
+    budget_bytes: int
+    """While it sleeps, that which it has again when it wakes up."""
+    pool_tokens: int
+    """Tokens of one sequence that the budget holds."""
+
+
+class ResponseForm(ABC):
+    """The form of one answer. A stream is `opening`, a chunk for each delta, and a chunk without choices if usage is wanted."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, model: str, tokens: TokenTexts) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
+        self._tokens = tokens
+
+    def opening(self, num_choices: int) -> list[TextDelta]:
+        """What is written before any generated text."""
+        return []
+
+    @abstractmethod
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> BaseModel:
+        """New text of choices."""
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> BaseModel:
+        """The answer, with each choice as one delta, in order."""
+
+
+class CompletionForm(ResponseForm):
+    """The form of /v1/completions, where a chunk looks like a whole answer."""
+
+    id_prefix = "cmpl"
+
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> Completion:
+        """New text of choices."""
+        choices = [
+            CompletionChoice(
+                index=delta.index,
+                text=delta.text,
+                logprobs=None if delta.scores is None else self._logprobs(delta.all_scores()),
+                finish_reason=delta.finish_reason,
+            )
+            for delta in deltas
+        ]
+        return Completion(**self._head, choices=choices, usage=usage)
+
+    whole = chunk
+
+    def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            text_offset=[score.offset for score in scores],
+            token_logprobs=[None if score.logprob is None else _finite(score.logprob) for score in scores],
+            tokens=[self._tokens.text_of(score.token_id) for score in scores],
+            top_logprobs=[self._likeliest(score) for score in scores],
+        )
+
+    def _likeliest(self, score: Score) -> dict[str, float] | None:
+        if score.logprob is None:
+            return None
+        pairs = (*score.likeliest, (score.token_id, score.logprob))
+        return {self._tokens.text_of(token_id): _finite(logprob) for token_id, logprob in pairs}
+
+
+class ChatForm(ResponseForm):
+    """The form of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+
+    def opening(self, num_choices: int) -> list[TextDelta]:
+        """An empty delta of each choice, which names its role."""
+        return [TextDelta(index, "", None) for index in range(num_choices)]
+
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> ChatCompletionChunk:
+        """New text of choices."""
+        choices = []
+        for delta in deltas:
+            is_opening = not delta.text and delta.finish_reason is None
+            news = Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
+            choices.append(ChunkChoice(**self._common(delta), delta=news))
+        return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
+
+    def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
+        """Every reply."""
+        replies = [ChatChoice(**self._common(delta), message=AssistantMessage(content=delta.text)) for delta in deltas]
+        return ChatCompletion(**self._head, choices=replies, usage=usage)
+
+    def _common(self, delta: TextDelta) -> dict[str, Any]:
+        logprobs = None if delta.scores is None else ChatLogprobs(content=list(map(self._scored, delta.scores)))
+        return {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _scored(self, score: Score) -> TokenLogprob:
+        assert score.logprob is not None, "a chat echoes nothing"
+        likeliest = [TopLogprob(**self._named(*each)) for each in score.likeliest]
+        return TokenLogprob(**self._named(score.token_id, score.logprob), top_logprobs=likeliest)
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokens.bytes_of(token_id)
+        text = self._tokens.text_of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also for NaN

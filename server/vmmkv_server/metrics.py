@@ -1,0 +1,227 @@
+"""Metrics in Prometheus' format, in a registry for each server; and the rates of the log and the page."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Self
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vmmkv_server.engine_client import EngineClient
+from vmmkv_server.latencies import REQUEST_BOUNDS_S, Times
+from vmmkv_server.protocol import BLOCK_TOKENS, Ready, Snapshot
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S: Final = 10.0
+"""Between two lines of the log, while something happens."""
+
+_GAUGES: Final = {
+    "running": ("requests_running", "Requests that have a slot and are being worked on."),
+    "waiting": ("requests_waiting", "Requests that wait for a slot or for pages."),
+    "kv_tokens": ("kv_tokens", "Tokens whose keys and values are held."),
+    "kv_mapped_bytes": ("kv_mapped_bytes", "Memory mapped under live sequences, a shared page once for each."),
+    "kv_free_bytes": ("kv_free_bytes", "Physical memory created and mapped nowhere."),
+    "kv_cached_bytes": ("kv_cached_bytes", "Physical memory of prefixes kept for others, which goes when room is needed."),
+    "kv_pending_reclaim_bytes": ("kv_pending_reclaim_bytes", "Physical memory whose mapping waits for its fence."),
+    "kv_created_bytes": ("kv_created_bytes", "Physical memory taken from the device."),
+    "kv_budget_bytes": ("kv_budget_bytes", "The most that may be created."),
+    "kv_used_bytes": ("kv_used_bytes", "Physical memory of live sequences, a shared page once for all."),
+    "prefix_pages": ("prefix_pages", "Pages of 2 MiB that the prefix cache holds."),
+}
+"""Field of Snapshot: name without prefix, help."""
+_COUNTERS: Final = {
+    "preemptions": ("preemptions", "Sequences put back to waiting because pages ran out."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts computed."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
+    "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
+    "kv_compactions": ("kv_compactions", "Times that a kv_policy dropped rows of a sequence."),
+    "kv_kept_rows": ("kv_kept_rows", "Rows kept, summed over compactions."),
+    "kv_dropped_rows": ("kv_dropped_rows", "Rows dropped by compactions."),
+    "generated_tokens": ("generation_tokens", "Tokens generated."),
+    "tier_errors": ("tier_call_errors", "Calls of tiers that raised, which count as misses."),
+    "stalls": ("stalls", "Times that a step waited for a driver call."),
+}
+TIER_GAUGES: Final = {
+    "held_bytes": "Bytes of the records that a tier holds.",
+    "budget_bytes": "The most that it may hold.",
+}
+OF_TIERS: Final = {
+    **TIER_GAUGES,
+    "stored_bytes": "Bytes stored in it; a record has 2 MiB.",
+    "loaded_bytes": "Bytes loaded from it.",
+    "evicted_records": "Records that made room for others.",
+    "missed_records": "Records that it was thought to have, and had not.",
+    "refused_records": "Records for which it had no room.",
+    "errors": "Stores and loads that failed; such a load is a miss.",
+}
+"""Number of a tier in Snapshot: help. The others are counters."""
+
+
+class Metrics(Collector):
+    """One server's metrics: its own counters, and the engine's last snapshot. Unknown values are absent, not zero."""
+
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        """`model` is its name, a label of what vLLM has too."""
+        self.request_seconds = Times("request_duration", "From the request to the end of its answer.", REQUEST_BOUNDS_S)
+        self._engine = engine
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.requests = Counter(
+            "vmmkv_requests", "Requests by how they ended: finished, failed or aborted.", ("outcome",), registry=self._registry
+        )
+        self.refused = Counter(
+            "vmmkv_requests_refused",
+            "Requests to /v1, tokenize, detokenize and the administrator's routes that were answered with an error at once.",
+            ("code",),
+            registry=self._registry,
+        )
+        for outcome in ("finished", "failed", "aborted"):
+            self.requests.labels(outcome)
+        for code in (400, 401, 403, 429, 503):
+            self.refused.labels(str(code))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry then does not collect at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the engine, and the histograms."""
+        engine = self._engine
+        ready = isinstance(engine.phase, Ready)
+        yield GaugeMetricFamily("vmmkv_engine_ready", "1 when the engine can take requests.", value=float(ready))
+        if engine.snapshot is not None:
+            yield from _families(engine.snapshot)
+        for times in (self.request_seconds, engine.first_token_times, engine.token_times, engine.queue_times):
+            yield times.family()
+        yield from _as_vllm(engine, self._model)
+
+
+def _as_vllm(engine: EngineClient, model: str) -> Iterator[Metric]:
+    """What routers read of an engine, by vLLM's names and with its labels."""
+    labels = {"model_name": model, "engine": "0"}
+    if (now := engine.snapshot) is not None:
+        queries = now.prefix_hit_tokens + now.prefix_missed_tokens
+        usage = now.kv_used_bytes / max(1, now.kv_budget_bytes)
+        for kind, name, help_text, value in (
+            (GaugeMetricFamily, "num_requests_running", "vmmkv_requests_running.", now.running),
+            (GaugeMetricFamily, "num_requests_waiting", "vmmkv_requests_waiting.", now.waiting),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "vmmkv_kv_usage_ratio.", usage),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", queries),
+            (CounterMetricFamily, "prefix_cache_hits", "vmmkv_prefix_hit_tokens.", now.prefix_hit_tokens),
+        ):
+            family: CounterMetricFamily | GaugeMetricFamily = kind(f"vllm:{name}", help_text, labels=tuple(labels))
+            family.add_metric(tuple(labels.values()), value)
+            yield family
+    if isinstance(ready := engine.phase, Ready):
+        blocks = {
+            "block_size": str(BLOCK_TOKENS),
+            "num_gpu_blocks": str(ready.num_blocks),
+            "engine": "0",
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "Blocks that routers reckon with.", labels=tuple(blocks))
+        info.add_metric(tuple(blocks.values()), 1)
+        yield info
+    for times in (engine.first_token_times, engine.token_times):
+        yield times.family("vllm:", **labels)
+
+
+def _families(snapshot: Snapshot) -> Iterator[Metric]:
+    for field, (name, help_text) in _GAUGES.items():
+        yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
+    for field, (name, help_text) in _COUNTERS.items():
+        yield CounterMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
+    used_bytes, budget_bytes = snapshot.kv_used_bytes, snapshot.kv_budget_bytes
+    saved_bytes = max(0, snapshot.kv_mapped_bytes - used_bytes)
+    for name, help_text, number in (
+        ("kv_shared_bytes", "Mapped under live sequences beyond the memory behind it: what sharing saves.", saved_bytes),
+        ("kv_usage_ratio", "Share of the budget that live sequences use, 0 to 1.", used_bytes / max(1, budget_bytes)),
+        ("asleep", "1 while POST /sleep has given the KV memory back.", float(not budget_bytes)),
+    ):
+        yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=number)
+    yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)
+    attach_s = {method: snapshot.attach_us.get(method, 0.0) / 1e6 for method in snapshot.attached}
+    yield _labelled("attaches", "Sequences by the method that they came to their prefix by.", "method", snapshot.attached)
+    yield _labelled("attach_seconds", "Time that attaching took, by method.", "method", attach_s)
+    yield _labelled("driver_calls", "Driver calls by kind.", "call", snapshot.driver_calls)
+    yield _labelled("hit_tokens", "Tokens of prompts found, by where: the device, or a tier.", "source", snapshot.hit_tokens)
+    yield _labelled(
+        "resumed_tokens", "Rows of preempted requests, by where they came back from.", "source", snapshot.resumed_tokens
+    )
+    yield _labelled("fetches", "Loads for prompts, by how each ended, or declined.", "outcome", snapshot.fetches)
+    yield CounterMetricFamily(
+        "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6
+    )
+    if snapshot.holder_is_gone is not None:
+        help_text = "1 while the process runs that owns or lends KV memory; 0: nothing outlives the server, or is lent."
+        yield GaugeMetricFamily("vmmkv_holder_up", help_text, value=float(not snapshot.holder_is_gone))
+    for field, help_text in OF_TIERS.items():
+        values = {name: tier[field] for name, tier in snapshot.tiers.items()}
+        kind = GaugeMetricFamily if field in TIER_GAUGES else CounterMetricFamily
+        yield _labelled(f"tier_{field}", help_text, "tier", values, kind)
+
+
+def _labelled(
+    name: str,
+    help_text: str,
+    label: str,
+    values: "dict[str, int] | dict[str, float]",
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+) -> Metric:
+    family = kind(f"vmmkv_{name}", help_text, labels=(label,))
+    for key, value in sorted(values.items()):
+        family.add_metric((key,), value)
+    return family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Tokens per second between two snapshots."""
+
+    generated_per_s: float
+    prompt_per_s: float
+    """Prompt tokens computed."""
+    hit_rate: float | None
+    """Share of prompt tokens found in the prefix cache; None if no prompt began."""
+
+    @classmethod
+    def between(cls, old: Snapshot, new: Snapshot, took_s: float) -> Self:
+        """The rates of two snapshots that are `took_s` apart."""
+        took_s = max(took_s, 1e-3)
+        hits = new.prefix_hit_tokens - old.prefix_hit_tokens
+        asked = hits + new.prefix_missed_tokens - old.prefix_missed_tokens
+        return cls(
+            generated_per_s=(new.generated_tokens - old.generated_tokens) / took_s,
+            prompt_per_s=(new.prompt_tokens - old.prompt_tokens) / took_s,
+            hit_rate=hits / asked if asked else None,
+        )
+
+
+async def log_rates(engine: EngineClient, *, every_s: float = LOG_INTERVAL_S) -> None:
+    """Log a line at intervals, until cancelled; none while the engine is idle."""
+    last = engine.snapshot
+    while True:
+        await asyncio.sleep(every_s)
+        new = engine.snapshot
+        if last is not None and new is not None:
+            rates = Rates.between(last, new, every_s)
+            if new.running or new.waiting or rates.generated_per_s or rates.prompt_per_s:
+                values = {
+                    "running": new.running,
+                    "waiting": new.waiting,
+                    "generated_tok_s": round(rates.generated_per_s, 1),
+                    "prompt_tok_s": round(rates.prompt_per_s, 1),
+                    "kv_used": round(new.kv_used_bytes / max(1, new.kv_budget_bytes), 3),
+                }
+                if rates.hit_rate is not None:
+                    values["prefix_hit_rate"] = round(rates.hit_rate, 3)
+                log.info("serving", extra=values)
+        last = new

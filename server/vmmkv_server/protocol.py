@@ -1,0 +1,352 @@
+"""Messages between the HTTP process and the engine process: msgspec structs over a pair of ZeroMQ sockets."""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Self, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.memory.states import SlotMap
+from vmmkv.units import MIB
+from vmmkv_server.sampling_params import Limits, SamplingParams
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block, as routers count them. The cache itself has none."""
+KV_EVENTS_PENDING: Final = 1 << 16
+"""Changes of the prefix tree that may wait to be published."""
+KV_EVENTS_REPLAYED: Final = 10_000
+"""The last batches of events, which are sent again on request."""
+KV_EVENTS_REPLAYED_BYTES: Final = 64 * MIB
+"""Bytes of these batches: fewer are kept where they are longer. One has 100 KB at most."""
+KV_EVENTS_HWM: Final = 10_000
+"""Batches that wait for a slow subscriber, before it loses some."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; on the wire each carries its class name."""
+
+
+# HTTP -> engine
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """Continue `prompt`: one answer, or one beam search."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    """The engine ignores `n`, `stop` and `structured_outputs`; a `seed` of None counts as 0."""
+    priority: int = 0
+    """Lower ones run first."""
+    cache_salt: str | None = None
+    """Prefix namespace: requests share cached prefixes only with requests of the same salt."""
+    grammar: bytes = b""
+    """The grammar that the answer follows, as `Compilation.compile` gives it; empty for none."""
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """End a request without an answer: its client is gone, or a stop string was found."""
+
+    request_id: str
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """Finish now."""
+
+
+class AskMap(Message, frozen=True, kw_only=True):
+    """Send a `MemoryMap`; one answers all that were asked before it."""
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Evict every prefix that no running request uses; `Managed` is the answer."""
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    """Change the KV budget; `Managed` is the answer."""
+
+    budget_bytes: int
+
+
+class Sleep(Message, frozen=True, kw_only=True):
+    """Store what tiers lack of cached prefixes, and give all KV memory back; no request is there. `Managed` is the answer."""
+
+
+class WakeUp(Message, frozen=True, kw_only=True):
+    """Take KV memory again, as requests need it; `Managed` is the answer."""
+
+
+Manage: TypeAlias = Forget | Resize | Sleep | WakeUp
+"""What an administrator asks; done between two steps."""
+
+
+# Engine -> HTTP
+
+
+class Loading(Message, frozen=True, kw_only=True):
+    """Progress of the engine's start."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class KVEventSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where KV events are published."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """Sent once, when the model is loaded."""
+
+    model: str
+    """Its directory."""
+    device: str
+    dtype: str
+    """Of the weights."""
+    kv_cache_dtype: str
+    """The same, or what K and V are quantised to."""
+    num_ranks: int = 1
+    """Devices that share the model."""
+    implementation: str
+    """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
+    limits: Limits
+    end_tokens: list[int] = []
+    """They end an answer."""
+    kv_events: KVEventSource | None = None
+    """None if they are off."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The pool in blocks, for routers."""
+        return self.limits.pool_tokens // BLOCK_TOKENS
+
+
+class LoadFailed(Message, frozen=True, kw_only=True):
+    """Sent in place of `Ready`: the model cannot be served, and the engine ends."""
+
+    reason: str
+    """For the operator: it may hold paths."""
+
+
+LOST: Final = 3
+"""Exit code of an engine that has lost its device's context, or another rank."""
+
+
+DEVICE: Final = "device"
+"""Where cached tokens were that did not come from a tier."""
+
+RECOMPUTED: Final = "recomputed"
+"""Stands for where the rows of a preempted request were that were nowhere."""
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """New tokens of one request; the last one has a finish reason. On the wire an array without names.
+
+    There are 256 of these a step: tuples, of which the empty one costs nothing, and no garbage collection take a tenth of the
+    time of lists.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cached: tuple[tuple[str, int], ...] = ()
+    """In a request's first output: prompt tokens found in the prefix cache, by where they were: DEVICE or a tier's name."""
+    logprobs: tuple[float, ...] = ()
+    """If asked for: of each chosen token under the model's own distribution, before any sampling parameter. An end token,
+    which is not in `token_ids`, has one too."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """If asked for: at each place the likeliest tokens and their log-probabilities, the likeliest first."""
+    queued_us: int = 0
+    """In a request's first output: its wait in the engine before it began, at least 1; else 0."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, wherever they were."""
+        return sum(count for _, count in self.cached)
+
+
+class Outputs(Message, frozen=True, kw_only=True):
+    """The outputs of one step."""
+
+    outputs: list[Output]
+
+
+LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probabilities of the next prompt tokens under the model's own distribution. Made by `packed`, read by `unpacked`.
+
+    They come in order, before the request's first `Output`. The first token of a prompt has none.
+    Raw bytes, since a message can hold hundreds of thousands of numbers.
+
+    Legend: W tokens of a prompt, T likeliest tokens at each place.
+    """
+
+    request_id: str
+    logprobs: bytes
+    """float32, of each token."""
+    top_logprobs: bytes
+    """float32, of as many of the likeliest at each place as were asked for, the likeliest first."""
+    top_ids: bytes
+    """int32, their token ids."""
+
+    @classmethod
+    def packed(
+        cls,
+        request_id: str,
+        chosen_W: npt.NDArray[np.float32],
+        values_WT: npt.NDArray[np.float32],
+        ids_WT: npt.NDArray[np.int32 | np.int64],
+    ) -> Self:
+        """The message of these arrays."""
+        ids = ids_WT.astype(np.int32).tobytes()
+        return cls(request_id=request_id, logprobs=chosen_W.tobytes(), top_logprobs=values_WT.tobytes(), top_ids=ids)
+
+    def unpacked(self) -> tuple[list[float], list[Sequence[tuple[int, float]]]]:
+        """The log-probability of each token; and at each place the likeliest tokens with theirs, the likeliest first."""
+        chosen: list[float] = np.frombuffer(self.logprobs, np.float32).tolist()
+        values_WT = np.frombuffer(self.top_logprobs, np.float32).reshape(len(chosen), -1)
+        ids_WT = np.frombuffer(self.top_ids, np.int32).reshape(values_WT.shape)
+        return chosen, [tuple(zip(*row, strict=True)) for row in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)]
+
+
+class Beam(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of a beam search."""
+
+    token_ids: list[int]
+    """Without the end token."""
+    score: float
+    """Log-probability / (number of tokens, with the end token) ** length_penalty."""
+    finish_reason: FinishReason
+
+
+class Beams(Message, frozen=True, kw_only=True):
+    """The whole answer to a request with a `beam_width`."""
+
+    request_id: str
+    beams: list[Beam]
+    """As many as the search is wide, the best first."""
+    cached: tuple[tuple[str, int], ...] = ()
+    """As in `Output`."""
+    queued_us: int = 0
+    """As in `Output`."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """As in `Output`."""
+        return sum(count for _, count in self.cached)
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """One request ended in an error; the others go on."""
+
+    request_id: str
+    message: str
+
+
+class Compacted(Message, frozen=True, kw_only=True):
+    """The `kv_policy` of a request has dropped rows."""
+
+    request_id: str
+    kept_rows: int
+    """That are left."""
+    dropped_rows: int
+    """Since it began, or began again."""
+
+
+class Managed(Message, frozen=True, kw_only=True):
+    """The outcome of a `Manage`, in the order in which they came."""
+
+    error: str | None = None
+    freed_bytes: int
+    budget_bytes: int
+    """While it sleeps, that which it has again when it wakes up."""
+    pool_tokens: int
+    """As in `Ready`."""
+
+
+class Snapshot(Message, frozen=True, kw_only=True):
+    """The engine's counts, sent at least once a second while it is busy, and when it becomes idle."""
+
+    running: int
+    waiting: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    kv_tokens: int
+    kv_mapped_bytes: int
+    kv_free_bytes: int
+    kv_cached_bytes: int = 0
+    kv_pending_reclaim_bytes: int
+    kv_created_bytes: int
+    kv_budget_bytes: int
+    kv_compactions: int = 0
+    """Compactions of requests by their `kv_policy`, since the start."""
+    kv_kept_rows: int = 0
+    """Rows kept, summed over compactions."""
+    kv_dropped_rows: int = 0
+    """Rows dropped by compactions."""
+    stalls: int
+    stall_us: float
+    driver_calls: dict[str, int]
+    prefix_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache, since the start."""
+    prefix_missed_tokens: int = 0
+    """Prompt tokens looked for and not found, since the start."""
+    prefix_pages: int = 0
+    """Pages that the prefix cache holds now."""
+    kv_used_bytes: int = 0
+    """Physical memory of running sequences; shared memory counts once."""
+    attached: dict[str, int] = {}
+    """Sequences by the method that they came to their prefix by, since the start."""
+    attach_us: dict[str, float] = {}
+    """Total time of attaching, by method."""
+    hit_tokens: dict[str, int] = {}
+    """Prompt tokens found in the prefix cache, by where they were, since the start."""
+    resumed_tokens: dict[str, int] = {}
+    """Rows that preempted requests had, by where they came back from: as `hit_tokens`, or `RECOMPUTED`."""
+    fetches: dict[str, int] = {}
+    """Loads that requests waited for, by how that ended: see `Fetches.counts`."""
+    fetch_wait_us: float = 0.0
+    """Their waits together."""
+    tiers: dict[str, dict[str, int]] = {}
+    """By name, what `vmmkv.TierStats` says."""
+    tier_errors: int = 0
+    """Calls of tiers that raised, beside the errors that they count themselves."""
+    holder_is_gone: bool | None = None
+    """Has the process ended that owns the KV memory, or lends it? None if the engine owns it all."""
+
+
+class MemoryMap(Message, frozen=True, kw_only=True):
+    """The mapped pages. Each slot is shown as of one moment, all within a few steps."""
+
+    num_slots: int
+    slot_pages: list[int]
+    """Pages of addresses of a slot, by group of layers."""
+    slots: list[SlotMap]
+    """Those with something mapped, in order."""
+    requests: dict[int, str]
+    """The request that runs in a slot; a beam search has one slot under its name."""
+    took_us: float
+    """Of the engine's time."""
+
+
+ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown
+FromEngine: TypeAlias = (
+    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Compacted | Failed | Managed | Snapshot | MemoryMap
+)
+
+encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode
+"""A message as bytes."""
+decode_to_engine: Final[Callable[[bytes], ToEngine]] = msgspec.msgpack.Decoder(ToEngine).decode
+"""A message to the engine. Raises: msgspec.ValidationError for anything else."""
+decode_from_engine: Final[Callable[[bytes], FromEngine]] = msgspec.msgpack.Decoder(FromEngine).decode
+"""A message from the engine. Raises: msgspec.ValidationError for anything else."""

@@ -1,0 +1,60 @@
+"""Passive data of slots and of what is mapped under them. No torch: the server's front process reads it.
+
+pages   0    1    2    3    4    5    6    7
+      | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
+"""
+
+import enum
+from typing import NamedTuple
+
+
+class SlotState(enum.IntEnum):
+    """free -> live -> (parked -> live)* -> closing -> free."""
+
+    FREE = 0
+    """Nothing is mapped under it."""
+    LIVE = 1
+    """A running sequence's."""
+    PARKED = 2
+    """No sequence's; still mapped, to be adopted or evicted."""
+    CLOSING = 3
+    """No sequence's; its mappings are pending reclaim."""
+    NULL = 4
+    """Slot 0, always: it has the null page, and never a sequence."""
+
+
+class RunState(enum.StrEnum):
+    """What mapped memory is there for."""
+
+    LIVE = "live"
+    """A running sequence has rows in it."""
+    AHEAD = "ahead"
+    """Past the rows of a running sequence: mapped before it is needed."""
+    PARKED = "parked"
+    """Of a parked slot."""
+    PENDING_RECLAIM = "pending"
+    """Unmapped when its fence has passed."""
+
+
+class MappedRun(NamedTuple):
+    """Extents side by side that are alike: of one state, with as many holders, as many of which use them."""
+
+    page: int
+    """The first, counted from the slot's first address."""
+    num_pages: int
+    state: RunState
+    num_holders: int
+    """Of each of its extents: mappings under this slot and others, and the prefix tree."""
+    handle: int
+    """Of its first extent. Where runs of several slots begin with the same handle, they are the same memory."""
+
+
+class SlotMap(NamedTuple):
+    """A slot at one moment."""
+
+    slot: int
+    state: SlotState
+    num_tokens: int
+    """Tokens of its sequence, or parked."""
+    groups: list[list[MappedRun]]
+    """By group of layers, in the order of addresses; what is pending reclaim comes last."""
