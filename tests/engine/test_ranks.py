@@ -336,6 +336,7 @@ def test_a_rank_whose_driver_fails_ends_the_engine_and_says_why(llm: LLM, thread
 
     threads.workers[0].driver.map = refuse  # type: ignore[method-assign]
     ends(llm, "rank 1: DriverError: map: no more addresses")
+    threads.join()  # the rank raises behind what it says
     assert [type(error) for error in threads.errors] == [DriverError]
 
 
