@@ -259,7 +259,12 @@ def test_forced_text_without_an_end_is_refused_wherever_it_hides(kind: str, sour
 def test_grammars_that_end_are_let_through() -> None:
     sources = [("ebnf", of_schema(schema).source) for schema in SCHEMAS.values()]
     chain = "root ::= r0\n" + "\n".join(f"r{index} ::= r{index + 1} | " + '"b"' for index in range(500)) + '\nr500 ::= "a"'
-    sources += [("ebnf", 'root ::= "(" root ")" | ""'), ("regex", "(abc){4000}"), ("ebnf", chain)]
+    sources += [
+        ("ebnf", 'root ::= "a"\nunused ::= "b" unused'),
+        ("ebnf", 'root ::= "(" root ")" | ""'),
+        ("regex", "(abc){4000}"),
+        ("ebnf", chain),
+    ]
     for kind, source in sources:
         check_ends(rules(kind, source))
     assert MAX_FORCED_BYTES > 3 * 4000

@@ -1,16 +1,19 @@
 """A matcher's masks are those of its tokens alone, whatever it was asked before; and all that is forced is told at once."""
 
 import functools
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xgrammar
 from transformers import AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
-from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.compiler import Compilation, grammar_read, with_own_automata
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import of_schema
 
@@ -59,6 +62,37 @@ def test_masks_depend_on_the_tokens_alone_and_forcing_is_complete(smollm2: Path,
             if token == words.info.stop_token_ids[0]:
                 break
     assert num_forced > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *(("json", of_schema(schema).source) for schema in SCHEMAS.values()),
+        ("regex", r"((a|bc){2,200}\.?){3}"),
+        ("ebnf", 'root ::= "(" root ")" | [^()]{130,}\nunused ::= root'),
+        ("choice", '["one","only","\U0001f600"]'),
+    ],
+)
+def test_what_an_engine_reads_allows_what_was_compiled(kind: Any, source: str) -> None:
+    """Without the copies of the states of all rules that xgrammar writes with each of them."""
+    info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b"</s>"], vocab_size=257, stop_token_ids=[256])
+    whole = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(grammar_read(kind, source))
+    data = with_own_automata(whole.serialize_json())
+    written = json.loads(data)["grammar"]
+    num_edges = sum(len(states["edges"]["data_"]) for (states, *_), *_ in written["per_rule_fsms"])
+    assert num_edges <= len(written["complete_fsm"]["edges"]["data_"])
+    read = xgrammar.CompiledGrammar.deserialize_json(data.decode(), info)
+    for seed in range(3):
+        draws, words = random.Random(seed), np.empty((2, 9), np.int32)
+        matchers = list(map(xgrammar.GrammarMatcher, (whole, read)))
+        for _ in range(MAX_TOKENS):
+            for row, matcher in enumerate(matchers):
+                matcher.fill_next_token_bitmask(words, row)
+            assert (words[0] == words[1]).all()
+            token = draws.choice(np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little")[:257]).tolist())
+            assert all(matcher.accept_token(token) for matcher in matchers)
+            if token == 256:
+                break
 
 
 @pytest.mark.parametrize("expression", ["onz[a-z]*", "thq[a-z]*", "erx[a-z]*"])

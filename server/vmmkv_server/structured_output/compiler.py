@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from vmmkv_server.console import die_with_parent
@@ -300,17 +301,12 @@ class Compilation:
     def compile(self, kind: GrammarKind, source: str) -> bytes:
         """A digest and text, for `Vocabulary.read`. Raises: ValueError, saying what is wrong with the grammar."""
         try:
-            match kind:
-                case "regex":
-                    compiled = self._compiler.compile_regex(source)
-                case "choice":
-                    compiled = self._compiler.compile_grammar("root ::= " + " | ".join(map(quoted, json.loads(source))))
-                case _:
-                    compiled = self._compiler.compile_grammar(source)
-            check_ends(compiled.grammar.serialize_json())
+            grammar = grammar_read(kind, source)
+            check_ends(grammar.serialize_json())
+            compiled = self._compiler.compile_grammar(grammar)
             for prefers_long in (False, True):
                 self._try(compiled, prefers_long=prefers_long)
-            text = compiled.serialize_json().encode()
+            text = with_own_automata(compiled.serialize_json())
             return hashlib.sha256(text).digest() + text
         except RuntimeError as error:
             # Without the time and the source line that xgrammar puts in front.
@@ -332,6 +328,94 @@ class Compilation:
                 return
             if time.thread_time() - began_s > TRIAL_S:
                 raise ValueError(_TOO_SLOW)
+
+
+def grammar_read(kind: GrammarKind, source: str) -> "xgrammar.Grammar":
+    """A grammar as xgrammar reads it. Raises: RuntimeError, saying what is wrong with it."""
+    import xgrammar
+
+    match kind:
+        case "regex":
+            return xgrammar.Grammar.from_regex(source)
+        case "choice":
+            return xgrammar.Grammar.from_ebnf("root ::= " + " | ".join(map(quoted, json.loads(source))))
+        case _:
+            return xgrammar.Grammar.from_ebnf(source)
+
+
+def with_own_automata(compiled: str) -> bytes:
+    """A compiled grammar in xgrammar's JSON form, where each rule has the states of its own automaton alone.
+
+    xgrammar 0.2.8 writes the states of all rules with each: 36 MB for the 220 rules of a schema of 25 KB. Here the states of
+    each rule are numbered from 0, in the keys of its masks too.
+    """
+    whole = msgspec.json.decode(compiled, type=dict[str, msgspec.Raw])
+    grammar = msgspec.json.decode(whole["grammar"], type=dict[str, msgspec.Raw])
+    every = msgspec.json.decode(grammar["complete_fsm"], type=_States)
+    rules = msgspec.json.decode(grammar["per_rule_fsms"], type=list[_OfRule])
+    masks = msgspec.json.decode(whole["adaptive_token_mask_cache"], type=list[tuple[list[int], msgspec.Raw]])
+    numbers = []
+    for rule in rules:
+        automaton = rule.automaton
+        own, number = every.of(automaton.start)
+        numbers.append(number)
+        automaton.states = msgspec.Raw(msgspec.json.encode(own))
+        automaton.start, automaton.ends = number[automaton.start], [number[end] for end in automaton.ends if end in number]
+    for key, _ in masks:
+        key[_STATE_OF_KEY] = numbers[key[_RULE_OF_KEY]][key[_STATE_OF_KEY]]
+    grammar["per_rule_fsms"] = msgspec.Raw(msgspec.json.encode(rules))
+    whole["grammar"] = msgspec.Raw(msgspec.json.encode(grammar))
+    whole["adaptive_token_mask_cache"] = msgspec.Raw(msgspec.json.encode(masks))
+    return msgspec.json.encode(whole)
+
+
+_RULE_OF_KEY, _STATE_OF_KEY = 0, 2
+"""Where a mask's key has the rule, and the state of its automaton."""
+
+
+class _Edges(msgspec.Struct, gc=False):
+    data_: list[tuple[int, int, int]]
+    """Of all states, in order: the first and the last byte, and the state to which they lead. Below 0, they name a rule."""
+    indptr_: list[int]
+    """By state the first of its edges, and at the end their number."""
+
+
+class _States(msgspec.Struct):
+    """Of automata, as xgrammar 0.2.8 writes them."""
+
+    edges: _Edges
+    edge_aux_data: msgspec.Raw
+    edge_num: int
+
+    def of(self, start: int) -> "tuple[_States, dict[int, int]]":
+        """Those that can be reached from one alone, and their new numbers by the old ones."""
+        edges, starts = self.edges.data_, self.edges.indptr_
+        own, waiting = {start}, [start]
+        while waiting:
+            state = waiting.pop()
+            targets = {target for _, _, target in edges[starts[state] : starts[state + 1]]} - own
+            own |= targets
+            waiting += targets
+        number = {state: index for index, state in enumerate(sorted(own))}
+        kept = _Edges([], [0])
+        for state in number:
+            kept.data_ += [(low, high, number[target]) for low, high, target in edges[starts[state] : starts[state + 1]]]
+            kept.indptr_.append(len(kept.data_))
+        return _States(kept, self.edge_aux_data, len(kept.data_)), number
+
+
+class _Automaton(msgspec.Struct, array_like=True):
+    states: msgspec.Raw
+    start: int
+    ends: list[int]
+    is_dfa: msgspec.Raw
+    edge_num: msgspec.Raw
+
+
+class _OfRule(msgspec.Struct, array_like=True):
+    automaton: _Automaton
+    num_nodes: msgspec.Raw
+    num_edges: msgspec.Raw
 
 
 def _in_time(call: Callable[..., T], *arguments: object) -> T:
@@ -374,6 +458,8 @@ class _Rules:
         self._patterns: dict[bytes, float] = {}
         self._users: defaultdict[int, set[int]] = defaultdict(set)
         """By rule, those whose shortest text depends on it."""
+        self._uses: defaultdict[int, set[int]] = defaultdict(set)
+        """The other way round."""
         waiting = dict.fromkeys(range(len(self._rules)))
         while waiting:  # to the fixed point, the last rules first: a shorter rule may shorten those that use it
             rule, _ = waiting.popitem()
@@ -381,11 +467,18 @@ class _Rules:
             if min_bytes < self._min_bytes[rule]:
                 self._min_bytes[rule] = min_bytes
                 waiting.update(dict.fromkeys(self._users[rule]))
-        self.root_min_bytes = self._min_bytes[read["root_rule_id"]]
+        self._root: int = read["root_rule_id"]
+        self.root_min_bytes = self._min_bytes[self._root]
 
     def longest_alternatives(self) -> Iterator[tuple[str, float]]:
-        """For each rule its name, and the shortest text of the alternative for which that is longest, in bytes."""
-        for rule, (name, body) in enumerate(self._rules):
+        """For each rule in use its name, and the shortest text of the alternative for which that is longest, in bytes."""
+        used, waiting = {self._root}, [self._root]
+        while waiting:
+            more = self._uses[waiting.pop()] - used
+            used |= more
+            waiting += more
+        for rule in sorted(used):
+            name, body = self._rules[rule]
             kind, parts = self._expressions[body]
             yield name, max(self._min_bytes_of(each, rule) for each in (parts if kind == _CHOICES else [body]))
 
@@ -400,6 +493,7 @@ class _Rules:
             return 0
         if kind in (_RULE, _REPEAT):
             self._users[parts[0]].add(user)
+            self._uses[user].add(parts[0])
             count = 1 if kind == _RULE else parts[1]
             return self._min_bytes[parts[0]] * count if count else 0
         if kind == _SEQUENCE:
