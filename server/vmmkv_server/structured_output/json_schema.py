@@ -1194,23 +1194,25 @@ class _Grammar(_Reader):
         if not pairs:
             return self._rule("object", '"{}"')
         begins = next((index for index, (is_required, _) in enumerate(pairs) if is_required), None)
-        # Behind the first pair all begin with a comma.
+        # Behind the first pair all begin with a comma, and end with the object: a rule that ends takes longer to mask.
         behind = [""] * len(pairs)
-        rest = more
+        rest = f'{more} "}}"'.lstrip()
         for index in reversed(range(0 if begins is None else begins, len(pairs))):
             behind[index] = rest
             is_required, pair = pairs[index]
-            rest = f'"," {pair} {rest}'.rstrip() if is_required else self._rule("more", f'("," {pair})? {rest}'.rstrip())
+            rest = f'"," {pair} {rest}' if is_required else self._rule("more", f'"," {pair} {rest} | {rest}')
         if begins is not None:
-            before = " ".join(f'({pair} ",")?' for _, pair in pairs[:begins])
-            return self._rule("object", f'"{{" {before} {pairs[begins][1]} {behind[begins]} "}}"')
-        ways = [f"{pair} {behind[index]}".rstrip() for index, (_, pair) in enumerate(pairs)]
+            rest = f"{pairs[begins][1]} {behind[begins]}"
+            for _, pair in reversed(pairs[:begins]):
+                rest = self._rule("first", f'{pair} "," {rest} | {rest}')
+            return self._rule("object", f'"{{" {rest}')
+        ways = [f"{pair} {behind[index]}" for index, (_, pair) in enumerate(pairs)]
         if keys is not None:
             pair = self._rule("pair", f'{self._key_way(keys)} ":" {self._name(keys.values)}')
-            ways.append(f"{pair} {more}".rstrip())
+            ways.append(f'{pair} {more} "}}"')
         if not kind.minimum:
-            ways.append('""')
-        return self._rule("object", f'"{{" ({" | ".join(ways)}) "}}"')
+            ways.append('"}"')
+        return self._rule("object", " | ".join(f'"{{" {way}' for way in ways))
 
     def _key_way(self, keys: _Keys) -> str:
         if keys.patterns:
