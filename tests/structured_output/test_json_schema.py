@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench.suites.serve.schemas import SCHEMAS
 from vmmkv_server.structured_output.schema import GrammarRefused, of_schema
-from vmmkv_server.structured_output.text import FORMATS, fit, lengths, matches, read
+from vmmkv_server.structured_output.text import FORMATS, MAX_COUNT, fit, lengths, matches, read
 
 END = 256
 MAX_STEPS = 400
@@ -186,8 +187,23 @@ def test_a_length_counts_characters_however_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
+    ("minimum", "maximum"),
+    [(0, 33), (0, 48), (7, 255), (100, 300), (290, 300), (150, 150), (200, None), (0, 4096), (4096, 9999)],
+)
+def test_a_long_string_has_the_lengths_that_it_may_have(minimum: int, maximum: int | None) -> None:
+    bounds = {"minLength": minimum} | ({} if maximum is None else {"maxLength": maximum})
+    grammar, most = compiled({"type": "string", **bounds}), math.inf if maximum is None else min(maximum, MAX_COUNT)
+    near = {minimum, 16, 32, 48, 64, *([] if maximum is None else [most, most - 16, most - 32]), 4096}
+    for length in sorted({max(0, length + more) for length in map(int, near) for more in (-1, 0, 1)}):
+        for text in ("a" * length, "\n" * length, ' é"' * (length // 3) + "\\" * (length % 3)):
+            assert allows(grammar, json.dumps(text, ensure_ascii=False)) == (minimum <= length <= most), (length, text[:3])
+
+
+@pytest.mark.parametrize(
     ("pattern", "held", "refused"),
     [
+        ("^.{30,60}x$", ["." * 30 + "x", '"' * 60 + "x", "x" * 61], ["x" * 30, "x" * 62, "." * 31]),
+        ("^[^a]{0,70}(a.{40,})?$", ["b" * 70, "b" * 70 + "a" * 41, "a" * 41], ["b" * 71, "a" * 40]),
         ("^a", ["a", "ab"], ["ba", ""]),
         ("b", ["b", "abc", "b\n"], ["a", ""]),
         ("a$", ["a", "ba"], ["ab"]),
@@ -382,7 +398,7 @@ def test_keywords_of_one_type_mean_that_type() -> None:
     assert allows(compiled({"minLength": 1, "minimum": 3}), '"a"') and allows(compiled({"minLength": 1, "minimum": 3}), "3")
 
 
-@pytest.mark.parametrize("bounds", [{"minLength": 1}, {"maxLength": 99}, {"pattern": r"^\S{1,60}$"}, {"pattern": "^a"}])
+@pytest.mark.parametrize("bounds", [{"minLength": 1}, {"maxLength": 999}, {"pattern": r"^\S{1,60}$"}, {"pattern": "^a"}])
 def test_a_repeated_character_that_may_be_escaped_is_no_group(bounds: dict[str, Any]) -> None:
     """xgrammar 0.2.8 would try every token of several characters at each step of `([^"\\\\] | "\\\\" [n])*`."""
     source = of_schema({"type": "string", **bounds}).source

@@ -13,6 +13,7 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
+from vmmkv_server.structured_output import text
 from vmmkv_server.structured_output.compiler import Compilation, grammar_read, with_own_automata
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import of_schema
@@ -92,6 +93,40 @@ def test_what_an_engine_reads_allows_what_was_compiled(kind: Any, source: str) -
             token = draws.choice(np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little")[:257]).tolist())
             assert all(matcher.accept_token(token) for matcher in matchers)
             if token == 256:
+                break
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"maxLength": 33},
+        {"maxLength": 90},
+        {"minLength": 40, "maxLength": 75},
+        {"minLength": 60},
+        {"pattern": r"^\S{0,70}$"},
+        {"pattern": "^[^a-m]{5,50}x.{0,40}$"},
+    ],
+)
+def test_a_long_count_allows_the_tokens_that_a_step_for_each_character_does(
+    smollm2: Path, bounds: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = vocabulary(smollm2)
+    sources = [of_schema({"type": "string", **bounds}).source]
+    monkeypatch.setattr(text, "_RUN", 1000)
+    sources.append(of_schema({"type": "string", **bounds}).source)
+    one, other = (words.read(Compilation(words).compile("json", source)) for source in sources)
+    has_quote = np.array([b'"' in token for token in words.info.decoded_vocab])
+    for seed in range(6):
+        numbers, matchers = np.random.default_rng(seed), [Matcher(one, words), Matcher(other, words)]
+        for _ in range(MAX_TOKENS):
+            assert matchers[0].forced_text() == matchers[1].forced_text()
+            may, wanted = (np.unpackbits(matcher.mask().view(np.uint8), bitorder="little") for matcher in matchers)
+            assert (may == wanted).all()
+            allowed = np.flatnonzero(may[: words.size])
+            going_on = allowed[~has_quote[allowed]]
+            token = int(numbers.choice(going_on if len(going_on) and seed else allowed))
+            assert all(matcher.accept(token) for matcher in matchers)
+            if token == words.info.stop_token_ids[0]:
                 break
 
 

@@ -100,6 +100,7 @@ def _of(text: str) -> Ranges:
 ANY: Final = Characters(((0, LAST),))
 ANYTHING: Final = Repeat(ANY, 0, None)
 _DOT: Final = Characters(_complement(_of("\n\r\u2028\u2029")))
+_BLANK: Final = ((32, 32),)
 _DIGIT: Final = ((48, 57),)
 _WORD: Final = _joined([(48, 57), (65, 90), (95, 95), (97, 122)])
 _SPACE: Final = _joined(
@@ -428,7 +429,7 @@ def _unit(part: Repeat) -> int:
 
 _PLAIN: Final = _complement(_joined([(0, 0x1F), (34, 34), (92, 92), (0xD800, 0xDFFF)]))
 """Characters of a JSON string that stand for themselves."""
-_ESCAPES: Final[Mapping[int, str]] = {34: '"', 92: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
+_SHORT: Final[Mapping[int, str]] = {34: '"', 92: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 UNESCAPED: Final = r'[^"\\\x00-\x1f]'
 """The same class without `^` takes a thousand times as long to mask."""
 CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (= [,}}\]:])'
@@ -436,7 +437,11 @@ CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (=
 ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
 """Numbered ones too, but for halves of characters."""
 MAX_STEPS: Final = 100
-"""Characters of one repetition, a rule for each. A hundred take 3 s to compile, for 49,152 tokens, and 5 MiB."""
+"""Characters that JSON may escape, of a repetition at the end of a group that is repeated itself."""
+_RUN: Final = 32
+"""Characters of one run. Tokens that are longer than half of it are tried one by one."""
+_NO_TOKEN: Final = r'(= "\x00")'
+"""Behind a rule: no token reaches beyond it. In fact any may, but those are left to other rules."""
 
 
 def is_plain(character: str) -> bool:
@@ -456,8 +461,16 @@ def _escaped(character: str) -> str:
 class Rules:
     """Writes strings of patterns as JSON has them. `make` gives the name of a rule with this body; it may be there.
 
-    Where a character can be an escape, each repetition of it is a rule that ends with the next one. A group that is repeated
-    instead takes a hundred times as long to mask: no token of several characters is known to fit before it is tried.
+    Where a character can be an escape, each repetition of it is a *step*: a rule that ends with the next one. A group that is
+    repeated instead takes a hundred times as long to mask: no token of several characters is known to fit before it is tried.
+
+    A step takes 10 ms to compile, for 49,152 tokens. So of more than _RUN characters only the last are steps, and those before
+    them are written three times, to be followed side by side. That takes 0.6 s for any number of them, and masks take as long
+    as those of strings without a limit.
+
+        one by one     a rule for a character, which ends behind it: exact, but tokens of several are tried
+        in runs        rules of _RUN steps, which end behind them: tokens within a run are known to fit
+        in other runs  which begin and end half a run later, so that always one of both has half a run left
     """
 
     def __init__(self, make: Callable[[str, str], str], add: Callable[[str, str], None]) -> None:
@@ -482,30 +495,77 @@ class Rules:
             return then or '""'
         assert isinstance(node, Repeat), "anchors are gone"
         if isinstance(node.part, Characters) and len(_ways(node.part.ranges)) > 1:
-            return self._repeated(_ways(node.part.ranges), node, self._named(then))
+            return self._repeated(node.part.ranges, node.minimum, node.maximum, self._named(then))
         if node.maximum == 0:
             return then or '""'
-        counts = _counts(node)
-        return f"({self._before(node.part, '').rstrip()}){counts} {then}"
+        return f"({self._before(node.part, '').rstrip()}){_counts(node.minimum, node.maximum)} {then}"
 
-    def _repeated(self, ways: Sequence[str], node: Repeat, then: str) -> str:
-        num_rules = node.minimum if node.maximum is None else node.maximum
-        if num_rules > MAX_STEPS:
-            raise PatternRefused(
-                f"it counts {num_rules} characters, and {MAX_STEPS} are served of those that JSON may escape; leave the count"
-                " out, and send max_tokens"
-            )
+    def _repeated(self, ranges: Ranges, minimum: int, maximum: int | None, then: str) -> str:
+        """A character of a set several times, of which some ways to write it are escapes."""
+        counted = minimum if maximum is None else min(maximum, MAX_COUNT)
         if not then:
-            return f"{_one_of(ways)}{_counts(node)}"
-        if node.maximum is None:
+            if counted > MAX_STEPS:
+                raise PatternRefused(
+                    f"it counts {counted} characters within a group that is repeated, and {MAX_STEPS} are served there of those"
+                    " that JSON may escape; leave the count out, and send max_tokens"
+                )
+            return f"{_one_of(_ways(ranges))}{_counts(minimum, maximum)}"
+
+        def rest(at: int) -> str:
+            """What comes behind so many characters, of which the last are steps."""
+            return self._steps(_ways(ranges), max(0, minimum - at), None if maximum is None else counted - at, then)
+
+        head = counted - _RUN
+        if head <= 0:
+            return rest(0)
+        exact = self._one_by_one(ranges, min(minimum, head), head, then, rest(head))
+        runs = [f"{self._runs(ranges, end)} {rest(end)}" for end in (head, head + _RUN // 2)]
+        return self._make("counted", " | ".join([exact, *runs]))
+
+    def _steps(self, ways: Sequence[str], minimum: int, maximum: int | None, then: str) -> str:
+        """A step for each character."""
+        if maximum is None:
             rest = self._any_number(ways, then)
         else:
             rest = then
-            for _ in range(node.maximum - node.minimum):
+            for _ in range(maximum - minimum):
                 rest = self._make("upto", " | ".join([then, *(f"{way} {rest}" for way in ways)]))
-        for _ in range(node.minimum):
+        for _ in range(minimum):
             rest = self._make("text", " | ".join(f"{way} {rest}" for way in ways))
         return rest
+
+    def _one_by_one(self, ranges: Ranges, minimum: int, maximum: int, early: str, rest: str) -> str:
+        """So many characters and the `rest`, or fewer and `early`."""
+        # With a rule in it: xgrammar writes one without into those that have it.
+        one = self._make("one", " | ".join([*_plain(ranges), self._make("escape", " | ".join(_escapes(ranges)))]))
+
+        def times(count: int) -> str:
+            parts = [one] * (count % _RUN)
+            return " ".join([*[self._make("many", " ".join([one] * _RUN))] * (count // _RUN), *parts])
+
+        def upto(count: int) -> str:
+            """At most so many, and `early`."""
+            found = early
+            for _ in range(count):
+                found = self._make("upto", f"{early} | {one} {found}")
+            return found
+
+        whole, first = divmod(maximum - minimum, _RUN)
+        for count in [_RUN] * whole + [first] * bool(first):  # from the end, which all maxima share
+            rest = self._make("upto", f"{upto(count - 1)} | {times(count)} {rest}")
+        return f"{times(minimum)} {rest}".lstrip()
+
+    def _runs(self, ranges: Ranges, count: int) -> str:
+        """So many characters: first what is no whole run, so that all runs end where the last one does."""
+        # A mask is stored as the tokens that fit, which other rules need not try, if a thousand begin with other characters.
+        blank, others = (_plain(_common(ranges, each)) for each in (_BLANK, _complement(_BLANK)))
+        rest, runs = "", [""]
+        for _ in range(min(count, _RUN)):
+            ways = [f"{way} {rest}".rstrip() for way in (*others, *_escapes(ranges))]
+            ways += [self._make("blank", f"{way} {rest} {_NO_TOKEN}") for way in blank]
+            rest = self._make("run", f"{' | '.join(ways)} {_NO_TOKEN}")
+            runs.append(rest)
+        return " ".join([runs[count % _RUN], *[rest] * (count // _RUN)]).lstrip()
 
     def _any_number(self, ways: Sequence[str], then: str) -> str:
         if ways == _ways(ANY.ranges) and then == _QUOTE:
@@ -522,10 +582,10 @@ class Rules:
         return then if " " not in then else self._make("text", then)
 
 
-def _counts(node: Repeat) -> str:
-    if node.maximum is None and node.minimum < 2:
-        return "+" if node.minimum else "*"
-    return f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}"
+def _counts(minimum: int, maximum: int | None) -> str:
+    if maximum is None and minimum < 2:
+        return "+" if minimum else "*"
+    return f"{{{minimum},{'' if maximum is None else maximum}}}"
 
 
 _QUOTE: Final = r'"\""'
@@ -537,25 +597,38 @@ def _one_of(ways: Sequence[str]) -> str:
 
 @cache
 def _ways(ranges: Ranges) -> tuple[str, ...]:
-    """The ways in which JSON writes characters."""
+    """The ways in which JSON writes characters. Raises: PatternRefused if there are none."""
+    if ways := (*_plain(ranges), *_escapes(ranges)):
+        return ways
+    raise PatternRefused("it asks for half of a surrogate pair, which is no character")
+
+
+@cache
+def _plain(ranges: Ranges) -> tuple[str, ...]:
+    """Those of them that stand for themselves, in one class; none if there are none."""
     if ranges == ANY.ranges:
-        return UNESCAPED, r'"\\" ["\\/bfnrt]'
+        return (UNESCAPED,)
+    if not (plain := _common(ranges, _PLAIN)):
+        return ()
+    is_negated = plain[-1][1] == LAST
+    written = "".join(
+        f"\\U{low:08x}" if low == high else f"\\U{low:08x}-\\U{high:08x}"
+        for low, high in (_common(_complement(plain), _joined([(0, 0xD7FF), (0xE000, LAST)])) if is_negated else plain)
+    )
+    return (f"[{'^' if is_negated else ''}{written}]",)
+
+
+@cache
+def _escapes(ranges: Ranges) -> tuple[str, ...]:
+    """Their escapes."""
+    if ranges == ANY.ranges:
+        return (r'"\\" ["\\/bfnrt]',)
     ways = []
-    plain = _common(ranges, _PLAIN)
-    if plain:
-        is_negated = plain[-1][1] == LAST
-        written = "".join(
-            f"\\U{low:08x}" if low == high else f"\\U{low:08x}-\\U{high:08x}"
-            for low, high in (_common(_complement(plain), _joined([(0, 0xD7FF), (0xE000, LAST)])) if is_negated else plain)
-        )
-        ways.append(f"[{'^' if is_negated else ''}{written}]")
-    codes = [code for low, high in ranges for code in range(low, min(high, 92) + 1) if code < 32 or code in _ESCAPES]
-    if short := "".join(f"\\U{ord(_ESCAPES[code]):08x}" for code in codes if code in _ESCAPES):
+    codes = [code for low, high in ranges for code in range(low, min(high, 92) + 1) if code < 32 or code in _SHORT]
+    if short := "".join(f"\\U{ord(_SHORT[code]):08x}" for code in codes if code in _SHORT):
         ways.append(rf'"\\" [{short}]')
     if ranges[-1][1] != LAST:  # a set of nearly all is not meant for these
-        ways += [quoted(f"\\u{code:04x}") for code in codes if code not in _ESCAPES]
-    if not ways:
-        raise PatternRefused("it asks for half of a surrogate pair, which is no character")
+        ways += [quoted(f"\\u{code:04x}") for code in codes if code not in _SHORT]
     return tuple(ways)
 
 
