@@ -182,6 +182,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "",
         ),
         "rows that have moved pass for a prompt's": ("            cache.forget_rows(self.slot, first)\n", ""),
+    },
+    ("vmmkv/cache.py", "tests/unit/test_cache.py::test_forks_and_cuts_know_which_tokens_their_rows_hold"): {
         "a cut that leaves the positions of rows that are gone": (
             "            self.known_positions = _cut(self.known_positions, num_tokens)\n            cache.memory",
             "            cache.memory",

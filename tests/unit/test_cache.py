@@ -516,6 +516,21 @@ def test_the_memory_of_dropped_rows_returns(pool, driver, guard_tokens):
         cache.check()
 
 
+def test_forks_and_cuts_know_which_tokens_their_rows_hold(cache):
+    sequence = written(cache, 20)
+    sequence.compact([1, 9, 19])
+    (fork,) = cache.fork(sequence)
+    assert (fork.positions().tolist(), fork.position) == ([1, 9, 19], 20)
+    fork.truncate(2)
+    fork.advance()
+    assert (fork.positions().tolist(), fork.position) == ([1, 9, 19], 20), "token 19 comes next again"
+    fork.truncate(0)
+    fork.grow(2)
+    fork.advance(2)
+    assert fork.positions().tolist() == [0, 1]
+    assert sequence.positions().tolist() == [1, 9, 19]
+
+
 def test_a_restored_sequence_knows_which_tokens_its_rows_hold(cache, tmp_path):
     sequence = written(cache, 20)
     sequence.compact([1, 9])
