@@ -436,7 +436,7 @@ class RowKeeper:
         return 0
 
     def pinned_extents(self) -> set[Extent]:
-        """Those of them that pins keep."""
+        """Unused extents that pins keep."""
         return set()
 
     def oldest(self) -> Evictable | None:
@@ -1237,7 +1237,7 @@ class KVCache(Planes, Closing, Unique):
         return self.prefix.unevictable_bytes()
 
     def pinned_extents(self) -> set[Extent]:
-        """Those of them that pins keep in the prefix tree. Cost: grows with what is pinned."""
+        """Unused extents that pins keep in the prefix tree. Cost: grows with what is pinned."""
         return self.prefix.pinned_extents()
 
     def oldest_evictable(self) -> Evictable | None:

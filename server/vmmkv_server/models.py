@@ -326,7 +326,7 @@ def convert_in_child(model: KnownModel, gguf: Path, target: Path) -> None:
     Raises: ModelUnavailable if that fails; its messages are on stderr.
     """
     # The child finds the packages where this process did, also in a checkout that is not installed.
-    paths = os.pathsep.join(filter(None, sys.path))
+    paths = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     command = [sys.executable, "-P", "-m", "vmmkv_server.models", str(gguf), str(target), model.eos_token]
     # It ends with this process, whose lock would be free for another fetch. In a process group of its own Ctrl-C does not
     # reach it, which would print a traceback: `run` kills it then.

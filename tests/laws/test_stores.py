@@ -168,7 +168,7 @@ def test_a_key_of_another_type_is_one_miss_is_removed_and_pauses_nothing(make, s
 def test_a_wrong_record_that_the_store_does_not_remove_pauses_nothing(make, server):
     tier, client = make(server.url), server.client()
     client.set(value_of(tier, 1), b"wrong")
-    client.acl_setuser("default", commands=["-unlink"])
+    client.acl_setuser("default", enabled=True, commands=["-unlink"])  # else no new connection is let in
     assert found(tier, 1) == [True] and not load(tier, 1)
     assert not is_left_alone(tier) and store(tier, 2) and load(tier, 2)
 

@@ -20,8 +20,8 @@ ALL = MODULES | modules(ROOT, "bench")
 
 LAYERS = (
     ("vmmkv.units", "vmmkv.errors"),
-    ("vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config"),
-    ("vmmkv_kernels", "vmmkv.eviction", "vmmkv.model_config"),
+    ("vmmkv_kernels", "vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config"),
+    ("vmmkv.eviction", "vmmkv.model_config"),
     ("vmmkv.layout",),
     ("vmmkv.driver",),
     ("vmmkv.holder",),

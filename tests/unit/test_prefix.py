@@ -15,9 +15,13 @@ import torch
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
+from vmmkv.cache import RowKeeper
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import SIZE_CLASSES
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
+from vmmkv.prefix.index import IndexFollower, PrefixIndex
+from vmmkv.prefix.sealed import SealedPrefixes
+from vmmkv.prefix.transfers import Transfers
 from vmmkv.units import PAGE_BYTES
 
 PROMPT = [7 * token % 251 for token in range(100)]
@@ -83,6 +87,17 @@ def pages(sequence):
 
 
 # what hits
+
+
+def hooks(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_the_prefix_tree_overrides_every_hook_of_the_cache_and_followers_some_of_its_own() -> None:
+    """A hook that is not overridden does nothing, and would not be missed."""
+    assert hooks(RowKeeper) <= hooks(PrefixIndex)
+    assert hooks(IndexFollower) - hooks(Transfers) == {"added", "check", "dropped", "look", "unwritten", "waits_for_writes"}
+    assert hooks(IndexFollower) - hooks(SealedPrefixes) == {"extended", "finish", "held", "left", "locks"}
 
 
 def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):

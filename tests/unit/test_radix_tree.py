@@ -110,6 +110,17 @@ def test_turns_of_a_conversation_that_are_no_leaves_any_more_are_not_queued_for_
     tree.check()
 
 
+def test_pins_that_have_ended_go_with_the_prompts_that_are_evicted(tree: Tree) -> None:
+    shared = tree.insert("red", [1, 2, 3]).node
+    for token in range(100):
+        tree.insert("red", [1, 2, 3, token])
+        leaf = tree.pin("red", [1, 2, 3, token], time.monotonic() + (1e-9 if token else float("inf")))
+        assert leaf is not None
+        tree.remove(leaf)
+        tree.check()
+    assert len(tree._pins) == len(shared.pins) == 1, "that of the first one lives, and keeps what is left"
+
+
 def test_a_pin_holds_nothing_of_tokens_that_are_not_known_and_ended_ones_go(tree: Tree) -> None:
     node = tree.insert("red", [1]).node
     assert tree.pin("red", [1, *range(100_000)], float("inf")) is node

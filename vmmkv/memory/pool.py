@@ -132,7 +132,7 @@ class Reclaimer(Protocol):
         """Bytes that no running sequence uses, and that are not evicted either."""
 
     def pinned_extents(self) -> set[Extent]:
-        """Those of them that pins keep."""
+        """Unused extents that pins keep."""
 
     def oldest_evictable(self) -> Evictable | None:
         """What it evicts first."""

@@ -253,7 +253,7 @@ class PrefixIndex(RowKeeper):
 
         One of each group is kept.
         """
-        pins = {pin for pin in node.pins if pin.node is node}
+        pins = self.tree.pins_ending_at(node)
         for index, page, first_row in self._last_pages_below(node) if pins else ():
             having = [each for each in pieces_below(node, index) if each[1].value.has(page, first_row)]
             if having:

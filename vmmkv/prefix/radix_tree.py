@@ -395,7 +395,7 @@ class RadixTree(Generic[T]):
     def split(self, node: Node[T], num_tokens: int) -> Node[T]:
         """Cut an edge in two at `num_tokens` of the path; return the new upper half `[start, num_tokens)`.
 
-        `node` becomes the lower half and keeps its children, locks and pin, which concern the path up to its end. Pieces go
+        `node` becomes the lower half and keeps its children, locks and pins, which concern the path up to its end. Pieces go
         to the half in which they end. Both halves get the residents.
         Raises ValueError where there is nothing to cut.
         """
@@ -426,8 +426,8 @@ class RadixTree(Generic[T]):
     def remove(self, leaf: Node[T]) -> list[Piece[T]]:
         """Remove an unlocked leaf, pinned or not; its pieces are the caller's again.
 
-        Its parent may become a leaf, with the later stamp of the two, and gets the pins of tokens that end there: they keep
-        what is left of these. A namespace goes with its last node.
+        Its parent may become a leaf, with the later stamp of the two. It gets the live pins of tokens that end at the leaf,
+        which keep what is left of these. A namespace goes with its last node.
         """
         parent = leaf.parent
         assert parent is not None, f"{leaf} is in no tree"
@@ -439,14 +439,14 @@ class RadixTree(Generic[T]):
         self.num_nodes -= 1
         self.num_tokens -= leaf.end - leaf.start
         self.eviction.drop(leaf, self.num_nodes)
-        for pin in leaf.pins:
+        now, pins, leaf.pins = self._now(), leaf.pins, frozenset()
+        for pin in pins:
             del pin.nodes[leaf]
-            if pin.node is leaf and isinstance(parent, _Root):
-                del self._pins[pin.key]
+            if pin.node is leaf and (pin.until <= now or isinstance(parent, _Root)):
+                self._take_back(pin)
             elif pin.node is leaf:
                 pin.node = parent
                 self.keep(parent, {pin})
-        leaf.pins = frozenset()
         if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
             self.eviction.add(parent)
@@ -522,6 +522,11 @@ class RadixTree(Generic[T]):
         """Those that have not ended. Cost: grows with all."""
         now = self._now()
         return [pin for pin in self._pins.values() if pin.until > now]
+
+    def pins_ending_at(self, node: Node[T]) -> set[Pin[T]]:
+        """The pins of tokens that end at a node, without those that have expired."""
+        now = self._now() if node.pins else 0.0
+        return {pin for pin in node.pins if pin.node is node and pin.until > now}
 
     def is_pinned(self, node: Node[T]) -> bool:
         """Has it a pin that has not expired?"""

@@ -1,4 +1,4 @@
-"""How an engine ends."""
+"""The error by which an engine ends."""
 
 
 class EngineDied(Exception):

@@ -44,7 +44,7 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
-class Beams(Protocol):
+class LiveBeams(Protocol):
     """The sequences of a request that runs in several, one for each beam."""
 
     @property
@@ -121,7 +121,7 @@ class Request:
 
     Set for a preempted beam search, whose need of memory is not known: one that ran beside it must have ended first.
     """
-    beams: Beams | None = None
+    beams: LiveBeams | None = None
     """Its beam search, while it runs."""
     matcher: Matcher | None = None
     """The state of its grammar behind all tokens that the host knows."""

@@ -28,14 +28,14 @@ class PromptScores(NamedTuple):
     """Log-probabilities of some tokens of a prompt, each with the T likeliest tokens in its place."""
 
     first: int
-    """See `ScoredRows`."""
+    """The first of the scored rows, as in `ScoredRows`."""
     chosen_W: npt.NDArray[np.float32]
     values_WT: npt.NDArray[np.float32]
     ids_WT: npt.NDArray[np.int64]
 
 
 class Logprobs(NamedTuple):
-    """Of one token, under the model's own distribution. Beams have no sampled token, and `chosen` means nothing there."""
+    """Log-probabilities of one token, under the model's own distribution. `chosen` means nothing for a beam, which samples none."""
 
     chosen: float
     likeliest: list[tuple[int, float]]
