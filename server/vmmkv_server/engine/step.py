@@ -35,7 +35,7 @@ class PromptScores(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of one token, under the model's own distribution. `chosen` means nothing for a beam, which samples none."""
+    """Log-probabilities of one token, under the model's own distribution. A beam samples none: its `chosen` means nothing."""
 
     chosen: float
     likeliest: list[tuple[int, float]]
