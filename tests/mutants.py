@@ -278,7 +278,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/prefix/index.py", PREFIX_UNIT): {
         "a page that keeps its place in the tree against one with more rows": (
-            "        if piece.value.first_token >= held.value.first_token:\n            return piece\n",
+            "        if piece.value.extent is held.value.extent or piece.value.first_token >= held.value.first_token:\n"
+            "            return piece\n",
             "        return piece\n",
         ),
         "the last pinned rows left to a node that goes": ("                self.tree.keep(below, pins)\n", ""),

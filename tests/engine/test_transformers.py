@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,8 +122,12 @@ def assert_tokens_are_those_of_transformers(
     config: hf.PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
 ) -> None:
     model = model_of(config)
-    plain = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"  # sdpa ignores caps
-    model.set_attn_implementation(quantising(options["kv_cache_dtype"]) if "kv_cache_dtype" in options else plain)
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa ignores
+    if kind := options.get("kv_cache_dtype"):
+        own = [sys.modules[type(model).__module__].eager_attention_forward] if is_capped else []
+        model.set_attn_implementation(quantising(kind, *own))
+    else:
+        model.set_attn_implementation("eager" if is_capped else "sdpa")
     model.save_pretrained(directory)
     model.to(device)
     prompts = [prompt_of(length, length) for length in lengths]

@@ -64,6 +64,8 @@ def left_log(path):
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
         connection.connect(str(path))
         _, (fd,), *_ = socket.recv_fds(connection, 1 << 16, 1)
+        connection.send(b'{"do": "count"}')
+        connection.recv(1 << 16)  # it hears an owner to its end first, and then frees what the log does not name
         try:
             with contextlib.closing(SealedLog(fd)) as log:
                 yield log
@@ -175,6 +177,28 @@ def test_a_seal_goes_on_from_one_that_ends_before_it(path, caplog):
             log.seal(Sealed(seal.serial, last, 16, 0, 0, 0, 1, b"", b""))
         assert served(path, prompts=[([2] * 100, None)]) == [0]
         assert "damaged" in caplog.text
+
+
+def test_two_handles_that_are_sealed_for_the_same_rows_are_damage(path, caplog):
+    with held(path):
+        served(path)
+        with left_log(path) as log:
+            contents = log.read()
+            single = [seal for seal in map(contents.seals.get, contents.live.values()) if seal.num_pages == 1]
+            first, second = single[0].serial, single[-1].serial
+            log.drop(second)
+            log.seal(single[0]._replace(serial=second))
+        served(path)
+        assert f"handles {first} and {second} are sealed for the same rows" in caplog.text
+
+
+def test_an_extent_that_is_sealed_with_fewer_rows_than_it_has_is_held_once(path):
+    with held(path):
+        served(path, WINDOWED)
+        with left_log(path) as log:
+            written = records(log)
+            write(log, edited(written, 18, "first_token", 1))  # a page that a later prompt is attached to
+        served(path, WINDOWED)
 
 
 def test_a_borrower_takes_nothing_from_a_damaged_log_and_says_so_once(path, caplog):

@@ -179,7 +179,7 @@ class PrefixIndex(RowKeeper):
         while piece.end_token <= node.start:
             node = node.parent or node
         held = node.pieces[bisect_left(node.pieces, piece_place(piece), key=piece_place)]
-        if piece.value.first_token >= held.value.first_token:
+        if piece.value.extent is held.value.extent or piece.value.first_token >= held.value.first_token:
             return piece
         self.tree.replace(node, [piece if each is held else each for each in node.pieces])
         return held

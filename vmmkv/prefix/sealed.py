@@ -11,13 +11,14 @@ Other processes can write to the log, so `restore` checks all that it reads. If 
 """
 
 import ast
+import hashlib
 import itertools
 import logging
 import operator
 import reprlib
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -98,6 +99,7 @@ class SealedPrefixes(IndexFollower):
                 wanted = contents.seals[place].num_pages * PAGE_BYTES
                 if left.get(serial) != wanted:
                     raise LogDamaged(f"handle {serial} has {left.get(serial, 'no')} bytes, and its seal {wanted}")
+            _check_places(contents)
         return contents
 
     def _insert(self, contents: LogContents) -> None:
@@ -242,6 +244,19 @@ def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens:
     page, extent, first_token = piece.value
     name = repr(namespace).encode() if parent is None else b""
     return Sealed(extent.serial, parent, piece.end_token, first_token, piece.group, page, extent.num_pages, name, tokens)
+
+
+def _check_places(contents: LogContents) -> None:
+    """Raises: LogDamaged if two live handles hold the same rows: no tree has two. Cost: a hash of all tokens."""
+    hashes: dict[int, Any] = {}
+    for place, seal in contents.seals.items():
+        hashes[place] = hashlib.blake2b(seal.namespace) if seal.parent is None else hashes[seal.parent].copy()
+        hashes[place].update(seal.tokens)
+    taken: dict[tuple[bytes, int], int] = {}
+    for serial, place in contents.live.items():
+        other = taken.setdefault((hashes[place].digest(), contents.seals[place].group), serial)
+        if other != serial:
+            raise LogDamaged(f"handles {other} and {serial} are sealed for the same rows")
 
 
 def check_seal(seal: Sealed, layout: KVLayout) -> None:
