@@ -407,7 +407,7 @@ class Sequence(Planes, Closing, Unique):
 
 
 class RowKeeper:
-    """What keeps rows of ended sequences for others to attach: nothing here. The prefix tree overrides every method."""
+    """Keeper of rows of ended sequences for others to attach. This one keeps none; the prefix tree overrides every method."""
 
     def has(self, slot: int) -> bool:
         """Does it keep a parked slot, and say when that is evicted?"""
@@ -440,7 +440,7 @@ class RowKeeper:
         return set()
 
     def oldest(self) -> Evictable | None:
-        """What it evicts first."""
+        """The candidate for eviction that it used least recently; None for none."""
         return None
 
     def poll(self) -> None:

@@ -135,7 +135,7 @@ class Reclaimer(Protocol):
         """Unused extents that pins keep."""
 
     def oldest_evictable(self) -> Evictable | None:
-        """What it evicts first."""
+        """The candidate for eviction that it used least recently; None for none."""
 
     def collect(self, budget_us: float = ..., max_pages: float = ...) -> int:
         """Unmap reclaimed memory whose fence has passed; the pages. Never blocks."""

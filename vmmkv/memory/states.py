@@ -24,14 +24,14 @@ class SlotState(enum.IntEnum):
 
 
 class RunState(enum.StrEnum):
-    """What mapped memory is there for."""
+    """Purpose of mapped memory."""
 
     LIVE = "live"
     """A running sequence has rows in it."""
     AHEAD = "ahead"
     """Past the rows of a running sequence: mapped before it is needed."""
     PARKED = "parked"
-    """Of a parked slot."""
+    """Under a parked slot."""
     PENDING_RECLAIM = "pending"
     """Unmapped when its fence has passed."""
 
@@ -44,9 +44,9 @@ class MappedRun(NamedTuple):
     num_pages: int
     state: RunState
     num_holders: int
-    """Of each of its extents: mappings under this slot and others, and the prefix tree."""
+    """Holders of each of its extents: mappings under this slot and others, and the prefix tree."""
     handle: int
-    """Of its first extent. Where runs of several slots begin with the same handle, they are the same memory."""
+    """Handle of its first extent. Runs of several slots that begin with the same handle are the same memory."""
 
 
 class SlotMap(NamedTuple):

@@ -50,7 +50,7 @@ def end_token(group: Group, end_page: int) -> int:
 
 
 class IndexFollower:
-    """What copies or seals the extents of a prefix tree, and is told of them. Methods do nothing unless overridden."""
+    """Observer of a prefix tree that copies or seals its extents. Methods do nothing unless overridden."""
 
     waits_for_writes = False
     """Does it want the fence behind the work that wrote what is added?"""

@@ -519,7 +519,7 @@ class RadixTree(Generic[T]):
             self.eviction.add(node)
 
     def pins(self) -> list[Pin[T]]:
-        """Those that have not ended. Cost: grows with all."""
+        """The pins that have not ended. Cost: grows with all pins."""
         now = self._now()
         return [pin for pin in self._pins.values() if pin.until > now]
 

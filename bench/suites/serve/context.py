@@ -1,4 +1,4 @@
-"""What the parts of a shape share, and which of them vLLM serves too."""
+"""The context that the parts of a shape share, and the parts that vLLM serves too."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ GENERATED: Final = ("mixed", "single", "first", "long", "shared", "sampled", "fu
 
 
 class Context:
-    """What the parts of one shape share: the model, rows, and an engine that a part keeps for the next."""
+    """Context of the parts of one shape: the model, the recorder of rows, and an engine that a part keeps for the next."""
 
     def __init__(self, recorder: Recorder, shape: Shape, num_ranks: int = 1, alone: dict[str, Any] | None = None) -> None:
         self.recorder, self.settings = recorder, recorder.settings
         self.num_ranks = num_ranks
-        """Of engines as users have them."""
+        """Ranks of the engines that are opened as users open them."""
         self.alone = {} if alone is None else alone
         """By part: what `generate` holds first tokens against, by the engine of the fewest ranks."""
         self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)

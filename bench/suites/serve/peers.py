@@ -27,9 +27,9 @@ from vmmkv_server.engine.models.decoder import DecoderConfig, Unsupported
 _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
 _VLLM_TOKENS: Final = 40_960
-"""Of vLLM's longest request: more than any has."""
+"""The longest request that vLLM is opened for: more tokens than any has."""
 _VLLM_STORES_S: Final = 30.0
-"""In which vLLM must have stored what it offloads."""
+"""Time within which vLLM must have stored what it offloads."""
 
 
 # weights

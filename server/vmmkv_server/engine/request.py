@@ -49,10 +49,10 @@ class LiveBeams(Protocol):
 
     @property
     def sequences(self) -> Sequence[KVSequence]:
-        """Of the live beams."""
+        """Sequences of the live beams."""
 
     def pending(self) -> "list[Chunk]":
-        """What can be computed of them now."""
+        """Chunks of them that can be computed now."""
 
     def take(self, sequence: KVSequence, candidates: Sequence[tuple[int, float]]) -> list[Beam] | None:
         """The candidates behind one of them; the best answers once the search is done."""

@@ -110,7 +110,7 @@ class Runner:
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
     def compactor(self, send: Callable[[Compacted], None]) -> compaction.Compactor:
-        """What compacts sequences of this runner."""
+        """A compactor for the sequences of this runner. `send` is told of each compaction."""
         return compaction.Compactor(self.keys, self.state.lengths_S, self.state.shifts_S, self.uploads, send)
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ class Logprobs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a step gave."""
+    """Results of a step, on the host."""
 
     tokens: TokenIds
     """By row."""
@@ -87,7 +87,7 @@ class Readback:
 def _read(
     scored: Sequence[tuple[int, ScoredRows]], chosen_W: torch.Tensor, values_WT: torch.Tensor, ids_WT: torch.Tensor
 ) -> dict[int, PromptScores]:
-    """What `prompt_logprobs.scores` gave, copied to the host: views by chunk of the step."""
+    """Scores by chunk of the step: views of what `prompt_logprobs.scores` gave, once it is on the host."""
     found, begin = dict[int, PromptScores](), 0
     for index, each in scored:
         rows, columns = slice(begin, begin + len(each.tokens)), slice(each.num_likeliest)

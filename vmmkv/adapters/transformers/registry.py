@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AttendedCache(Protocol):
-    """What attention asks of a VmmCache; its docstrings are there."""
+    """The methods of a VmmCache that attention calls; see there for shapes and errors."""
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor, layer: int, num_past: int | None = None) -> tuple[Tensor, Tensor]:
         """New rows, where a graph runs that `num_past` tokens went before."""
