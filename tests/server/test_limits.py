@@ -467,6 +467,17 @@ class TestOrigins:
             assert "access-control-allow-credentials" not in then.headers, "a browser would send keys by itself"
             assert "x-request-id" in then.headers["access-control-expose-headers"].lower()
 
+    def test_a_refused_question_of_a_browser_is_cached_for_its_origin_alone(self, server: Running) -> None:
+        before, _ = self.ask(server, "http://localhost:5173")
+        assert before.headers["vary"] == "Origin"
+
+    def test_a_browser_asks_under_a_host_that_is_answered_as_for_all_else(self, servers: Servers) -> None:
+        with running_server(front=FrontConfig(allowed_origins=("*",)), hosts=["localhost"]) as server:
+            headers = {"Origin": "http://evil.example", "Host": "evil.example", **self.PREFLIGHT}
+            refused = server.http.options(CHAT, headers=headers)
+            assert code(refused) == (400, "unknown_host") and refused.headers["vary"] == "Origin"
+            assert server.http.options(CHAT, headers=headers | {"Host": "localhost:8000"}).status_code == 200
+
     def test_any_other_origin_gets_nothing(self, servers: Servers) -> None:
         server = servers.get(front=FrontConfig(allowed_origins=("http://localhost:5173",), api_keys=(ONE,)))
         for origin in ("http://localhost", "https://localhost:5173", "http://localhost:5173.evil.example", "null"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench.suites.serve.schemas import SCHEMAS
 from vmmkv_server.structured_output.schema import GrammarRefused, of_schema
-from vmmkv_server.structured_output.text import FORMATS, MAX_COUNT, fit, lengths, matches, read
+from vmmkv_server.structured_output.text import FORMATS, MAX_REPETITIONS, fit, lengths, matches, read
 
 END = 256
 MAX_STEPS = 400
@@ -192,7 +192,7 @@ def test_a_length_counts_characters_however_they_are_written() -> None:
 )
 def test_a_long_string_has_the_lengths_that_it_may_have(minimum: int, maximum: int | None) -> None:
     bounds = {"minLength": minimum} | ({} if maximum is None else {"maxLength": maximum})
-    grammar, most = compiled({"type": "string", **bounds}), math.inf if maximum is None else min(maximum, MAX_COUNT)
+    grammar, most = compiled({"type": "string", **bounds}), math.inf if maximum is None else min(maximum, MAX_REPETITIONS)
     near = {minimum, 16, 32, 48, 64, *([] if maximum is None else [most, most - 16, most - 32]), 4096}
     for length in sorted({max(0, length + more) for length in map(int, near) for more in (-1, 0, 1)}):
         for text in ("a" * length, "\n" * length, ' é"' * (length // 3) + "\\" * (length % 3)):
@@ -345,6 +345,20 @@ def test_values_that_are_easily_taken_for_others_are_not(schema: Any, held: list
 def test_patterns_that_dialects_read_differently_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(GrammarRefused, match=re.escape(why)):
         of_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        lambda count: {"type": "string", "pattern": f"^a{{{count}}}$"},
+        lambda count: {"type": "string", "minLength": count},
+        lambda count: {"type": "array", "items": {"type": "null"}, "minItems": count},
+    ],
+)
+def test_characters_items_and_parts_of_patterns_may_be_repeated_equally_often(schema: Callable[[int], Any]) -> None:
+    assert of_schema(schema(MAX_REPETITIONS))
+    with pytest.raises(GrammarRefused, match=str(MAX_REPETITIONS)):
+        of_schema(schema(MAX_REPETITIONS + 1))
 
 
 def chain(length: int, link: Callable[[dict[str, str]], Any]) -> dict[str, Any]:

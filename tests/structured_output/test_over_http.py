@@ -1,6 +1,7 @@
 """Answers by a grammar over HTTP: how they are asked for, what is refused, what is sent; and the compiler's limits."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,31 @@ def test_a_schema_is_not_read_on_the_event_loop(
     assert on_loop == [False]
     refused = server.post(path, {"messages": HELLO} | schema({"type": "strange"}))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"structured_outputs": one} for one in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'})),
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_only_schemas_wait_for_a_schema_that_is_being_read(
+    server: Running, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, read, render = threading.Event(), schemas.grammar_of, f"{CHAT}/render"
+
+    def slow(given: Any) -> str:
+        assert given != COLOUR or may_end.wait(60)
+        return read(given)
+
+    monkeypatch.setattr(schemas, "grammar_of", slow)
+    with ThreadPoolExecutor() as threads:
+        long = threads.submit(server.post, render, {"messages": HELLO} | schema(COLOUR))
+        assert server.post(render, {"messages": HELLO, "max_tokens": 4} | body).status_code == 200
+        assert not long.done()
+        may_end.set()
+        assert long.result().status_code == 200
 
 
 @pytest.mark.parametrize("body", [{"structured_outputs": {"regex": "a"}}, {"use_beam_search": True}, {}])

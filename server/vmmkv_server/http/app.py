@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from vmmkv import __version__
 from vmmkv.units import counted
@@ -38,7 +39,7 @@ from vmmkv_server.http.generation import (
     engine_requests,
     off_loop,
 )
-from vmmkv_server.http.limits import AdmissionQueue, Guard, RequestState, current_id
+from vmmkv_server.http.limits import AdmissionQueue, Guard, RequestState, check_host, current_id
 from vmmkv_server.metrics import Metrics
 from vmmkv_server.protocol import Forget, Loading, Manage, Managed, Ready, Resize, Sleep, WakeUp
 from vmmkv_server.sampling_params import InvalidParam, Limits, RequestRefused, SamplingParams
@@ -169,27 +170,40 @@ def create_app(service: Service) -> FastAPI:
         Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()
     )
     # Outside of all others: a browser asks with neither key nor body, and shows an error only to a page that may read it.
-    # Pages send a key themselves; a browser adds nothing of its own.
-    app.add_middleware(
-        _Origins,
-        allow_origins=service.front.allowed_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"] if service.front.allowed_origins else [],
-    )
+    app.add_middleware(_Origins, allowed=service.front.allowed_origins, hosts=service.hosts)
     return app
 
 
 class _Origins(CORSMiddleware):
-    """CORS. A browser that asks for a page of an origin which is not allowed is told what would allow it, and the log once."""
+    """CORS. A browser that asks for a page of an origin which is not allowed is told what would allow it, and the log once.
 
-    _has_told = False
+    `hosts` as of `Guard`, which sees no such question.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Sequence[str], hosts: Collection[str] | None) -> None:
+        super().__init__(
+            app,
+            allow_origins=allowed,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_credentials=False,  # pages send a key themselves; a browser adds nothing of its own
+            expose_headers=["X-Request-Id", "Retry-After"] if allowed else [],
+        )
+        self._hosts = hosts
+        self._has_told = False
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """The answer to a browser that asks whether a page may send its request."""
-        origin = request_headers["origin"]
+        try:
+            check_host(request_headers.get("host", ""), self._hosts)
+            self._check_origin(request_headers["origin"])
+        except ApiError as error:
+            return error.response({"Vary": "Origin"})
+        return super().preflight_response(request_headers)
+
+    def _check_origin(self, origin: str) -> None:
         if self.is_allowed_origin(origin):
-            return super().preflight_response(request_headers)
+            return
         allowed = f"; allowed are {', '.join(self.allow_origins)}" if self.allow_origins else ""
         message = (
             f"Pages of the origin {origin!r} may not use this server from a browser{allowed}: start it with --allowed-origin "
@@ -198,7 +212,7 @@ class _Origins(CORSMiddleware):
         if not self._has_told:
             self._has_told = True
             log.warning(message)
-        return ApiError(400, message, code="unknown_origin").response()
+        raise ApiError(400, message, code="unknown_origin")
 
 
 def _generation_routes(service: Service) -> APIRouter:

@@ -4,6 +4,7 @@ import difflib
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
@@ -50,11 +51,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
-        self.headers = headers
+        self.headers = headers or {}
 
-    def response(self) -> JSONResponse:
+    def response(self, further_headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
         """The error as an HTTP response."""
-        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=self.headers)
+        return JSONResponse(self.body.model_dump(), status_code=self.status, headers={**self.headers, **further_headers})
 
 
 def invalid(param: str, why: object, *, code: str = "invalid_value") -> ApiError:

@@ -123,11 +123,13 @@ class GrammarService:
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        """One thread: to read a schema holds Python's lock, which several would take from the event loop in turn."""
+        """Of schemas: to read one holds Python's lock, which several threads would take from the event loop in turn."""
 
     async def read(self, request: GenerationRequest) -> Grammar:
-        """The grammar of a request that has one, read in a thread. Raises: ApiError (400) naming the parameter."""
+        """The grammar of a request that has one. A schema waits for those before it. Raises: ApiError (400)."""
         try:
+            if not request.has_schema:
+                return request.grammar()
             return await asyncio.get_running_loop().run_in_executor(self._reader, request.grammar)
         except GrammarRefused as error:
             raise errors.invalid(request.grammar_source, error) from error

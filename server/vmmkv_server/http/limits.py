@@ -253,6 +253,21 @@ def _hashed(key: bytes) -> bytes:
     return hmac.digest(b"vmmkv API key", key, hashlib.sha256)
 
 
+def check_host(host: str, hosts: Collection[str] | None) -> None:
+    """Raises: ApiError (400) for a Host header that says neither an address, nor a name of `hosts` or under localhost.
+
+    None for `hosts` allows any.
+    """
+    if hosts is None:
+        return
+    with contextlib.suppress(ValueError):  # of what is no host, or of a name that is no address
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in hosts or name.endswith(".localhost") or ipaddress.ip_address(name):
+            return
+    message = f"This server does not answer to the host {host!r}: use its address, or start it with --allowed-host."
+    raise ApiError(400, message, code="unknown_host")
+
+
 @dataclass(slots=True)
 class RequestState:
     """What the routes find of a request, in the `state` of its scope."""
@@ -268,7 +283,7 @@ class Guard:
     """ASGI middleware before every route, which sees a path without slashes at its end.
 
     `on_refused` is called with the status of each refusal on the counted paths.
-    `hosts` are names that the Host header may say, besides addresses and those under localhost; None for any.
+    `hosts`: as of `check_host`.
     """
 
     def __init__(
@@ -325,9 +340,7 @@ class Guard:
         if size_bytes > MAX_HEADER_BYTES:
             message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
             raise ApiError(431, message, code="headers_too_large")
-        if not self._answers_to(host := headers.get(b"host", b"").decode("latin-1")):
-            message = f"This server does not answer to the host {host!r}: use its address, or start it with --allowed-host."
-            raise ApiError(400, message, code="unknown_host")
+        check_host(headers.get(b"host", b"").decode("latin-1"), self._hosts)
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         caller = ANONYMOUS if is_open else self._queue.identify(headers.get(b"authorization"))
         if caller is None:
@@ -343,14 +356,6 @@ class Guard:
                 receive = await self._read_body(scope, receive, at_end)
             scope.setdefault("state", {})["request"] = RequestState(caller, at_end)
             await self._app(scope, receive, send)
-
-    def _answers_to(self, host: str) -> bool:
-        if self._hosts is None:
-            return True
-        with contextlib.suppress(ValueError):  # of what is no host, or of a name that is no address
-            name = urlsplit(f"//{host}").hostname or ""
-            return name in self._hosts or name.endswith(".localhost") or ipaddress.ip_address(name) is not None
-        return False
 
     async def _head(self, scope: Scope, headers: dict[bytes, bytes], _: Receive, send: Send) -> None:
         """The headers that GET would get. A stream ends there."""

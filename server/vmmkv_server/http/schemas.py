@@ -513,10 +513,19 @@ class GenerationRequest(_SamplingFields):
     @property
     def grammar_source(self) -> str:
         """The parameter that the grammar is written in: `grammar_param`, or one within it."""
-        return "response_format.json_schema.schema" if self.grammar_param == "response_format" else self.grammar_param
+        has_schema = self.response_format is not None and self.response_format.json_schema is not None
+        return "response_format.json_schema.schema" if has_schema else self.grammar_param
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether the grammar is a JSON schema that the client wrote."""
+        return self.grammar_source in ("response_format.json_schema.schema", "structured_outputs.json")
 
     def grammar(self) -> Grammar:
-        """The grammar of the answer, if `grammar_param` has one. Raises: GrammarRefused. Cost: as `of_schema`."""
+        """The grammar of the answer, if `grammar_param` has one. Raises: GrammarRefused.
+
+        Cost: as `of_schema` for a schema, about a millisecond otherwise.
+        """
         if self.response_format is not None and self.response_format.has_grammar:
             return self.response_format.grammar()
         assert self.structured_outputs is not None, "no parameter has a grammar"

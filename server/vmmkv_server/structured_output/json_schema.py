@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from vmmkv_server.structured_output import text
 from vmmkv_server.structured_output.numerals import MAX_DIGITS, Interval, integer_rule, number_rule
-from vmmkv_server.structured_output.text import FORMATS, UNSERVED_FORMATS, PatternRefused, quoted
+from vmmkv_server.structured_output.text import FORMATS, MAX_REPETITIONS, UNSERVED_FORMATS, PatternRefused, quoted
 
 MAX_DEPTH: Final = 64
 """Of values within values of a schema."""
@@ -33,8 +33,6 @@ MAX_STEPS: Final = 100_000
 """Schemas that are read for goals and compared with others. References make more of them than a schema has values."""
 MAX_PLACES: Final = 500_000
 """Of texts of a schema, from which parts of its patterns are tried."""
-MAX_COUNT: Final = 4096
-"""Of a minimum or maximum of items or characters: each is a copy of a rule."""
 MAX_MULTIPLES: Final = 1024
 """Of a `multipleOf` between bounds: they are listed."""
 MAX_OTHER_KEYS: Final = 256
@@ -329,8 +327,8 @@ def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise SchemaRefused(f"{where} has {keyword} {value!r}; wanted a number from 0")
-        if value > MAX_COUNT and keyword in ("minItems", "minLength"):
-            raise SchemaRefused(f"{where} has {keyword} {value!r}; from 0 to {MAX_COUNT} is served")
+        if value > MAX_REPETITIONS and keyword in ("minItems", "minLength"):
+            raise SchemaRefused(f"{where} has {keyword} {value!r}; from 0 to {MAX_REPETITIONS} is served")
     for keyword in node.keys() & _OF_TYPE["number"]:
         value = node[keyword]
         if not isinstance(value, int | float) or (isinstance(value, bool) and not keyword.startswith("exclusive")):
@@ -861,7 +859,7 @@ class _Reader:
                 raise SchemaRefused(f"{where} has prefixItems, which its $schema does not know; write items")
         read = [_items(node.value) for node in nodes]
         prefix: list[Goal] = []
-        for index in range(min(max((len(one) for one, _ in read), default=0), MAX_COUNT if maximum is None else maximum)):
+        for index in range(min(max((len(one) for one, _ in read), default=0), MAX_REPETITIONS if maximum is None else maximum)):
             parts = [
                 (one[index] if index < len(one) else rest, f"{node.place}/items/{index}")
                 for node, (one, rest) in zip(nodes, read, strict=True)
@@ -1141,7 +1139,8 @@ class _Grammar(_Reader):
         if maximum is None or maximum > len(prefix):
             assert kind.items is not None, "there is no maximum without them"
             item = self._name(kind.items)
-            least, most = max(0, kind.minimum - len(prefix)), None if maximum is None else min(maximum, MAX_COUNT) - len(prefix)
+            least = max(0, kind.minimum - len(prefix))
+            most = None if maximum is None else min(maximum, MAX_REPETITIONS) - len(prefix)
             if prefix:
                 rest = _repeated(f'"," {item}', least, most)
             else:
@@ -1181,7 +1180,7 @@ class _Grammar(_Reader):
         more = ""
         if keys is not None:
             pair = self._rule("pair", f'{self._key_way(keys)} ":" {self._name(keys.values)}')
-            most = None if kind.maximum is None else min(kind.maximum, MAX_COUNT)
+            most = None if kind.maximum is None else min(kind.maximum, MAX_REPETITIONS)
             more = _repeated(f'"," {pair}', 0, most)
             if not pairs:
                 behind_first = _repeated(f'"," {pair}', 0, None if most is None else most - 1)

@@ -4,6 +4,7 @@ A JSON schema is served if a grammar follows every constraint of it. Any other i
 answer that half obeys a schema is worse than none.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ def of_schema(schema: dict[str, Any] | bool) -> Grammar:
         raise GrammarRefused(str(error)) from error
 
 
+@functools.cache
 def of_object() -> Grammar:
     """Any JSON object."""
     return of_schema({"type": "object"})

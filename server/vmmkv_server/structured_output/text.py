@@ -19,8 +19,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Code points, from the first to the last of each range; sorted and apart."""
 
 LAST: Final = 0x10FFFF
-MAX_COUNT: Final = 4096
-"""Of a repetition: each is a copy of a rule."""
+MAX_REPETITIONS: Final = 4096
+"""Of a part of a pattern, of characters or of items: each is a copy of a rule."""
 MAX_PATTERN_CHARS: Final = 4096
 MAX_BRANCHES: Final = 256
 """Of a pattern, where its anchors stand in alternatives."""
@@ -180,8 +180,8 @@ class _Reader:
             raise PatternRefused("it repeats an anchor")
         if high is not None and high < low:
             raise PatternRefused(f"it repeats {low} to {high} times")
-        if max(low, high or 0) > MAX_COUNT:
-            raise PatternRefused(f"it repeats something {max(low, high or 0)} times, and {MAX_COUNT} are served")
+        if max(low, high or 0) > MAX_REPETITIONS:
+            raise PatternRefused(f"it repeats something {max(low, high or 0)} times, and {MAX_REPETITIONS} are served")
         self._takes("?")  # lazy: the same strings
         if self._peek() == "+":
             raise PatternRefused("possessive repetitions are not served")
@@ -413,7 +413,7 @@ def fit(node: Node, minimum: int, maximum: float) -> Node | None:
     most = inf if maximum == inf else (maximum - others_high) // unit
     least = max(part.minimum, -((others_low - minimum) // unit))
     most = min(most, inf if part.maximum is None else part.maximum)
-    if most != most or most < least or least > MAX_COUNT:
+    if most != most or most < least or least > MAX_REPETITIONS:
         return None
     parts[taker] = Repeat(part.part, int(least), None if most == inf else int(most))
     return parts[0] if len(parts) == 1 else Series(tuple(parts))
@@ -436,8 +436,8 @@ CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (=
 """Any number of characters and the quote behind them; what may follow it makes masks cheap."""
 ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
 """Numbered ones too, but for halves of characters."""
-MAX_STEPS: Final = 100
-"""Characters that JSON may escape, of a repetition at the end of a group that is repeated itself."""
+MAX_NESTED_REPETITIONS: Final = 100
+"""Of a character that JSON may escape, at the end of a group that is repeated itself."""
 _RUN: Final = 32
 """Characters of one run. Tokens that are longer than half of it are tried one by one."""
 _NO_TOKEN: Final = r'(= "\x00")'
@@ -502,12 +502,12 @@ class Rules:
 
     def _repeated(self, ranges: Ranges, minimum: int, maximum: int | None, then: str) -> str:
         """A character of a set several times, of which some ways to write it are escapes."""
-        counted = minimum if maximum is None else min(maximum, MAX_COUNT)
+        counted = minimum if maximum is None else min(maximum, MAX_REPETITIONS)
         if not then:
-            if counted > MAX_STEPS:
+            if counted > MAX_NESTED_REPETITIONS:
                 raise PatternRefused(
-                    f"it counts {counted} characters within a group that is repeated, and {MAX_STEPS} are served there of those"
-                    " that JSON may escape; leave the count out, and send max_tokens"
+                    f"it counts {counted} characters within a group that is repeated, and {MAX_NESTED_REPETITIONS} are served "
+                    "there of those that JSON may escape; leave the count out, and send max_tokens"
                 )
             return f"{_one_of(_ways(ranges))}{_counts(minimum, maximum)}"
 
