@@ -320,6 +320,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (RECORD, OTHERS): {
         "keys without the namespace": ("_VERSION + self.identity + name", "_VERSION + self.identity"),
+    },
+    ("vmmkv/layout.py", OTHERS): {
         "keys without the layout": ("repr((groups, fingerprint))", "repr(fingerprint)"),
         "keys without the fingerprint": ("repr((groups, fingerprint))", "repr(groups)"),
     },

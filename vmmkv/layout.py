@@ -18,6 +18,7 @@ all layers' payloads, which so keep their alignment. K's and V's scale of a head
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -405,6 +406,22 @@ class KVLayout:
         """
         peak_pages = functools.partial(self.peak_pages, guard_tokens=guard_tokens, sliding=sliding)
         return bisect_right(range(2**31), num_pages, key=peak_pages) - 1
+
+    def identity(self, fingerprint: str) -> bytes:
+        """32 bytes that differ between layouts and between models: rows of another identity are never taken for these.
+
+        `fingerprint` tells models apart whose layouts are alike: weights, rotary settings, static scales.
+        """
+        groups = [
+            (
+                group.layers,
+                group.window,
+                group.row_bytes,
+                [(plane.name, plane.heads, plane.dim, str(plane.dtype), plane.trailing) for plane in group.planes],
+            )
+            for group in self.groups
+        ]
+        return hashlib.blake2b(repr((groups, fingerprint)).encode(), digest_size=32).digest()
 
 
 def kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:

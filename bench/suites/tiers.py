@@ -47,10 +47,10 @@ from bench.suites.serve.systems import (
 )
 from bench.workloads import TokenIds, at_once
 from vmmkv import KVCache, Pool, PrefixCache
+from vmmkv.driver.pinned import host_memory
 from vmmkv.memory.address_space import wrap
 from vmmkv.prefix import Fetch
 from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
-from vmmkv.tiers.tier import host_memory
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 from vmmkv_server import LLM
 from vmmkv_server.engine.kv_backend import SlotBackend

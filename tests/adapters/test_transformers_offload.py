@@ -132,7 +132,7 @@ def test_without_host_memory_or_in_an_unfinished_pass_nothing_leaves(pool: Pool,
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, 1, num_tokens=40))
         used_bytes = pool.used_bytes
-        monkeypatch.setattr("vmmkv.tiers.tier.HEADROOM_BYTES", 2**60)
+        monkeypatch.setattr("vmmkv.driver.pinned.HEADROOM_BYTES", 2**60)
         with pytest.raises(BudgetError, match="of host memory for cpu cannot be had: this process, in its control group"):
             cache.offload()
         cache.update(torch.zeros(2, 4, 1, 512), torch.zeros(2, 4, 1, 512), 0)

@@ -17,9 +17,9 @@ import torch
 
 from vmmkv.driver import Access, Driver, Handle
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES
+from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.memory.address_space import wrap
-from vmmkv.tiers.tier import host_memory
 from vmmkv.units import PAGE_BYTES, round_up
 
 ROOT = Path(__file__).parents[2]

@@ -24,10 +24,11 @@ import torch
 from tests.laws.faulty_tier import FaultyDisk, FaultyTier
 from tests.stores import mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
+from vmmkv.driver.pinned import _Pinned, host_memory
 from vmmkv.tiers import disk as disk_module
 from vmmkv.tiers import open_store
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ThreadedTier, _Pinned, host_memory
+from vmmkv.tiers.tier import ThreadedTier
 
 CPU = torch.device("cpu")
 NUM_RECORDS = 8

@@ -1,4 +1,7 @@
-"""Drivers: what a device's virtual memory can do (base), and how CUDA and the host do it. The tests' is in `vmmkv.testing`."""
+"""Drivers: what a device's virtual memory can do (base), how CUDA and the host do it, and pinned host memory.
+
+The tests' driver is in `vmmkv.testing`.
+"""
 
 from typing import Final
 

@@ -31,7 +31,6 @@ from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
-from vmmkv.tiers.record import Keys
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import counted, format_bytes
 
@@ -112,7 +111,7 @@ class PrefixCache:
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
             self.cache.prefix = self._index
-            identity = Keys(cache.layout, fingerprint).identity
+            identity = cache.layout.identity(fingerprint)
             if holder is not None:
                 SealedPrefixes(self._index, cache.layout, cache.pool, identity).restore()
             self._borrowed = (

@@ -10,9 +10,10 @@ import torch
 
 from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
+from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import BudgetError
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import RecordListener, TierStats, Transfer, check_returned, host_memory, missed, read_counts, touch
+from vmmkv.tiers.tier import RecordListener, TierStats, Transfer, check_returned, missed, read_counts, touch
 from vmmkv.units import format_bytes
 
 

@@ -37,16 +37,7 @@ class Keys:
 
     def __init__(self, layout: KVLayout, fingerprint: str) -> None:
         self.layout: Final = layout
-        groups = [
-            (
-                group.layers,
-                group.window,
-                group.row_bytes,
-                [(plane.name, plane.heads, plane.dim, str(plane.dtype), plane.trailing) for plane in group.planes],
-            )
-            for group in layout.groups
-        ]
-        self.identity: Final = hashlib.blake2b(repr((groups, fingerprint)).encode(), digest_size=KEY_BYTES).digest()
+        self.identity: Final = layout.identity(fingerprint)
         """Of layout and model."""
 
     def of(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> "KeyChain":

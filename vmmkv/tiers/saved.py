@@ -32,12 +32,11 @@ import numpy.typing as npt
 import torch
 
 from vmmkv.driver.base import DONE, Fence, retried
+from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.address_space import Span
 from vmmkv.memory.pool import Extent
 from vmmkv.memory.sharing import Pages
-from vmmkv.tiers.record import Keys
-from vmmkv.tiers.tier import host_memory
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ def _write_header(file: BinaryIO, header: dict[str, Any]) -> None:
 
 def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) -> None:
     """A sequence behind its first bytes: its header, its rows."""
-    identity = Keys(rows.sequence.cache.layout, fingerprint).identity.hex()
+    identity = rows.sequence.cache.layout.identity(fingerprint).hex()
     header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
     if rows.sequence.known_positions is not None:
         header["positions"] = rows.sequence.known_positions.tolist()
@@ -357,7 +356,7 @@ def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprin
     )
     if not isinstance(fields, dict) or not {"identity", "num_tokens", "starts"} <= fields.keys():
         raise ValueError(f"{path} is damaged: it has no header of a sequence")
-    if fields["identity"] != Keys(cache.layout, fingerprint).identity.hex():
+    if fields["identity"] != cache.layout.identity(fingerprint).hex():
         raise ValueError(f"{path} was saved from a cache of another layout, or with another fingerprint than {fingerprint!r}")
     num_tokens, starts, positions = fields["num_tokens"], fields["starts"], fields.get("positions")
     groups = cache.layout.groups
