@@ -236,7 +236,7 @@ class Harness:
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
         slots = [slot for slot in slots if lengths[slot] < table.ends[slot]]
-        assert scheduler._decoding.tolist() == slots
+        assert scheduler._decoding.slots.tolist() == slots
         priorities = [each.ask.priority for each in scheduler.running for _ in range(each.num_slots)]
         assert scheduler._priorities == sorted(priorities)
         fetching = scheduler.fetches.waiting

@@ -2,6 +2,7 @@
 
 engine          the loop: schedule, launch, read an earlier step back, answer. Read this first
 scheduler       which requests run, how many tokens each computes in a step, which are preempted
+decode_set      the slots that decode, and the counts that spare a step a look at each
 request         a request, its part of a step, and the numpy table of the requests that run
 runner          launches steps on the device, as CUDA graphs on a GPU, and reads their results back
 sampler         logits to tokens: penalties, biases, `min_tokens`, temperature, top-k, top-p, min-p

@@ -17,8 +17,9 @@ from vmmkv.prefix.radix_tree import num_common
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.beams import BeamGroup
 from vmmkv_server.engine.compaction import Compactor
+from vmmkv_server.engine.decode_set import DecodeSet
 from vmmkv_server.engine.fetches import LEAST_TOKENS, Fetches
-from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
+from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, TokenIds
 from vmmkv_server.engine.ranking import Ranked
 from vmmkv_server.engine.request import Chunk, Request, RequestTable, Status, Step
 from vmmkv_server.engine.sampler import Sampler
@@ -131,13 +132,7 @@ class Scheduler:
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
         """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
-        self._decoding: Slots = np.zeros(0, np.int64)
-        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched, or that are
-        compacted next. Never changed in place: see `_decode`."""
-        self._epochs = self._decoding
-        """Theirs."""
-        self._num_roomy = self._num_wanting = 0
-        """Steps before any of these requests may find no room, and before any of them has its last token or row, at least."""
+        self._decoding: Final = DecodeSet(self.table, cache)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
@@ -167,14 +162,10 @@ class Scheduler:
             self._compact()
         self._admit()
         self._assign_sampling()
-        lengths, limits = self._cache.lengths, self._cache.limits
-        if (decoding := self._decoding).size and not self._num_roomy:
-            room = limits.take(decoding) - lengths.take(decoding)
-            self._num_roomy = max(0, int(room.min()))
-            for request in [self.table.requests[slot] for slot in decoding[room <= 0]] if not self._num_roomy else ():
-                if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
-                    self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
-        left = self._step_tokens - len(self._decoding)
+        for request in [self.table.requests[slot] for slot in self._decoding.without_room()]:
+            if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
+                self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
+        left = self._step_tokens - len(self._decoding.slots)
         chunks: list[Chunk] = []
         for request in sorted(self._prefilling, key=_place):
             if not request.is_running or (request.beams and not self._with_room(request, request.beams.arrange)):
@@ -186,10 +177,10 @@ class Scheduler:
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
-        slots, chunks = self._decoding, [chunk for chunk in chunks if chunk.request.is_running]
+        slots, chunks = self._decoding.slots, [chunk for chunk in chunks if chunk.request.is_running]
         if not len(slots) and not chunks:
             return None
-        step = Step(slots, lengths.take(slots) + 1, self._epochs, chunks)
+        step = Step(slots, self._cache.lengths.take(slots) + 1, self._decoding.epochs, chunks)
         if self.table.num_keeping:
             self._rank(step)
         return step
@@ -199,7 +190,6 @@ class Scheduler:
         table = self.table
         np.add.at(table.num_coming, step.slots, 1)
         self._cache.advance(step.slots)
-        self._num_roomy = max(0, self._num_roomy - 1)
         sampled: list[int] = []
         for chunk in step.chunks:
             chunk.sequence.advance(len(chunk.tokens))
@@ -209,32 +199,14 @@ class Scheduler:
                 sampled.append(chunk.slot)
         if sampled:
             table.num_coming[sampled] += 1
-            slots = np.append(self._decoding, sampled)
-            self._decode(slots[table.places[slots].argsort(kind="stable")])
-            room = self._cache.limits[sampled] - self._cache.lengths[sampled]
-            self._num_roomy = max(0, min(self._num_roomy, int(room.min())))
-            self._num_wanting = min(self._num_wanting, 1 + int((table.max_tokens[sampled] - table.num_coming[sampled]).min()))
-            if table.num_keeping:
-                self._num_wanting = 0
-        self._num_wanting -= 1
-        if self._num_wanting <= 0 and len(slots := self._decoding):
-            num_wanted = table.max_tokens[slots] - table.num_coming[slots]
-            if table.num_keeping:
-                num_wanted = np.minimum(num_wanted, table.ends[slots] - self._cache.lengths[slots])
-            if num_wanted.min() <= 0:
-                self._decode(slots[num_wanted > 0])
-            self._num_wanting = int(num_wanted[num_wanted > 0].min(initial=np.iinfo(np.int64).max))
-
-    def _decode(self, slots: Slots) -> None:
-        """The requests in these slots decode from now on."""
-        self._decoding, self._epochs = slots, self.table.epochs.take(slots)
+        self._decoding.launched(sampled)
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
         self.table.append_forced(request.memory.slot, tokens)
         request.status = Status.PREFILLING
         self._prefilling[request] = None
-        self._decode(self._decoding[self._decoding != request.memory.slot])
+        self._decoding.leave(request.memory.slot)
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
@@ -248,7 +220,7 @@ class Scheduler:
         """In slack, for tiers to store: insert what the request that would be preempted first has generated."""
         if self._prefix is None or not self._prefix.has_tiers or self._windowed:
             return
-        table, slots = self.table, self._decoding
+        table, slots = self.table, self._decoding.slots
         behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]
         requests = [request for slot in behind.tolist() if (request := table.requests[slot]) is not None and not request.kept]
         if requests:
@@ -312,9 +284,7 @@ class Scheduler:
                 self._unassigned.append(request)  # the sampler counts rows
                 self._num_refused = 0
                 if request.status is Status.DECODING:
-                    slots = np.append(self._decoding, slot)
-                    self._decode(slots[table.places[slots].argsort(kind="stable")])
-                    self._num_roomy = self._num_wanting = 0
+                    self._decoding.join([slot])
             except BaseException as error:  # of an interrupt: its rows may be dropped, and its keys not turned yet
                 if request.is_running and not isinstance(error, CannotRun):
                     self._preempt(request, max_others=0)
@@ -538,7 +508,7 @@ class Scheduler:
             place = bisect_left(self._priorities, request.ask.priority)
             del self._priorities[place : place + request.num_slots]
         self._prefilling.pop(request, None)
-        self._decode(self._decoding[self._decoding != request.memory.slot])
+        self._decoding.leave(request.memory.slot)
         self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
