@@ -52,7 +52,7 @@ SLOT_MEMORY, MAPPER, SHARING, POOL = (f"vmmkv/memory/{name}.py" for name in ("sl
 SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
 COMPACTION = f"{ENGINE}/compaction.py"
-TRANSFERS, RECORD, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/record.py", "vmmkv/tiers/shared.py"
+TRANSFERS, KEYS, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/keys.py", "vmmkv/tiers/shared.py"
 THREADED, HOST, DISK = "vmmkv/tiers/tier.py", "vmmkv/tiers/host.py", "vmmkv/tiers/disk.py"
 ADMINISTRATION, OWN_PROCESS = f"{ENGINE}/administration.py", "server/vmmkv_server/llm.py"
 OTHERS = f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record"
@@ -318,8 +318,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            pass",
         ),
     },
-    (RECORD, OTHERS): {
-        "keys without the namespace": ("_VERSION + self.identity + name", "_VERSION + self.identity"),
+    (KEYS, OTHERS): {
+        "keys without the namespace": ("self._identity + self._name", "self._identity"),
     },
     ("vmmkv/layout.py", OTHERS): {
         "keys without the layout": ("repr((groups, fingerprint))", "repr(fingerprint)"),

@@ -23,7 +23,8 @@ from tests.engine.conftest import tiny_model
 from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import DiskTier, HostTier, KVCache, KVLayout, Pool, PrefixCache
 from vmmkv.prefix.radix_tree import RadixTree
-from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
+from vmmkv.tiers.keys import PageKeys
+from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine import kv_events
@@ -313,7 +314,7 @@ class Tiered:
         keys, layout = self.prefix._transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
         found: dict[str, set[Block]] = {"GPU": known(self.prefix._index.tree), "CPU": set(), "STORAGE": set()}
         for namespace, prompt in self.prompts:
-            path = keys.of(namespace, np.array(prompt, np.int32))
+            path = keys.of(prompt, namespace)
             path.hash_some(None)
             for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
                 needed = set()
@@ -466,8 +467,8 @@ def test_the_publisher_rests_by_the_time_it_worked_not_by_changes(monkeypatch: p
     assert 3000 // 12 <= len(pauses) <= 2 * 3000 // 10
 
 
-def path_of(layout: KVLayout, num_tokens: int) -> KeyChain:
-    path = Keys(layout, "one").of(None, np.arange(num_tokens, dtype=np.int32))
+def path_of(layout: KVLayout, num_tokens: int) -> PageKeys:
+    path = PageKeys(layout, "one").of(np.arange(num_tokens, dtype=np.int32))
     path.hash_some(None)
     return path
 

@@ -26,7 +26,7 @@ from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache,
 from vmmkv.prefix import PrefixCache, transfers
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import saved
-from vmmkv.tiers.record import Keys
+from vmmkv.tiers.keys import KeyChain, PageKeys
 from vmmkv.units import PAGE_BYTES
 
 ROOT = Path(__file__).parents[2]
@@ -81,21 +81,41 @@ def compute_nothing(prefix, tokens):
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
 def test_keys_are_the_same_whether_a_prompt_is_hashed_at_once_or_as_it_grows(layout):
     tokens = np.arange(200, dtype=np.int32)
-    keys = Keys(layout, "model")
-    chain = keys.of("red", tokens[:5])
+    keys = PageKeys(layout, "model")
+    chain = keys.of(tokens[:5], "red")
     for end, looks in ((40, True), (41, False), (90, False), (200, True)):
         chain = chain.grown(tokens[:end])
         if looks:
-            whole = keys.of("red", tokens[:end])
+            whole = keys.of(tokens[:end], "red")
             assert [*chain.hash_some(None), *whole.hash_some(None)]
             assert (chain.in_order, chain.by_group) == (whole.in_order, whole.by_group)
             assert all(whole.key(group, page) == key for group, of in enumerate(whole.by_group) for page, key in enumerate(of))
-            behind = keys.of("red", tokens[:end])
+            behind = keys.of(tokens[:end], "red")
             behind.skip([1] * len(whole.by_group))
             behind.hash_some(None)
             assert behind.by_group == [[b"", *of[1:]] for of in whole.by_group]
     assert len(set(chain.in_order)) == len(chain.in_order)
     assert chain.grown(tokens[1:]) is None and chain.grown(tokens[:100]) is None
+
+
+def test_a_chain_of_any_engine_has_a_key_for_each_whole_record_of_its_tokens():
+    blocks = KeyChain("model", every=16)
+    chain = blocks.of([*range(40)])
+    keys = chain.keys().copy()
+    assert len(keys) == len(set(keys)) == 2 and blocks.of(torch.arange(47)).keys() == keys
+    grown = chain.grown([*range(100)])
+    assert grown.keys()[:2] == keys and len(grown.keys()) == 6 and chain.keys() == keys
+    other = [KeyChain("other", every=16).of([*range(40)]), KeyChain("model", every=8).of([*range(80)])]
+    other += [blocks.of([*range(40)], namespace="red"), blocks.of([1, *range(1, 40)])]
+    assert not any({*each.keys()} & {*keys} for each in other)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], [2**31], ["a"], [1.5]])
+def test_tokens_that_are_no_ids_have_no_keys(tokens):
+    with pytest.raises((ValueError, TypeError), match="tokens="):
+        KeyChain("model", every=16).of(tokens)
+    with pytest.raises(ValueError, match=r"every=0: .* such as 16"):
+        KeyChain("model", every=0)
 
 
 def test_what_is_evicted_comes_back_from_the_host(prefix, cache):
@@ -219,7 +239,7 @@ def test_a_fetch_looks_no_further_than_tiers_have_and_no_nearer_than_the_device_
     ):
         prefix = PrefixCache(cache, [tier], fingerprint="model")
         compute_nothing(prefix, tokens[: 16 * 160])
-        chain = Keys(LAYOUT, "model").of(None, tokens)
+        chain = PageKeys(LAYOUT, "model").of(tokens)
         chain.hash_some(None)
         known = set(chain.in_order[160:600])
         asked = []
@@ -268,7 +288,7 @@ def test_no_type_finds_the_records_of_another():
     layouts = [
         KVLayout.uniform(layers=4, kv_heads=8, head_dim=dim, dtype=dtype) for dim in (128, 256) for dtype in TYPES.values()
     ]
-    assert len({Keys(layout, "model").identity for layout in layouts}) == len(layouts)
+    assert len({layout.identity("model") for layout in layouts}) == len(layouts)
 
 
 @pytest.mark.parametrize("windows", [None, [None, 40, None, 40]], ids=["one group", "windowed"])
@@ -322,7 +342,7 @@ def test_a_fetch_that_is_not_worth_it_may_be_without_the_last_tier_and_what_is_b
     middle, last = HostTier(64 * PAGE_BYTES), DiskTier(tmp_path, 64 * PAGE_BYTES)
     prefix = PrefixCache(cache, [host, middle, last], fingerprint="model")
     stored(prefix, PROMPT)
-    chain = Keys(LAYOUT, "model").of(None, np.array(PROMPT, np.int32))
+    chain = PageKeys(LAYOUT, "model").of(PROMPT)
     chain.hash_some(None)
     for tier, lost in ((host, (2, 4)), (middle, (4,))):  # host, host, middle, host, last, host
         for page in lost:

@@ -30,7 +30,8 @@ from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, TreeListener, piece_place
-from vmmkv.tiers.record import RECORD_BYTES, KeyChain, Keys
+from vmmkv.tiers.keys import PageKeys
+from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import ListenedTier, Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -97,7 +98,7 @@ class Fetch:
     def __init__(
         self,
         transfers: "Transfers",
-        chain: KeyChain,
+        chain: PageKeys,
         *,
         known: int,
         num_tokens: int,
@@ -173,7 +174,7 @@ class PrefixListener(TreeListener, Protocol):
     It must return at once, from any thread, and must not use the tree.
     """
 
-    def described(self, tier: ListenedTier, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+    def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
         """A tier is about to get the records at these groups and pages of a path. None: it may have any of them.
 
         No lock of the tier is held: a listener that has lost what it heard may call `tier.listen` again.
@@ -192,7 +193,7 @@ class Transfers(IndexFollower):
     def __init__(self, cache: KVCache, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> None:
         self.cache: Final = cache
         self.tiers: Final = tuple(tiers)
-        self.keys: Final = Keys(cache.layout, fingerprint)
+        self.keys: Final = PageKeys(cache.layout, fingerprint)
         self.fetched_tokens = 0
         self.errors = 0
         """Calls of a tier that raised."""
@@ -202,12 +203,12 @@ class Transfers(IndexFollower):
         self._load_stream = self._driver.new_stream()
         self._store_stream = self._driver.new_stream()
         """Another stream than that of loads: the link carries both directions at once."""
-        self._stores: list[dict[KeyChain, Iterator[bool]]] = [{} for _ in self.tiers]
+        self._stores: list[dict[PageKeys, Iterator[bool]]] = [{} for _ in self.tiers]
         """For each tier the paths to store there, the oldest first: see `_storing`."""
         self.worth: Callable[[str], bool] = lambda tier: True
         """Is it worth it to store a path in a tier of this engine alone? Asked when its first tokens are queued."""
         self._listener: PrefixListener | None = None
-        self._newest: dict[int, tuple[KeyChain, Sequence[tuple[Tier, dict[KeyChain, Iterator[bool]]]]]] = {}
+        self._newest: dict[int, tuple[PageKeys, Sequence[tuple[Tier, dict[PageKeys, Iterator[bool]]]]]] = {}
         """By slot of a running sequence: its inserted tokens with their hashes, so none is hashed twice, and where to store."""
         self._parts: dict[_Part, None] = {}
         """Extents that wait for records, in order."""
@@ -241,7 +242,7 @@ class Transfers(IndexFollower):
         before, places = (None, None) if slot is None else self._newest.get(slot, (None, None))
         chain = None if before is None or before.namespace != namespace else before.grown(tokens)
         if chain is None or places is None:
-            before, chain = None, self.keys.of(namespace, tokens)
+            before, chain = None, self.keys.of(tokens, namespace)
             places = [
                 (tier, stores)
                 for tier, stores in zip(self.tiers, self._stores, strict=True)
@@ -290,7 +291,7 @@ class Transfers(IndexFollower):
         num_tokens = self._reach(most, len(tokens) - 1)
         if num_tokens - known < least_tokens:
             return None
-        chain = self.keys.of(namespace, tokens)
+        chain = self.keys.of(tokens, namespace)
         fetch = Fetch(
             self, chain, known=known, num_tokens=num_tokens, least_tokens=least_tokens, room_pages=room_pages, worth=worth
         )
@@ -626,7 +627,7 @@ class Transfers(IndexFollower):
                 elif not may_go_on:
                     break
 
-    def _storing(self, tier: Tier, chain: KeyChain, number: int) -> Iterator[bool]:
+    def _storing(self, tier: Tier, chain: PageKeys, number: int) -> Iterator[bool]:
         """Store what the tree has of a path and the tier lacks, the end first: so it is evicted first.
 
         The host waits until the path is written. Copies that wait on the device would hold windows meanwhile, and may hold up
@@ -682,7 +683,7 @@ class Transfers(IndexFollower):
         if 0 < num_held < len(has):
             yield from self._held_of(tier, chain)  # what was stored is behind what it had, and is evicted before it
 
-    def _held_of(self, tier: Tier, chain: KeyChain) -> Generator[bool, None, set[bytes]]:
+    def _held_of(self, tier: Tier, chain: PageKeys) -> Generator[bool, None, set[bytes]]:
         """The records of a path that a tier has, looked up from the end: so that is evicted first. Yields as `_storing`."""
         has: set[bytes] = set()
         for end in range(len(chain.in_order), 0, -_MOST_KEYS):

@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from vmmkv.tiers.record import RECORD_BYTES, KeyChain
+from vmmkv.tiers.keys import PageKeys
+from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import ListenedTier
 from vmmkv.units import ceil_div
 from vmmkv_server.protocol import (
@@ -165,7 +166,7 @@ class KVEventPublisher:
         """The tree has lost the leaf at the end of these edges. For the engine's thread."""
         self._add(partial(_events, namespace, edges, is_stored=False))
 
-    def described(self, tier: ListenedTier, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> None:
+    def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
         """See PrefixListener. For the engine's thread. Cost: after a loss, host work by the number of the tier's records."""
         if tier.name in self._lost:
             self._lost.remove(tier.name)
@@ -360,11 +361,11 @@ class TierBlocks:
         """By key of any record: the blocks that have rows in it and a later last one, by hash and the key of that."""
         self._copies: Counter[int] = Counter()
         """By hash of a block: as many times the tier has it, in records of prompts that part behind it."""
-        self._path: KeyChain | None = None
+        self._path: PageKeys | None = None
         """The last one that was described, and its blocks' hashes."""
         self._hashes = _NO_HASHES
 
-    def describe(self, path: KeyChain, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
+    def describe(self, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
         """See PrefixListener.described. Without places, of the records that the tier has and no path has described."""
         if places is None:
             places = []
@@ -409,7 +410,7 @@ class TierBlocks:
                         if not self._spanning[other]:
                             del self._spanning[other]
 
-    def _blocks_of(self, path: KeyChain, index: int, page: int) -> Iterator[_Block]:
+    def _blocks_of(self, path: PageKeys, index: int, page: int) -> Iterator[_Block]:
         """The blocks of which the record at this page of a group is the last."""
         groups = path.layout.groups
         sizes = {each: group.row_bytes * BLOCK_TOKENS for each, group in enumerate(groups) if group.window is None}
