@@ -616,7 +616,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (THREADED, f"{TIERS}::test_a_store_for_which_no_buffer_is_free_is_refused_and_counts_once"): {
-        "stores that take all buffers": (" or len(self._storing) >= _NUM_BUFFERS // 2", ""),
+        "stores that take all buffers": (" or len(self._storing) >= self._num_buffers // 2", ""),
     },
     (THREADED, TIERS_UNIT, TIERS): {
         "a flush that waits for nothing": ("lambda: not self._num_writes", "lambda: True"),

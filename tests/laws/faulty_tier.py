@@ -14,7 +14,7 @@ import torch
 
 from vmmkv.tiers import DiskTier, Tier, TierStats, Transfer
 from vmmkv.tiers.shared import Refused, SharedTier
-from vmmkv.tiers.tier import MissedError, missed
+from vmmkv.tiers.tier import MissedError, Refusal, missed
 
 FAULTS = ("slow", "asks", "forgets", "refuses", "lies", "raises")
 
@@ -27,7 +27,7 @@ class FaultyTier:
     """Another tier, with faults that `haste` and `faults` decide; without any it is that tier."""
 
     def __init__(self, tier: Tier, seed: int, faults: Sequence[str] = FAULTS, *, chance: float = 0.2) -> None:
-        self.name = f"faulty {tier.name}"
+        self.name, self.record_bytes = f"faulty {tier.name}", tier.record_bytes
         self.tier = tier
         self.faults = set(faults)
         self.chance = chance
@@ -67,11 +67,11 @@ class FaultyTier:
         found = self.tier.lookup(keys)
         return found and [has != self.strikes("lies") for has in found]
 
-    def store(self, key: bytes) -> Transfer | None:
+    def store(self, key: bytes) -> Transfer | Refusal:
         if self.strikes("raises"):
             raise Gone
-        transfer = None if self.strikes("refuses") else self.tier.store(key)
-        if transfer is not None:
+        transfer = Refusal.NOT_NOW if self.strikes("refuses") else self.tier.store(key)
+        if isinstance(transfer, Transfer):
             self.lent.add(transfer)
         return transfer
 

@@ -25,8 +25,8 @@ from tests.laws.faulty_tier import FaultyDisk, FaultyTier
 from tests.stores import mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
 from vmmkv.driver.pinned import _Pinned, host_memory
+from vmmkv.tiers import Refusal, Transfer, open_store
 from vmmkv.tiers import disk as disk_module
-from vmmkv.tiers import open_store
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import ThreadedTier
 
@@ -125,7 +125,7 @@ def store(tier, number: int) -> bool:
     """Store a record and wait until it is there, or is known not to be; had the tier room?"""
     found(tier, number)
     transfer = tier.store(key_of(number))
-    if transfer is None:
+    if isinstance(transfer, Refusal):
         return False
     ctypes.memmove(transfer.address, payload(number), RECORD_BYTES)
     tier.finished(transfer)
@@ -206,18 +206,18 @@ def test_a_tier_stays_within_its_budget_and_keeps_the_newest(tier):
 def test_a_record_is_stored_once(tier):
     found(tier, 1)
     first = tier.store(key_of(1))
-    assert tier.store(key_of(1)) is None and found(tier, 1) == [False], "its bytes have still to come"
+    assert tier.store(key_of(1)) is Refusal.THERE and found(tier, 1) == [False], "its bytes have still to come"
     assert not load(tier, 1)
     tier.drop(first)
     assert not load(tier, 1), "a store that was dropped leaves nothing"
     assert store(tier, 1) and load(tier, 1)
-    assert tier.store(key_of(1)) is None
+    assert tier.store(key_of(1)) is Refusal.THERE
 
 
 def test_memory_that_is_lent_comes_back_however_a_transfer_ends(tier):
     for number in range(200):
         transfer = tier.store(key_of(number % 11))
-        if transfer is not None:
+        if isinstance(transfer, Transfer):
             ctypes.memmove(transfer.address, payload(number % 11), RECORD_BYTES)
             (tier.drop if number % 3 else tier.finished)(transfer)
         transfer = tier.load(key_of(number % 7))
@@ -229,9 +229,9 @@ def test_memory_that_is_lent_comes_back_however_a_transfer_ends(tier):
 
 @pytest.mark.parametrize("tier", ["slow", "disk"], indirect=True)
 def test_a_store_for_which_no_buffer_is_free_is_refused_and_counts_once(tier):
-    lent = [transfer for number in range(100) if (transfer := tier.store(key_of(number))) is not None]
+    lent = [transfer for number in range(100) if isinstance(transfer := tier.store(key_of(number)), Transfer)]
     assert 0 < len(lent) < 100 and tier.stats().refused_records == 100 - len(lent)
-    assert tier.store(key_of(99)) is tier.store(lent[0].key) is None
+    assert tier.store(key_of(99)) is Refusal.NOT_NOW and tier.store(lent[0].key) is Refusal.THERE
     assert tier.stats().refused_records == 100 - len(lent)
     loading = tier.load(key_of(99))
     assert loading is not None, "requests wait for loads: stores leave them buffers"
@@ -298,10 +298,60 @@ def test_random_use_gives_right_bytes_or_misses(tier):
     assert stats.held_bytes <= (stats.budget_bytes or 2 * NUM_RECORDS * RECORD_BYTES)
 
 
+SIZED = {
+    "host": lambda path, url, size: HostTier(5 * size, record_bytes=size),
+    "disk": lambda path, url, size: DiskTier(path, 5 * size, record_bytes=size),
+    "redis": lambda path, url, size: open_store(url, record_bytes=size),
+}
+
+
+@pytest.mark.parametrize("size", [4096, 11 * 4096, 3 * RECORD_BYTES])
+@pytest.mark.parametrize("kind", SIZED)
+def test_records_of_any_multiple_of_4_kib_come_back_as_they_were(kind, size, tmp_path, redis):
+    redis.empty()
+    tier, records = SIZED[kind](tmp_path, redis.url, size), [bytes([number]) * size for number in range(5)]
+    tier.open(CPU)
+    assert found(tier, *range(5)) == [False] * 5
+    for number, record in enumerate(records):
+        ctypes.memmove((lent := tier.store(key_of(number))).address, record, size)
+        tier.finished(lent)
+    assert tier.flush(60)
+    if kind == "disk":
+        tier.close()
+        tier.open(CPU)
+    for number, record in enumerate(records):
+        lent = tier.load(key_of(number))
+        until(lambda lent=lent: lent.ended)
+        assert ctypes.string_at(lent.address, size) == record
+        tier.finished(lent)
+    stats = tier.stats()
+    assert (stats.held_bytes, stats.stored_bytes, stats.loaded_bytes) == (5 * size,) * 3
+    tier.close()
+
+
+@pytest.mark.parametrize("make", SIZED.values(), ids=SIZED)
+def test_a_record_size_that_no_disk_can_align_is_refused_by_one_that_works(make, tmp_path):
+    for size, near in ((0, 4096), (-4096, 4096), (4097, 8192)):
+        with pytest.raises(ValueError, match=f"record_bytes={size}: .*such as {near}"):
+            make(tmp_path, "redis://localhost", size)
+
+
+def test_a_disk_with_records_of_another_size_is_refused_and_keeps_them(tmp_path):
+    disk = DiskTier(tmp_path, 4 * 8192, record_bytes=8192)
+    disk.open(CPU)
+    disk.finished(disk.store(key_of(1)))
+    disk.close()
+    for size in (4096, RECORD_BYTES):
+        with pytest.raises(TierUnavailable, match=f"has records of 8192 bytes, and record_bytes={size}"):
+            DiskTier(tmp_path, 4 * RECORD_BYTES, record_bytes=size)
+    with contextlib.closing(DiskTier(tmp_path, 4 * 8192, record_bytes=8192)) as disk:
+        assert found(disk, 1) == [True]
+
+
 @pytest.mark.parametrize("tier", ["host", "faulty disk"], indirect=True)
 def test_a_listener_hears_what_becomes_of_each_record(tier):
     def drop(tier, number):
-        if (transfer := tier.store(key_of(number))) is not None:
+        if isinstance(transfer := tier.store(key_of(number)), Transfer):
             tier.drop(transfer)
             assert heard[key_of(number)] is False
 
@@ -672,7 +722,7 @@ def test_nothing_waits_for_a_tier_that_is_being_closed(tmp_path, monkeypatch, na
     closing = threading.Thread(target=tier.close)
     closing.start()
     until(lambda: asked and (tier._memory if name == "host" else tier._threads) is None)
-    assert tier.lookup([key_of(2)]) == [False] and tier.store(key_of(2)) is None and tier.load(key_of(2)).missed
+    assert tier.lookup([key_of(2)]) == [False] and tier.store(key_of(2)) is Refusal.NO_ROOM and tier.load(key_of(2)).missed
     assert tier.stats().budget_bytes
     assert not ended
     ends.set()
@@ -716,7 +766,7 @@ def test_budgets_that_do_not_fit_name_what_does(tmp_path):
 
 WRITER = """
 import ctypes, itertools, os, sys, torch
-from tests.laws.test_tiers import NUM_RECORDS, key_of, payload
+from tests.laws.test_tiers import NUM_RECORDS, Transfer, key_of, payload
 from vmmkv import DiskTier
 from vmmkv.tiers.record import RECORD_BYTES
 
@@ -724,7 +774,7 @@ def write(first):
     tier = DiskTier(sys.argv[1], NUM_RECORDS * RECORD_BYTES)
     tier.open(torch.device("cpu"))
     for number in itertools.count(first):
-        while (transfer := tier.store(key_of(number))) is None:
+        while not isinstance(transfer := tier.store(key_of(number)), Transfer):
             pass
         ctypes.memmove(transfer.address, payload(number), RECORD_BYTES)
         tier.finished(transfer)

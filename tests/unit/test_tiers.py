@@ -839,6 +839,11 @@ def test_tiers_without_a_fingerprint_are_refused(cache, host):
         PrefixCache(cache, [host])
 
 
+def test_a_tier_whose_records_are_no_pages_is_refused_by_the_size_that_works(cache):
+    with pytest.raises(ValueError, match=f"records of 4096 bytes; .* record_bytes={PAGE_BYTES}"):
+        PrefixCache(cache, [HostTier(PAGE_BYTES, record_bytes=4096)], fingerprint="model")
+
+
 # one sequence in a file
 
 

@@ -32,7 +32,7 @@ from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
 from vmmkv.tiers.tier import Tier, TierStats
-from vmmkv.units import counted, format_bytes
+from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,8 @@ class PrefixCache:
     With tiers, a holder or a lender, `fingerprint` must differ between models whose rows differ: weights, rotary settings,
     static scales, the rank among several GPUs. A namespace is text, bytes, an integer, None, or a tuple of these.
     Cost: a reserve, and opening the tiers; with a holder, host work by the extents that were left.
-    Raises: ValueError if the cache has one, for any of these without a fingerprint, or if another cache uses the holder.
+    Raises: ValueError if the cache has one, for any of these without a fingerprint, for a tier whose records are no pages, or
+    if another cache uses the holder.
     """
 
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
@@ -91,6 +92,12 @@ class PrefixCache:
             raise ValueError(
                 "fingerprint: none; with tiers, a holder or a lender it names the model, so that no other model reads its rows"
             )
+        for tier in tiers:
+            if tier.record_bytes != PAGE_BYTES:
+                raise ValueError(
+                    f"{tier!r} has records of {tier.record_bytes} bytes; those of a prefix cache are its pages: make the tier "
+                    f"with record_bytes={PAGE_BYTES}, or without"
+                )
         if tiers:
             with cache.pool.lock:
                 cache.check_capture()

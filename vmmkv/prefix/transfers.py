@@ -32,7 +32,7 @@ from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, TreeListener, piece_place
 from vmmkv.tiers.keys import PageKeys
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ListenedTier, Tier, TierStats, Transfer, missed
+from vmmkv.tiers.tier import ListenedTier, Refusal, Tier, TierStats, Transfer, missed
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 T = TypeVar("T")
@@ -665,11 +665,12 @@ class Transfers(IndexFollower):
             has_room = True
             for offset, key in reversed([*enumerate(keys)]):
                 if key not in has and has_room:
-                    transfer = self._ask(None, tier.store, key)
-                    if transfer is not None:
-                        moves.append(_Move(offset * RECORD_BYTES, tier, transfer))
-                    else:  # unless another path has brought it
-                        has_room = (self._lookup(tier, [key], otherwise=True) or [False])[0]
+                    refused: Transfer | Refusal = Refusal.THERE
+                    answer = self._ask(refused, tier.store, key)
+                    if isinstance(answer, Transfer):
+                        moves.append(_Move(offset * RECORD_BYTES, tier, answer))
+                    else:
+                        has_room = answer is Refusal.THERE
             if moves and described is not None:
                 pages = [placed.page + move.offset_bytes // RECORD_BYTES for move in moves]
                 described([(piece.group, page) for page in pages])

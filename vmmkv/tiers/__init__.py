@@ -15,6 +15,17 @@ from vmmkv.tiers.disk import DiskTier
 from vmmkv.tiers.host import HostTier
 from vmmkv.tiers.keys import KeyChain
 from vmmkv.tiers.shared import MooncakeTier, RedisTier, open_store
-from vmmkv.tiers.tier import Tier, TierStats, Transfer
+from vmmkv.tiers.tier import Refusal, Tier, TierStats, Transfer
 
-__all__ = ["DiskTier", "HostTier", "KeyChain", "MooncakeTier", "RedisTier", "Tier", "TierStats", "Transfer", "open_store"]
+__all__ = [
+    "DiskTier",
+    "HostTier",
+    "KeyChain",
+    "MooncakeTier",
+    "RedisTier",
+    "Refusal",
+    "Tier",
+    "TierStats",
+    "Transfer",
+    "open_store",
+]

@@ -1,6 +1,6 @@
 """DiskTier: records in one file of slots, with a table of what each slot holds beside it; both are preallocated.
 
-    records   | slot 0 | slot 1 | slot 2 | ...       2 MiB each, written with O_DIRECT where the file system takes it
+    records   | slot 0 | slot 1 | slot 2 | ...       a record each, written with O_DIRECT where the file system takes it
     index     | header | entry 0 | entry 1 | ...     an entry has the key, generation and checksum of its slot's record
 
 A record is written to its slot first, and its entry after. So whenever the process is killed, each entry describes what its
@@ -15,6 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import struct
 import weakref
 import zlib
@@ -29,21 +30,19 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
-from vmmkv.tiers.record import KEY_BYTES, RECORD_BYTES, checksum_of
-from vmmkv.tiers.tier import MissedError, RecordListener, ThreadedTier, Transfer, touch
+from vmmkv.tiers.record import ALIGNMENT_BYTES, KEY_BYTES, RECORD_BYTES, checked_record_bytes, checksum_of
+from vmmkv.tiers.tier import MissedError, RecordListener, Refusal, ThreadedTier, Transfer, touch
 from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-_HEADER: Final = b"vmmkv disk tier, version 2".ljust(64, b"\0")
+_MAGIC: Final = b"vmmkv disk tier, version 2"
+_HEADER_BYTES: Final = 64
 _ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
 """Generation, key, and checksum of the record; a checksum of these and the slot's number follows."""
 
 _ENTRY_BYTES: Final = 64
 """From one entry to the next: none lies in two sectors."""
-
-_ALIGNMENT_BYTES: Final = 4096
-"""Of memory, offsets and sizes, for O_DIRECT."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,24 +57,26 @@ class _Slot:
 
 
 class DiskTier(ThreadedTier):
-    """A tier of `budget_bytes` of disk space in the directory `path`, for `PrefixCache(cache, tiers=[...])`.
+    """A tier of `budget_bytes` of disk space in the directory `path`, for `PrefixCache(cache, tiers=[...])` or a `Store`.
 
-    The directory is made if need be, and its space allocated at once. Records, of 2 MiB, are found again after a restart, and
-    verified when they are read. If the process is killed, only what was being written is lost. The least recently used record
-    is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied for that. One
-    process at a time can use a path. Only the owner may read its files. Close it after its caches.
-    Raises: TierUnavailable if another process uses the path, or no file can be written there; BudgetError if it does not fit on
-    the disk, naming what fits; OSError.
+    The directory is made if need be, and its space allocated at once. Records, of `record_bytes`, are found again after a
+    restart, and verified when they are read. If the process is killed, only what was being written is lost. The least recently
+    used record is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied
+    for that. One process at a time can use a path. Only the owner may read its files. Close it after its caches.
+    Raises: TierUnavailable if another process uses the path, no file can be written there, or it has records of another size;
+    BudgetError if it does not fit on the disk, naming what fits; OSError.
     """
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str], budget_bytes: int) -> None:
-        num_slots = whole("budget_bytes", budget_bytes) // RECORD_BYTES
+    def __init__(self, path: str | os.PathLike[str], budget_bytes: int, *, record_bytes: int = RECORD_BYTES) -> None:
+        num_slots = whole("budget_bytes", budget_bytes) // checked_record_bytes(record_bytes)
         if num_slots < 1:
-            raise BudgetError(f"budget_bytes={budget_bytes} of a disk tier is below one record, {format_bytes(RECORD_BYTES)}")
-        super().__init__(num_slots * RECORD_BYTES)
+            raise BudgetError(f"budget_bytes={budget_bytes} of a disk tier is below one record, {format_bytes(record_bytes)}")
+        super().__init__(num_slots * record_bytes, record_bytes)
         self.path: Final = Path(path)
+        sized = b"" if record_bytes == RECORD_BYTES else b", records of %d bytes" % record_bytes
+        self._header: Final = (_MAGIC + sized).ljust(_HEADER_BYTES, b"\0")
         self._num_slots = num_slots
         self._records: OrderedDict[bytes, _Slot | None] = OrderedDict()
         """The least recently used first; None for those that are being stored."""
@@ -100,12 +101,12 @@ class DiskTier(ThreadedTier):
 
     def held_bytes(self) -> int:
         """See ThreadedTier.held_bytes."""
-        return (self._num_slots - len(self._free)) * RECORD_BYTES
+        return (self._num_slots - len(self._free)) * self.record_bytes
 
-    def store(self, key: bytes) -> Transfer | None:
+    def store(self, key: bytes) -> Transfer | Refusal:
         """See Tier.store. It is used now, and not when a thread has written it."""
         transfer = super().store(key)
-        if transfer is not None:
+        if isinstance(transfer, Transfer):
             with self.lock:
                 self._records.setdefault(key)
         return transfer
@@ -125,7 +126,7 @@ class DiskTier(ThreadedTier):
             number = self._take_slot()
         try:
             checksum = checksum_of(key, data)
-            self.write_at(self._fd, data, number * RECORD_BYTES)
+            self.write_at(self._fd, data, number * self.record_bytes)
             with self.lock:
                 self._generation += 1
                 slot = _Slot(number, self._generation, checksum)
@@ -147,7 +148,7 @@ class DiskTier(ThreadedTier):
             slot.num_reads += 1
         is_right = False
         try:
-            self.read_at(self._fd, data, slot.number * RECORD_BYTES)
+            self.read_at(self._fd, data, slot.number * self.record_bytes)
             is_right = checksum_of(key, data) == slot.checksum
         finally:
             with self.lock:
@@ -180,7 +181,7 @@ class DiskTier(ThreadedTier):
         written = 0
         while written < len(data):
             count = os.pwrite(fd, data[written:], offset + written)
-            if count == 0 or (written + count < len(data) and count % _ALIGNMENT_BYTES):
+            if count == 0 or (written + count < len(data) and count % ALIGNMENT_BYTES):
                 raise OSError(errno.EIO, f"{self.path}: {written + count} of {len(data)} bytes could be written")
             written += count
 
@@ -190,7 +191,7 @@ class DiskTier(ThreadedTier):
         while count < len(data):
             more = os.preadv(fd, [data[count:]], offset + count)
             count += more
-            if more == 0 or (count < len(data) and more % _ALIGNMENT_BYTES):
+            if more == 0 or (count < len(data) and more % ALIGNMENT_BYTES):
                 raise OSError(errno.EIO, f"{self.path}: {count} of {len(data)} bytes could be read")
 
     def _open_files(self) -> None:
@@ -199,6 +200,7 @@ class DiskTier(ThreadedTier):
             self._fd = self._open_file("records")
             self._lock_path()
             self._index_fd = self._open_file("index")
+            self._check_record_bytes()
             self._allocate()
             self._use_direct_io()
             self._read_index()
@@ -216,6 +218,15 @@ class DiskTier(ThreadedTier):
                 f"{self.path} is another process's disk tier, or another tier's of this one; give each a path of its own, or "
                 "end the other"
             ) from None
+
+    def _check_record_bytes(self) -> None:
+        header = os.pread(self._index_fd, _HEADER_BYTES, 0)
+        found = re.fullmatch(_MAGIC + rb"(?:, records of (\d+) bytes)?\0*", header)
+        if found is not None and (there := int(found[1] or RECORD_BYTES)) != self.record_bytes:
+            raise TierUnavailable(
+                f"{self.path} has records of {there} bytes, and record_bytes={self.record_bytes}; give record_bytes={there}, "
+                "or another directory"
+            )
 
     def _open_file(self, name: str) -> int:
         try:
@@ -245,7 +256,7 @@ class DiskTier(ThreadedTier):
                 raise
             disk = os.statvfs(self.path)
             taken_bytes = sum(stat.st_blocks * 512 for stat in before.values())
-            most_bytes = (disk.f_bavail * disk.f_frsize + taken_bytes) * 95 // 100 // RECORD_BYTES * RECORD_BYTES
+            most_bytes = (disk.f_bavail * disk.f_frsize + taken_bytes) * 95 // 100 // self.record_bytes * self.record_bytes
             raise BudgetError(
                 f"a disk tier of {format_bytes(self.budget_bytes)} does not fit in {self.path}: {error.strerror}; at most "
                 f"budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
@@ -256,7 +267,7 @@ class DiskTier(ThreadedTier):
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.preadv(self._fd, [mmap.mmap(-1, _ALIGNMENT_BYTES)], 0)  # some refuse only this, or ask for more alignment
+            os.preadv(self._fd, [mmap.mmap(-1, ALIGNMENT_BYTES)], 0)  # some refuse only this, or ask for more alignment
         except OSError:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
 
@@ -271,9 +282,9 @@ class DiskTier(ThreadedTier):
     def _read_index(self) -> None:
         """Find the records that are there. The log says what is damaged; `_write_index` leaves it out."""
         self._records.clear()
-        num_slots, num_damaged, found = os.fstat(self._fd).st_size // RECORD_BYTES, 0, []
+        num_slots, num_damaged, found = os.fstat(self._fd).st_size // self.record_bytes, 0, []
         with open(self.path / "index", "rb") as index:
-            if (header := index.read(len(_HEADER))) != _HEADER:
+            if (header := index.read(_HEADER_BYTES)) != self._header:
                 if any(header):
                     log.warning("%s: its index is damaged, or of another version: the tier begins empty", self.path)
                 return
@@ -301,14 +312,14 @@ class DiskTier(ThreadedTier):
         found = [(key, slot) for key, slot in self._records.items() if slot is not None]
         taken = {slot.number for _, slot in found}
         self._free = [number for number in reversed(range(self._num_slots)) if number not in taken]
-        data = memoryview(mmap.mmap(-1, RECORD_BYTES))
+        data = memoryview(mmap.mmap(-1, self.record_bytes))
         for key, slot in found:
             if slot.number < self._num_slots:
                 continue
             moved = _Slot(self._free.pop(), slot.generation, slot.checksum)
             try:
-                self.read_at(self._fd, data, slot.number * RECORD_BYTES)
-                self.write_at(self._fd, data, moved.number * RECORD_BYTES)
+                self.read_at(self._fd, data, slot.number * self.record_bytes)
+                self.write_at(self._fd, data, moved.number * self.record_bytes)
                 self.write_at(self._index_fd, memoryview(_packed(key, moved)), _entry_at(moved.number))
                 self._records[key] = moved
             except OSError:
@@ -323,7 +334,7 @@ class DiskTier(ThreadedTier):
         The caller holds the lock, or is alone. If the process is killed meanwhile, or the disk takes no more, some entries stay
         as they were: as good, in another order.
         """
-        content = bytearray(_HEADER.ljust(_entry_at(self._num_slots), b"\0"))
+        content = bytearray(self._header.ljust(_entry_at(self._num_slots), b"\0"))
         self._generation = 0
         for key, slot in self._records.items():
             if slot is not None:
@@ -372,7 +383,7 @@ def _take(fd: int, size_bytes: int) -> None:
 
 def _entry_at(number: int) -> int:
     """Where a slot's entry begins in the index."""
-    return len(_HEADER) + number * _ENTRY_BYTES
+    return _HEADER_BYTES + number * _ENTRY_BYTES
 
 
 def _packed(key: bytes, slot: _Slot) -> bytes:

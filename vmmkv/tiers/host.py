@@ -12,8 +12,8 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import BudgetError
-from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import RecordListener, TierStats, Transfer, check_returned, missed, read_counts, touch
+from vmmkv.tiers.record import RECORD_BYTES, checked_record_bytes
+from vmmkv.tiers.tier import RecordListener, Refusal, TierStats, Transfer, check_returned, missed, read_counts, touch
 from vmmkv.units import format_bytes
 
 
@@ -25,20 +25,21 @@ class _Held:
 
 
 class HostTier:
-    """A tier of `budget_bytes` of host memory, for `PrefixCache(cache, tiers=[...])`.
+    """A tier of `budget_bytes` of host memory, for `PrefixCache(cache, tiers=[...])` or a `Store`.
 
-    All memory is allocated when the first cache opens the tier, pinned if that is on a GPU. A record has 2 MiB; the least
-    recently used one is evicted first. Close the tier after its caches.
+    All memory is allocated when the first cache opens the tier, pinned if that is on a GPU. A record has `record_bytes`, 2 MiB
+    for a PrefixCache; the least recently used one is evicted first. Close the tier after its caches.
     Cost: pinning takes 0.3 s for each GiB, once; a call takes a microsecond for each record.
     Raises: BudgetError for a budget below one record, or above the memory that this process may take, naming what fits.
     """
 
     name = "host"
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes: Final = whole("budget_bytes", budget_bytes) // RECORD_BYTES * RECORD_BYTES
-        if not self.budget_bytes:
-            raise BudgetError(f"budget_bytes={budget_bytes} of host memory is below one record, {format_bytes(RECORD_BYTES)}")
+    def __init__(self, budget_bytes: int, *, record_bytes: int = RECORD_BYTES) -> None:
+        self.record_bytes = checked_record_bytes(record_bytes)
+        self.budget_bytes: Final = whole("budget_bytes", budget_bytes) // record_bytes * record_bytes
+        if self.budget_bytes <= 0:
+            raise BudgetError(f"budget_bytes={budget_bytes} of host memory is below one record, {format_bytes(record_bytes)}")
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
@@ -55,7 +56,7 @@ class HostTier:
             if self._memory is not None:
                 return
             free_bytes = HostMemory().read().free_bytes
-            most_bytes = max(0, free_bytes - HEADROOM_BYTES) // RECORD_BYTES * RECORD_BYTES
+            most_bytes = max(0, free_bytes - HEADROOM_BYTES) // self.record_bytes * self.record_bytes
             if self.budget_bytes > most_bytes:
                 raise BudgetError(
                     f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
@@ -63,7 +64,7 @@ class HostTier:
                 )
             self._memory = host_memory(self.budget_bytes, device)
             first = self._memory.data_ptr()
-            self._free = [*range(first, first + self.budget_bytes, RECORD_BYTES)]
+            self._free = [*range(first, first + self.budget_bytes, self.record_bytes)]
 
     @property
     def address(self) -> int:
@@ -75,14 +76,14 @@ class HostTier:
         with self._lock:
             return touch(self._records, self._storing, keys)
 
-    def store(self, key: bytes) -> Transfer | None:
+    def store(self, key: bytes) -> Transfer | Refusal:
         """See Tier.store."""
         with self._lock:
             if key in self._records:
-                return None
+                return Refusal.THERE
             if not self._free and not self._evict():
                 self._counts["refused_records"] += 1
-                return None
+                return Refusal.NO_ROOM
             self._storing.add(key)
             self._records[key] = _Held(self._free.pop(), num_copies=1)
             return Transfer(key, True, self._records[key].address)
@@ -103,7 +104,7 @@ class HostTier:
             if not transfer.address:
                 return
             self._records[transfer.key].num_copies -= 1
-            self._counts["stored_bytes" if transfer.is_store else "loaded_bytes"] += RECORD_BYTES
+            self._counts["stored_bytes" if transfer.is_store else "loaded_bytes"] += self.record_bytes
             if transfer.is_store:
                 self._storing.remove(transfer.key)
                 self.listener([transfer.key], True)
@@ -131,7 +132,7 @@ class HostTier:
     def stats(self) -> TierStats:
         """See Tier.stats."""
         with self._lock:
-            held_bytes = (len(self._records) - len(self._storing)) * RECORD_BYTES
+            held_bytes = (len(self._records) - len(self._storing)) * self.record_bytes
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self._counts))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Stores that engines on several machines share: RedisTier, MooncakeTier, and the base of a tier over any other client.
 
     name      "vmmkv:" and the key in hex, which hashes tokens, layout, model and namespace
-    value     | magic | length | checksum | record of 2 MiB |     checked when it is loaded; removed if it is wrong
+    value     | magic | length | checksum | record |     checked when it is loaded; removed if it is wrong
 
 How much there may be, and what is evicted, is the store's own affair. A store that does not answer is left alone until a thread
 finds that it answers again. What can write to the store can write what models read: let only engines reach it.
@@ -40,9 +40,6 @@ _HEADER: Final = struct.Struct("<8sQI")
 
 _MAGIC: Final = b"vmmkv 1\0"
 
-VALUE_BYTES: Final = _HEADER.size + RECORD_BYTES
-"""Length of a value that is a record."""
-
 _KNOWN_S: Final = 30.0
 """Time for which the answer that a record is there is believed."""
 
@@ -56,8 +53,8 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 
 
-def open_store(url: str) -> Tier:
-    """The tier over the store at `url`, by its scheme. The store need not answer yet.
+def open_store(url: str, **options: Any) -> Tier:
+    """The tier over the store at `url`, by its scheme, made with `options` such as `record_bytes`. It need not answer yet.
 
     Raises: ValueError for a scheme that no package has, naming those that there are; TierUnavailable if its client is missing.
     No message has the URL, which may have a password.
@@ -74,7 +71,7 @@ def open_store(url: str) -> Tier:
         make = found[scheme].load()
     except (ImportError, AttributeError) as error:
         raise TierUnavailable(f"{found[scheme].value}, the tier for {scheme}://, cannot be imported: {error}") from error
-    tier: Tier = make(url)
+    tier: Tier = make(url, **options)
     return tier
 
 
@@ -89,9 +86,11 @@ class SharedTier(ThreadedTier):
     store does not answer. It is then left alone for a second, and for twice as long each time, up to half a minute.
     """
 
-    def __init__(self, where: str, *, timeout_s: float) -> None:
+    def __init__(self, where: str, *, timeout_s: float, record_bytes: int = RECORD_BYTES) -> None:
         """`where`: the store, without passwords. `timeout_s`: no call takes longer."""
-        super().__init__(0)
+        super().__init__(0, record_bytes)
+        self.value_bytes: Final = _HEADER.size + record_bytes
+        """Length of a value that is a record."""
         self.where: Final = where
         self.timeout_s: Final = timeout_s
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -120,7 +119,7 @@ class SharedTier(ThreadedTier):
     def get(self, name: str) -> Any:
         """A value, as a buffer. Raises MissedError if it is not there.
 
-        What is no value of VALUE_BYTES need not be read: any other bytes tell that it is no record. An error means that the
+        What is no value of `value_bytes` need not be read: any other bytes tell that it is no record. An error means that the
         store does not answer, and must not depend on the value.
         """
 
@@ -174,7 +173,7 @@ class SharedTier(ThreadedTier):
 
     def held_bytes(self) -> int:
         """Bytes of the records that are known to be there."""
-        return len(self._known) * RECORD_BYTES
+        return len(self._known) * self.record_bytes
 
     def write(self, key: bytes, data: memoryview) -> None:
         """See ThreadedTier.write."""
@@ -318,7 +317,7 @@ class RedisTier(SharedTier):
 
     name = "redis"
 
-    def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 2.0, record_bytes: int = RECORD_BYTES) -> None:
         redis = _client_of("redis", "redis")
         try:
             self._client = redis.Redis.from_url(
@@ -335,7 +334,11 @@ class RedisTier(SharedTier):
             ) from None
         self._errors = redis.exceptions
         given = self._client.connection_pool.connection_kwargs
-        super().__init__(f"redis at {given.get('host', 'localhost')}:{given.get('port', 6379)}", timeout_s=timeout_s)
+        super().__init__(
+            f"redis at {given.get('host', 'localhost')}:{given.get('port', 6379)}",
+            timeout_s=timeout_s,
+            record_bytes=record_bytes,
+        )
 
     def ask(self, names: Sequence[str]) -> list[bool]:
         """See SharedTier.ask. It is a use of them."""
@@ -349,7 +352,7 @@ class RedisTier(SharedTier):
     def get(self, name: str) -> bytes:
         """See SharedTier.get. Of a longer value one byte more than a record's is read."""
         try:
-            value: bytes = self._client.getrange(name, 0, VALUE_BYTES)
+            value: bytes = self._client.getrange(name, 0, self.value_bytes)
         except self._errors.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 return b""  # a list, say, that another program has put there
@@ -402,13 +405,13 @@ class MooncakeTier(SharedTier):
 
     name = "mooncake"
 
-    def __init__(self, url: str, *, timeout_s: float = 2.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 2.0, record_bytes: int = RECORD_BYTES) -> None:
         found = re.fullmatch(r"mooncake://([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})/?", url)
         if found is None:
             raise ValueError("this is no URL of a Mooncake master; write mooncake://host:50051")
         self._module = _client_of("mooncake.store", "mooncake")
         self._address: Final = f"{found[1]}:{found[2]}"
-        super().__init__(f"mooncake at {self._address}", timeout_s=timeout_s)
+        super().__init__(f"mooncake at {self._address}", timeout_s=timeout_s, record_bytes=record_bytes)
         self._master: Final = (found[1].strip("[]"), int(found[2]))
         self._store: Any = None
         self._connecting = threading.Lock()
@@ -426,7 +429,7 @@ class MooncakeTier(SharedTier):
         if value is not None:
             return value
         size_bytes = self._connected().get_size(name)
-        if size_bytes >= 0 and size_bytes != VALUE_BYTES:
+        if size_bytes >= 0 and size_bytes != self.value_bytes:
             return b""  # it does not fit into the client's buffer
         self.ask([])  # or does the master not answer?
         raise MissedError(name)

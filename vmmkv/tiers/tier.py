@@ -14,19 +14,33 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
 from vmmkv.driver.pinned import host_memory
-from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.units import counted
+from vmmkv.tiers.record import RECORD_BYTES, checked_record_bytes
+from vmmkv.units import MIB, counted
 
 T = TypeVar("T")
 
-_NUM_BUFFERS: Final = 32
+_BUFFERED_BYTES: Final = 64 * MIB
+"""Buffers of a `ThreadedTier`, unless its records are so large that this would be less than _FEWEST_BUFFERS."""
+
+_FEWEST_BUFFERS: Final = 8
 _NUM_THREADS: Final = 4
-"""Of a `ThreadedTier`."""
+
+
+class Refusal(Enum):
+    """Why a tier lends no memory to store a record."""
+
+    THERE = "there"
+    """It has the record, or another transfer stores it."""
+    NO_ROOM = "no room"
+    """It is full, and all its records are being copied; or it is closed."""
+    NOT_NOW = "not now"
+    """No buffer is free, or it has still to find out whether it has the record: ask again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +50,7 @@ class Transfer:
     key: bytes
     is_store: bool
     address: int = 0
-    """Address of its RECORD_BYTES bytes of host memory, which a device copies from and to. 0 for a miss.
+    """Address of its `record_bytes` of host memory, which a device copies from and to. 0 for a miss.
 
     One copy moves records at addresses that follow each other: a tier's memory is one allocation, or has gaps.
     """
@@ -81,6 +95,8 @@ class Tier(Protocol):
     """
 
     name: str
+    record_bytes: int
+    """Size of each record; a multiple of 4 KiB."""
 
     def open(self, device: torch.device) -> None:
         """Get ready for copies from and to a device. Each cache that uses the tier calls it first.
@@ -94,8 +110,8 @@ class Tier(Protocol):
         It is a use of them, and of those that are being stored: the last of them is evicted first.
         """
 
-    def store(self, key: bytes) -> Transfer | None:
-        """Lend memory for a record's bytes. It is a use of it. None if the tier has the record, or no room now."""
+    def store(self, key: bytes) -> Transfer | Refusal:
+        """Lend memory for a record's bytes, or say why not. It is a use of it."""
 
     def load(self, key: bytes) -> Transfer | None:
         """Begin to load a record into memory that is lent. None if there is no room now: ask again."""
@@ -164,8 +180,10 @@ class ThreadedTier(ABC):
 
     name = "threaded"
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, record_bytes: int = RECORD_BYTES) -> None:
         self.budget_bytes: Final = budget_bytes
+        self.record_bytes = checked_record_bytes(record_bytes)
+        self._num_buffers = max(_BUFFERED_BYTES // record_bytes, _FEWEST_BUFFERS)
         self.counts: Counter[str] = Counter()
         self.lock: Final = threading.Lock()
         """Guards the buffers, and what a subclass knows of its records."""
@@ -209,23 +227,25 @@ class ThreadedTier(ABC):
         """See Tier.open."""
         with self.lock:
             if self._memory is None:
-                self._memory = host_memory(_NUM_BUFFERS * RECORD_BYTES, device)
+                self._memory = host_memory(self._num_buffers * self.record_bytes, device)
                 first = self._memory.data_ptr()
-                self._buffers = [first + index * RECORD_BYTES for index in range(_NUM_BUFFERS)]
+                self._buffers = [first + index * self.record_bytes for index in range(self._num_buffers)]
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"vmmkv-{self.name}")
 
-    def store(self, key: bytes) -> Transfer | None:
+    def store(self, key: bytes) -> Transfer | Refusal:
         """See Tier.store. At most half of the buffers are lent for stores: requests wait for loads."""
         found = self.lookup([key])
-        if found is None or found[0]:
-            return None
+        if found is None:
+            return Refusal.NOT_NOW
         with self.lock:
-            if self._threads is None or key in self._storing:
-                return None
-            if not self._buffers or len(self._storing) >= _NUM_BUFFERS // 2:
+            if found[0] or key in self._storing:
+                return Refusal.THERE
+            if self._threads is None:
+                return Refusal.NO_ROOM
+            if not self._buffers or len(self._storing) >= self._num_buffers // 2:
                 self.counts["refused_records"] += key != self._refused
                 self._refused = key
-                return None
+                return Refusal.NOT_NOW
             self._storing.add(key)
             self._num_lent += 1
             return Transfer(key, True, self._buffers.pop())
@@ -292,12 +312,12 @@ class ThreadedTier(ABC):
         except BaseException:
             self._count("errors", 1)
             raise
-        self._count("loaded_bytes", RECORD_BYTES)
+        self._count("loaded_bytes", self.record_bytes)
 
     def _write(self, transfer: Transfer) -> None:
         try:
             self.write(transfer.key, self._view(transfer.address))
-            self._count("stored_bytes", RECORD_BYTES)
+            self._count("stored_bytes", self.record_bytes)
         except Exception:  # whatever it is: the record is not there, and will be computed
             self._count("errors", 1)
             self.listener([transfer.key], False)
@@ -315,7 +335,7 @@ class ThreadedTier(ABC):
     def _view(self, address: int) -> memoryview:
         assert self._memory is not None, "a transfer is of an open tier"
         at = address - self._memory.data_ptr()
-        return self._memory[at : at + RECORD_BYTES].numpy().data
+        return self._memory[at : at + self.record_bytes].numpy().data
 
     def give_back(self, transfer: Transfer) -> None:
         """A transfer has ended, however it did: its memory is free."""
