@@ -1,4 +1,4 @@
-"""`python -m bench report`: rows as one HTML page that needs neither network nor scripts; with --docs the documents' figures.
+"""`python -m bench report`: rows as one HTML page that needs neither network nor scripts; with --docs also in the documents.
 
     rows ── newest of each ──> answers: vmmkv against another system, over all workloads ──> losses
                           └──> sections: of each suite figures, and a table of all rows ──> report.html.j2
@@ -25,14 +25,16 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from bench import tables
 from bench.baselines import COMMON_PREFILL
 from bench.cli import OUT, SUITES, Parser
-from bench.rows import FAILED, GPU, Recorded, Row, Summary, figure, make_folder, newest, read
+from bench.rows import FAILED, GPU, Recorded, Row, Summary, exact, figure, make_folder, newest, read
 
 PAGE: Final = "report.html"
 _HERE: Final = Path(__file__).parent
 
 DOCS: Final[Mapping[str, str]] = {
+    "against-vllm": "against-vllm",
     "perplexity-along-a-text": "streaming-perplexity",
     "sequences-that-fit": "memory-efficiency-admitted",
     "serve-rates": "serve-rates-llama-3-1-8b-rates-chat",
@@ -239,6 +241,8 @@ def bars(name: str, title: str, panels: Panels) -> Figure:
             axis.xaxis.set_major_formatter(_PLAIN)
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(axis="y", visible=False)
+            if unit == "x":
+                axis.axvline(1, color=_INK, lw=0.8)
             axis.set(title=heading, xlabel=unit + (", logarithmic" if log else ""))
         axes[0].set_yticks([index * pitch for index in range(len(groups))], groups)
         axes[0].set_ylim((len(groups) - 1) * pitch + len(colours) / 2 + 0.4, -len(colours) / 2 - 0.4)
@@ -389,6 +393,18 @@ def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
             yield lines(name, title, panels, spec.x_label) if spec.x_label else bars(name, title, panels)
 
 
+def against_vllm(rows: Sequence[Recorded]) -> Figure:
+    """How many times as fast as vLLM, by workload and model."""
+    panels: Panels = defaultdict(lambda: defaultdict(dict))
+    for model, name in tables.MODELS.items():
+        table = tables.TABLES[f"vllm-{model}"]
+        for label, line in table.lines.items():
+            _, theirs, ours = tables.measured(table.columns, line, rows).values()
+            what = textwrap.fill(label.rpartition(", ")[0], 34)
+            panels["times as fast as vLLM 0.25.1, on one H200", "x"][name][what] = exact(tables.better(ours, theirs), 1)
+    return bars("against-vllm", "Against vLLM", panels)
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
@@ -407,7 +423,7 @@ def main(arguments: Sequence[str]) -> int:
         "rows", nargs="*", type=Path, metavar="ROWS", help="files or folders; default: bench/out, or without rows bench/results"
     )
     parser.add_argument("--out", type=Path, default=OUT / "report", metavar="DIR", help="default: bench/out/report")
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="also the documents' figures, as PNG files: docs/figures")
+    parser.add_argument("--docs", type=Path, metavar="CHECKOUT", help="also the figures and tables of the documents there: .")
     options = parser.parse_args(arguments)
     try:
         page = write(options.rows or [default], options.out, options.docs)
@@ -418,14 +434,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
-    """The page of these rows in the folder `out`, and in `docs` the documents' figures.
+    """The page of these rows in the folder `out`, and the figures and tables of the documents in the checkout `docs`.
 
     Raises: ValueError for what cannot be read or written to, saying what would work.
     """
-    recorded = newest(read(sources))
-    for folder in (out, docs):
-        if folder is not None:
-            make_folder(folder)
+    rows = read(sources)
+    recorded = newest(rows)
+    make_folder(out)
     order = {suite: number for number, suite in enumerate(SUITES)}
     groups: defaultdict[tuple[str, str, bool], list[Recorded]] = defaultdict(list)
     for one in sorted(recorded, key=lambda one: order.get(one.row.suite, len(order))):
@@ -462,12 +477,14 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         runs=_runs(recorded),
     )
     if docs is not None:
-        drawn = [each for section in sections for each in section["figures"]]
+        make_folder(docs / "docs" / "figures")
+        drawn = [against_vllm(rows), *(each for section in sections for each in section["figures"])]
         for name, ending in DOCS.items():
             chosen = next((each for each in drawn if each.name.endswith(ending)), None)
             if chosen is not None:
-                chosen.save(docs / f"{name}.png")
+                chosen.save(docs / "docs" / "figures" / f"{name}.png")
             print(f"{name}: {chosen.title if chosen else f'not written, since there are no rows of *-{ending}'}")
+        tables.write(docs, rows)
     page = out / PAGE
     page.write_text(html, encoding="utf-8")
     return page

@@ -1,11 +1,15 @@
-"""Hooks of mkdocs: pages and rows from elsewhere in the repository, and pictures inside the page.
+"""Hooks of mkdocs: pages from elsewhere in the repository, the report of all rows, and pictures inside the page.
 
 A picture is drawn with `currentColor`, which an image does not inherit: it would be black on a dark page. So
 `![...](pictures/NAME.svg)` becomes the drawing in the site, and stays an image in the Markdown.
 """
 
+import contextlib
+import io
 import posixpath
 import re
+import sys
+import tempfile
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -21,6 +25,8 @@ BROUGHT = {
     "kernels/README.md": "repository/kernels.md",
 }
 """Pages that stand elsewhere, by their path in the repository."""
+REPORT = "results/report.html"
+"""The page that stands for the folder of rows."""
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#:]+)(#[^)]*)?\)")
 _CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -28,11 +34,15 @@ _PICTURE = re.compile(r'<p><img alt="[^"]*" src="[^"]*pictures/([a-z]+)\.svg" ?/
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of BROUGHT, and the rows that pages link to."""
+    """Add the pages of BROUGHT, and the report of all rows."""
     for path, uri in BROUGHT.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
-    for rows in sorted((ROOT / "bench" / "results").iterdir()):
-        files.append(File.generated(config, f"results/{rows.name}", abs_src_path=str(rows)))
+    sys.path[:0] = [str(ROOT / source) for source in (".", "kernels", "server")]
+    from bench.report import write
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        page = write([ROOT / "bench" / "results"], Path(folder)).read_text(encoding="utf-8")
+    files.append(File.generated(config, REPORT, content=page))
     return files
 
 
@@ -60,12 +70,9 @@ def site_uri(path: str) -> str | None:
     """The site's address of a file of the repository; None if the site has it not."""
     if path in BROUGHT:
         return BROUGHT[path]
-    if not (ROOT / path).is_file():
-        return None
-    for folder, uri in (("docs/", ""), ("bench/results/", "results/")):
-        if path.startswith(folder):
-            return uri + path.removeprefix(folder)
-    return None
+    if path == "bench/results":
+        return REPORT
+    return path.removeprefix("docs/") if path.startswith("docs/") and (ROOT / path).is_file() else None
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

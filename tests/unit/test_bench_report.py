@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import tables
 from bench.report import DOCS, answers, figures, main, write
 from bench.rows import Row, RowFile, Summary, exact
 from tests.unit.test_bench_rows import provenance
@@ -88,6 +89,10 @@ def test_the_page_needs_nothing_else_and_names_what_failed(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 def test_the_committed_rows_make_the_documents_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(RESULTS), "--out", str(tmp_path / "out"), "--docs", str(tmp_path / "docs")]) == 0
-    assert {path.stem for path in (tmp_path / "docs").iterdir()} == set(DOCS)
+    for name in tables.DOCUMENTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("<!-- rows: growing -->\n<!-- end of rows -->\n")
+    assert main([str(RESULTS), "--out", str(tmp_path / "out"), "--docs", str(tmp_path)]) == 0
+    assert {path.stem for path in (tmp_path / "docs" / "figures").iterdir()} == set(DOCS)
+    assert "| ahead, while the device works |" in (tmp_path / "README.md").read_text()
     assert "not written" not in capsys.readouterr().out

@@ -19,6 +19,8 @@ import yaml
 
 import vmmkv.errors
 import vmmkv_server
+from bench import tables
+from bench.rows import read as read_rows
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
 from vmmkv.config import read_environment
@@ -32,7 +34,10 @@ from vmmkv_server.structured_output.json_schema import SERVED
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-DOCUMENTS = [*PAGES, *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "bench/README.md", "kernels/README.md"))]
+DOCUMENTS = [
+    *PAGES,
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "bench/README.md", "kernels/README.md")),
+]
 PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 
 
@@ -133,6 +138,16 @@ def test_links_and_their_anchors_lead_somewhere(page: Path) -> None:
             assert any(anchor == one or anchor.startswith(f"{one}.") for one in known), f"{path}#{anchor}: {sorted(known)}"
 
 
+def test_tables_of_figures_are_those_of_the_newest_rows() -> None:
+    """`python -m bench report bench/results --docs .` writes them."""
+    rows = read_rows([ROOT / "bench" / "results"])
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert tables.filled(text, rows) == text, name
+    marks = "".join((ROOT / name).read_text(encoding="utf-8") for name in tables.DOCUMENTS)
+    assert all(f"<!-- rows: {name} -->" in marks for name in tables.TABLES)
+
+
 def test_every_page_is_in_the_navigation_once_and_nothing_else_is() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[docs]'")
     listed = sorted(in_nav(CONFIG["nav"]))
@@ -200,7 +215,9 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
+    pages = {
+        page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name not in ("404.html", "report.html")
+    }
     assert len(pages) == len(list(in_nav(CONFIG["nav"])))
     for page, text in pages.items():
         assert not re.search(r"<[^>]* (?:href|src)=\"(?:https?:)?//", text), f"{page.relative_to(site)} leads out of the site"

@@ -1,0 +1,335 @@
+"""Tables of README.md and docs/performance.md, from rows: `python -m bench report --docs .` writes them.
+
+A document marks where a table stands:
+
+    <!-- rows: NAME -->
+    <!-- end of rows -->
+
+Machines drift, so the figures of one line are of one commit: the newest of those that have most of its cells.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench.rows import Recorded, Row, figure
+
+DOCUMENTS: Final = ("README.md", "docs/performance.md")
+_MARKED: Final = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+
+
+class Column(NamedTuple):
+    """Which rows a column shows, as far as the line leaves it open."""
+
+    system: str = ""
+    """A pattern of the shell's."""
+    metric: str = ""
+    bound: bool = False
+    """Shows what the hardware allows instead of what was measured."""
+
+
+class Line(NamedTuple):
+    """Which rows a line shows. `workload` is a pattern of the shell's."""
+
+    suite: str
+    workload: str
+    metric: str = ""
+    systems: tuple[str, ...] = ()
+    """Patterns by column, where they are others than the columns say."""
+
+
+class Table(NamedTuple):
+    """Medians by line and column."""
+
+    head: str
+    columns: Mapping[str, Column]
+    lines: Mapping[str, Line]
+    is_contest: bool = True
+    """Whether the best figure of a line is bold."""
+    ratio: str = ""
+    """Heading of a last column: how many times as good the first figure is as the second."""
+
+
+MODELS: Final = {"llama-3.1-8b": "Llama-3.1-8B", "qwen3-0.6b": "Qwen3-0.6B"}
+_LLAMA, _QWEN = MODELS
+_BLOCKS: Final = Column("paged 16, FA3")
+_VLLM: Final = Column("vLLM [0-9.]*[0-9]")
+_OFFLOADING: Final = "vLLM *, offloading to the host"
+_OURS: Final = Column("vmmkv")
+_SLOTS: Final = "vmmkv, all layers a page"
+
+
+def _served(model: str) -> dict[str, Line]:
+    """Workloads that engines run as users open them."""
+    return {
+        "256 requests, 100 to 1,024 tokens in and out, tok/s": Line("serve", f"{model} mixed: *", "throughput"),
+        "the same, sampled at temperature 0.8, tok/s": Line("serve", f"{model} sampled: *", "throughput"),
+        "one request, 1,024 in, 256 out, tok/s": Line("serve", f"{model} single: *", "throughput"),
+        "first token of 8,192, ms": Line("serve", f"{model} first: *", "first token"),
+        "8 requests of 32,768 in, 256 out, s": Line("serve", f"{model} long: *", "total"),
+        "128 requests that share 4,096 tokens, s": Line("serve", f"{model} shared cold: *", "total"),
+        "new requests behind the same 4,096, s": Line("serve", f"{model} shared warm: *", "total"),
+    }
+
+
+def _closed(model: str, part: str, metric: str = "") -> Line:
+    """Requests that all come at once, over slots and over blocks."""
+    return Line("serve", f"{model} closed: {part}: *16.0 GiB of rows", metric)
+
+
+def _turns(model: str, *systems: str) -> Line:
+    """Conversations that need four times the device's memory."""
+    return Line("tiers", f"{model} working_set: *", "throughput", systems)
+
+
+TABLES: Final[Mapping[str, Table]] = {
+    "readme": Table(
+        "Llama-3.1-8B",
+        {"vLLM 0.25.1": _VLLM, "blocks": _BLOCKS, "vmmkv": _OURS},
+        _served(_LLAMA)
+        | {
+            "64 conversations, memory for a quarter, host memory behind, tok/s": _turns(_LLAMA, _OFFLOADING, "", "host tier"),
+            "128 requests in 16 GiB of KV, tok/s": _closed(_LLAMA, "uniform", "throughput"),
+            "128 that share 2,048 tokens in 16 GiB, tok/s": _closed(_LLAMA, "shared prefix", "throughput"),
+        },
+    ),
+    "growing": Table(
+        "memory is mapped",
+        {"step, us": Column(metric="step"), "steps of 400 that waited": Column(metric="stalled")},
+        {
+            name: Line("append", "256 sequences, coming and going", systems=(system, system))
+            for name, system in (
+                ("in advance, all of it (the floor)", "static"),
+                ("ahead, while the device works", "slack"),
+                ("by adopting finished slots, and ahead", "adopted"),
+                ("when a row is missing", "off"),
+            )
+        },
+        is_contest=False,
+    ),
+    "attention": Table(
+        "us a layer",
+        {
+            "floor": Column(f"decode, {_SLOTS}", bound=True),
+            "ours": Column(f"decode, {_SLOTS}"),
+            "FA3": Column(f"FA3, {_SLOTS}"),
+            "cuDNN": Column(f"SDPA cuDNN, {_SLOTS}"),
+            "ours, cudaMalloc": Column("decode, cudaMalloc"),
+            "FA3, blocks": Column("FA3, paged 16"),
+            "ours, blocks": Column("decode, paged 16"),
+        },
+        {
+            name: Line("kernels", f"{_LLAMA} decode {shape}", "layer")
+            for name, shape in (
+                ("1 sequence of 8,192 tokens", "1x8K"),
+                ("16 of 4,096", "16x4K"),
+                ("64 of 8,192", "64x8K"),
+                ("256 of 2,048", "256x2K"),
+                ("1 of 65,536 among 63 of 1,024", "skewed"),
+            )
+        },
+    ),
+    "memory": Table(
+        "lengths",
+        {
+            f"{name}: {system}": Column(pattern, metric)
+            for name, metric in (("waste, %", "waste, averaged"), ("sequences", "admitted sequences, averaged"))
+            for system, pattern in (("vmmkv", "vmmkv"), ("blocks", "paged 16"), ("static", "static 4096"))
+        },
+        {
+            name: Line("memory_efficiency", f"{_LLAMA} {part}: *")
+            for name, part in (
+                ("uniform", "uniform"),
+                ("chat", "chat"),
+                ("long documents", "long documents"),
+                ("few long among many short", "skewed"),
+            )
+        },
+    ),
+    "prefixes": Table(
+        "128 requests, s",
+        {"no sharing": Column("none"), "blocks": Column("paged 16"), "vmmkv": _OURS},
+        {
+            f"{tokens:,} tokens shared, {state}": Line(
+                "prefix", f"* requests of {tokens} + 128 tokens, 64 out, {state}", "total"
+            )
+            for tokens in (200, 4096)
+            for state in ("cold", "warm")
+        },
+    ),
+    "attach": Table(
+        "driver time, us",
+        {"adopt": Column("adopt"), "alias of 32 MiB": Column("alias, promoted"), "alias of 2 MiB": Column("alias, first hit")},
+        {f"{tokens:,} tokens": Line("prefix", f"attach {tokens} tokens", "in the driver") for tokens in (1024, 16384, 131072)},
+        is_contest=False,
+    ),
+    **{
+        f"vllm-{model}": Table(
+            name, {"bound": Column("vmmkv", bound=True), "vLLM 0.25.1": _VLLM, "vmmkv": _OURS}, _served(model)
+        )
+        for model, name in MODELS.items()
+    },
+    **{
+        f"blocks-{model}": Table(
+            name,
+            {
+                f"{unit}: {system}": column._replace(metric=metric)
+                for unit, metric in (("tok/s", "throughput"), ("first token, ms", "first token"))
+                for system, column in (("blocks", _BLOCKS), ("vmmkv", _OURS))
+            },
+            {
+                label: _closed(model, part)
+                for label, part in (
+                    ("128 requests, uniform lengths", "uniform"),
+                    ("96 chats", "chat"),
+                    ("48 long documents", "long documents"),
+                    ("128 that share 2,048 tokens", "shared prefix"),
+                    ("32 conversations of 4 turns", "multi turn"),
+                    ("few long among many short", "skewed"),
+                    ("ragged outputs", "ragged"),
+                )
+            },
+        )
+        for model, name in MODELS.items()
+    },
+    "first-tokens": Table(
+        "Llama-3.1-8B, first token in ms",
+        {
+            "computed": Column("computed"),
+            "on the device": Column("device"),
+            "host tier": Column("host tier"),
+            "disk": Column("disk tier, loaded"),
+            "Redis": Column("redis tier, loaded"),
+        },
+        {
+            f"{tokens:,} tokens": Line("tiers", f"{_LLAMA} first: {tokens} tokens *", "first token")
+            for tokens in (4096, 8192, 32768)
+        },
+    ),
+    "conversations": Table(
+        "64 conversations, tok/s",
+        {"no tier": Column("no tier"), "vLLM, offloading": Column(_OFFLOADING), "host tier": Column("host tier")},
+        {name: _turns(model) for model, name in MODELS.items()},
+    ),
+    "transformers": Table(
+        "ms a token",
+        {
+            "DynamicCache": Column("transformers DynamicCache"),
+            "StaticCache": Column("transformers StaticCache"),
+            "VmmCache": Column("vmmkv VmmCache"),
+            "DynamicCache, ours": Column("transformers DynamicCache, vmmkv attention"),
+            "VmmCache, ours": Column("vmmkv VmmCache, vmmkv attention"),
+        },
+        {
+            f"{tokens:,} tokens": Line("transformers", f"{_LLAMA} decode: {tokens} tokens, batch 8", "time per token")
+            for tokens in (1024, 8192, 32768)
+        },
+    ),
+    "losses": Table(
+        "what",
+        {"vmmkv": _OURS, "the other": _BLOCKS},
+        {
+            "Qwen, 128 that share 2,048 tokens, against blocks, tok/s": _closed(_QWEN, "shared prefix", "throughput"),
+            "their first tokens, ms": _closed(_QWEN, "shared prefix", "first token"),
+            "Qwen, first tokens of 128 at once, against blocks, ms": _closed(_QWEN, "uniform", "first token"),
+            "Qwen, 32 conversations of 4 turns, against blocks, tok/s": _closed(_QWEN, "multi turn", "throughput"),
+            "Llama, goodput of 14.1 chats a second, against blocks, requests/s": Line(
+                "serve", f"{_LLAMA} rates: chat, 16 requests/s, Poisson, 16.0 GiB of rows", "goodput"
+            ),
+            "decode of 64 x 8,192, against FA3 over blocks, us": Line(
+                "kernels", f"{_LLAMA} decode 64x8K", "layer", (f"decode, {_SLOTS}", "FA3, paged 16")
+            ),
+            "decode of 256 x 2,048, against cuDNN, us": Line(
+                "kernels", f"{_LLAMA} decode 256x2K", "layer", (f"decode, {_SLOTS}", f"SDPA cuDNN, {_SLOTS}")
+            ),
+            "SmolLM2, prefill of a chunk, against FA3, TFLOP/s": Line(
+                "kernels", "smollm2-135m prefill 2048-of-32768", "throughput", (f"prefill, {_SLOTS}", f"FA3, {_SLOTS}")
+            ),
+            "Qwen, conversations over a host tier, against none, tok/s": _turns(_QWEN, "host tier", "no tier"),
+            "unused memory, chat lengths, against blocks, %": Line(
+                "memory_efficiency", f"{_LLAMA} chat: *", "waste, averaged", ("", "paged 16")
+            ),
+            "transformers at 1,024 tokens, against StaticCache, ms a token": Line(
+                *("transformers", f"{_LLAMA} decode: 1024 tokens, batch 8", "time per token"),
+                ("vmmkv VmmCache, vmmkv attention", "transformers StaticCache"),
+            ),
+            "transformers at 8,192, against DynamicCache, ms a token": Line(
+                *("transformers", f"{_LLAMA} decode: 8192 tokens, batch 8", "time per token"),
+                ("vmmkv VmmCache, vmmkv attention", "transformers DynamicCache, vmmkv attention"),
+            ),
+        },
+        is_contest=False,
+        ratio="times as good",
+    ),
+}
+"""By the name in a mark."""
+
+
+def write(root: Path, rows: Sequence[Recorded]) -> None:
+    """Fill the tables of the documents in a checkout. Raises: ValueError for a line that no row fills."""
+    for name in DOCUMENTS:
+        document = root / name
+        document.write_text(filled(document.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+def filled(text: str, rows: Sequence[Recorded]) -> str:
+    """A document with the tables that these rows give."""
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{markdown(TABLES[mark[2]], rows)}\n{mark[3]}", text)
+
+
+def markdown(table: Table, rows: Sequence[Recorded]) -> str:
+    """The table in Markdown."""
+    heads = [table.head, *table.columns, *filter(None, [table.ratio])]
+    text = f"| {' | '.join(heads)} |\n|---{'|---:' * (len(heads) - 1)}|\n"
+    for label, line in table.lines.items():
+        found = measured(table.columns, line, rows)
+        shown = [_shown(column, found, table) for column in table.columns]
+        if table.ratio:
+            shown.append(f"{better(*found.values()):.2f}")
+        text += f"| {' | '.join([label, *shown])} |\n"
+    return text
+
+
+def better(ours: Row, theirs: Row) -> float:
+    """How many times as good the first figure is as the second."""
+    ratio = ours.summary.median / theirs.summary.median
+    return ratio if ours.higher_is_better else 1 / ratio
+
+
+def measured(columns: Mapping[str, Column], line: Line, rows: Sequence[Recorded]) -> dict[str, Row]:
+    """The rows of a line by column, all of one commit; a column that it has no row of is absent.
+
+    Raises: ValueError if there is no row at all.
+    """
+    systems = dict(zip(columns, line.systems, strict=True)) if line.systems else {}
+    sessions: defaultdict[str, dict[str, Recorded]] = defaultdict(dict)
+    for one in rows:
+        row, made = one.row, one.provenance
+        if row.suite != line.suite or made.quick or "H100" in made.device or not fnmatchcase(row.workload, line.workload):
+            continue
+        for name, column in columns.items():
+            is_shown = row.metric == (line.metric or column.metric) and fnmatchcase(
+                row.system, systems.get(name) or column.system
+            )
+            last = sessions[made.commit].get(name)
+            if is_shown and (last is None or last.provenance.date <= made.date):
+                sessions[made.commit][name] = one
+    found = max(
+        sessions.values(), key=lambda each: (len(each), max((one.provenance.date for one in each.values()), default=""))
+    )
+    if not found:
+        raise ValueError(f"no row of {line}")
+    return {name: found[name].row for name in columns if name in found}
+
+
+def _shown(column: str, found: Mapping[str, Row], table: Table) -> str:
+    row = found.get(column)
+    if row is None or table.columns[column].bound:
+        return "" if row is None or row.bound is None else figure(row.bound)
+    text = figure(row.summary.median)
+    others = [other for name, other in found.items() if other.metric == row.metric and not table.columns[name].bound]
+    is_best = len(others) > 1 and all(better(row, other) >= 1 or figure(other.summary.median) == text for other in others)
+    return f"**{text}**" if table.is_contest and is_best else text
