@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 BROUGHT = {
     "ARCHITECTURE.md": "repository/architecture.md",
     "CHANGELOG.md": "repository/changelog.md",
+    "CONTRIBUTING.md": "repository/contributing.md",
+    "SECURITY.md": "repository/security.md",
     "bench/README.md": "repository/bench.md",
     "kernels/README.md": "repository/kernels.md",
 }

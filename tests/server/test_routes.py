@@ -245,7 +245,7 @@ class TestMetrics:
         labelled = {name: sample.labels for (name, bound), sample in samples.items() if name.startswith("vllm:") and not bound}
         del labelled["vllm:cache_config_info"]
         assert all(labels == {"model_name": "tiny", "engine": "0"} for labels in labelled.values())
-        guide = (ROOT / "docs" / "guides" / "server.md").read_text()
+        guide = (ROOT / "docs" / "guides" / "server" / "metrics.md").read_text()
         bare = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in samples if name.startswith("vllm:")}
         assert set(re.findall("`(vllm:[a-z_]+)`", guide)) == bare
 

@@ -25,7 +25,6 @@ from vmmkv.cli import serve
 from vmmkv.cli.main import main
 from vmmkv.config import read_environment
 from vmmkv.testing.checks import CHECKS
-from vmmkv_server import metrics
 from vmmkv_server.config import OPTIONS
 from vmmkv_server.http.schemas import ChatRequest, CompletionRequest
 from vmmkv_server.models import KNOWN_MODELS, model_dir
@@ -68,8 +67,8 @@ def read(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "tools" / "hooks.py")
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -151,7 +150,7 @@ def test_tables_of_figures_are_those_of_the_newest_rows() -> None:
 def test_every_page_is_in_the_navigation_once_and_nothing_else_is() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[docs]'")
     listed = sorted(in_nav(CONFIG["nav"]))
-    assert listed == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), *hooks().BROUGHT.values()])
+    assert listed == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), *tool("hooks").BROUGHT.values()])
 
 
 def test_every_picture_is_shown() -> None:
@@ -172,32 +171,24 @@ def test_the_public_names_are_in_the_reference() -> None:
 
 def test_the_server_guide_has_every_option_and_no_other() -> None:
     flags = {"--config", *(serve.flags(one)[-1] if one.default is True else one.flag for one in OPTIONS)}
-    assert set(re.findall(r"^\| `(--[a-z-]+)", read("guides/server.md"), re.MULTILINE)) == flags
+    assert set(re.findall(r"^\| `(--[a-z-]+)", read("guides/server/options.md"), re.MULTILINE)) == flags
 
 
-def test_the_server_guide_has_every_metric_and_no_other() -> None:
-    exported = {f"vmmkv_{name}" for name, _ in metrics._GAUGES.values()}
-    exported |= {f"vmmkv_{name}_total" for name, _ in metrics._COUNTERS.values()}
-    names = """
-        engine_ready asleep holder_up stall_seconds_total driver_calls_total requests_total requests_refused_total
-        request_duration_seconds time_to_first_token_seconds inter_token_latency_seconds request_queue_time_seconds
-        kv_shared_bytes kv_usage_ratio attaches_total attach_seconds_total hit_tokens_total resumed_tokens_total
-        fetches_total fetch_wait_seconds_total
-    """
-    exported |= {f"vmmkv_{name}" for name in names.split()}
-    exported |= {f"vmmkv_tier_{name}{'' if name in metrics.TIER_GAUGES else '_total'}" for name in metrics.OF_TIERS}
-    assert set(re.findall(r"`(vmmkv_[a-z_]+)(?:\{\w+\})?`", read("guides/server.md"))) == exported
+def test_the_table_of_metrics_is_what_a_server_exports() -> None:
+    """`python docs/tools/metrics.py` writes it."""
+    page = read("guides/server/metrics.md")
+    assert tool("metrics").filled(page) == page
 
 
 def test_the_server_guide_has_every_keyword_of_schemas_that_is_served() -> None:
-    (listed,) = re.findall(r"^\| of \| keywords \|.*?\n\n", read("guides/server.md"), re.DOTALL | re.MULTILINE)
+    (listed,) = re.findall(r"^\| of \| keywords \|.*?\n\n", read("guides/server/api.md"), re.DOTALL | re.MULTILINE)
     assert set(SERVED) <= set(re.findall(r"`([$\w]+)`", listed))
 
 
 def test_the_server_guide_has_every_parameter() -> None:
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - {"model", "messages", "prompt"}
     fields |= {"name", "store: false", "skip_special_tokens: true"}  # of a message, and of one value
-    missing = {field for field in fields if f"`{field}`" not in read("guides/server.md")}
+    missing = {field for field in fields if f"`{field}`" not in read("guides/server/api.md")}
     assert not missing
 
 

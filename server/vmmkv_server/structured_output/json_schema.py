@@ -4,8 +4,8 @@
 
 A *goal* is a set of places of the schema: `$ref` and `allOf` add to it, `anyOf` and `oneOf` make a goal for each alternative.
 Each goal becomes one rule, so a schema that refers to itself ends. Where no rule would be exact, the grammar allows fewer
-values, and docs/guides/server.md lists these cases. Where it would allow none, or needless few, the schema is refused, naming
-the place.
+values, and docs/guides/server/api.md lists these cases. Where it would allow none, or needless few, the schema is refused,
+naming the place.
 """
 
 import json
