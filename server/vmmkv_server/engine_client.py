@@ -204,9 +204,11 @@ class EngineClient:
         self.snapshot_s = 0.0
         """When the last snapshot came, of time.monotonic."""
         self.maps = MemoryMaps(self._send)
-        self.first_token_times = Times("time_to_first_token", "From the request to its first token.", REQUEST_BOUNDS_S)
-        self.token_times = Times("inter_token_latency", "Between a request's news and the next.", TOKEN_BOUNDS_S)
-        self.queue_times = Times("request_queue_time", "From a request's arrival in the engine to its start.", QUEUE_BOUNDS_S)
+        self.first_token_times = Times(
+            "time_to_first_token", "Time from a request's arrival to its first token.", REQUEST_BOUNDS_S
+        )
+        self.token_times = Times("inter_token_latency", "Time between tokens of a request.", TOKEN_BOUNDS_S)
+        self.queue_times = Times("request_queue_time", "Time in the engine's queue.", QUEUE_BOUNDS_S)
         self.waiting_tokens = 0
         """Prompt tokens of requests without an answer yet."""
         self.on_begun: Callable[[int], None] = lambda _: None

@@ -20,43 +20,46 @@ LOG_INTERVAL_S: Final = 10.0
 """Between two lines of the log, while something happens."""
 
 _GAUGES: Final = {
-    "running": ("requests_running", "Requests that have a slot and are being worked on."),
+    "running": ("requests_running", "Requests that have a slot."),
     "waiting": ("requests_waiting", "Requests that wait for a slot or for pages."),
-    "kv_tokens": ("kv_tokens", "Tokens whose keys and values are held."),
-    "kv_mapped_bytes": ("kv_mapped_bytes", "Memory mapped under live sequences, a shared page once for each."),
-    "kv_free_bytes": ("kv_free_bytes", "Physical memory created and mapped nowhere."),
-    "kv_cached_bytes": ("kv_cached_bytes", "Physical memory of prefixes kept for others, which goes when room is needed."),
-    "kv_pending_reclaim_bytes": ("kv_pending_reclaim_bytes", "Physical memory whose mapping waits for its fence."),
-    "kv_created_bytes": ("kv_created_bytes", "Physical memory taken from the device."),
-    "kv_budget_bytes": ("kv_budget_bytes", "The most that may be created."),
-    "kv_used_bytes": ("kv_used_bytes", "Physical memory of live sequences, a shared page once for all."),
+    "kv_tokens": ("kv_tokens", "Tokens of live sequences."),
+    "kv_mapped_bytes": ("kv_mapped_bytes", "Bytes mapped for live sequences; a shared page counts for each of them."),
+    "kv_free_bytes": ("kv_free_bytes", "Bytes taken from the device and mapped nowhere."),
+    "kv_cached_bytes": ("kv_cached_bytes", "Bytes of cached prefixes, which are evicted when room is needed."),
+    "kv_pending_reclaim_bytes": (
+        "kv_pending_reclaim_bytes",
+        "Bytes given up but still mapped, until the device's work has ended.",
+    ),
+    "kv_created_bytes": ("kv_created_bytes", "Bytes taken from the device."),
+    "kv_budget_bytes": ("kv_budget_bytes", "The most bytes that may be taken from the device."),
+    "kv_used_bytes": ("kv_used_bytes", "Bytes of live sequences; a shared page counts once."),
     "prefix_pages": ("prefix_pages", "Pages of 2 MiB that the prefix cache holds."),
 }
 """Field of Snapshot: name without prefix, help."""
 _COUNTERS: Final = {
-    "preemptions": ("preemptions", "Sequences put back to waiting because pages ran out."),
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts computed."),
-    "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
-    "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
-    "kv_compactions": ("kv_compactions", "Times that a kv_policy dropped rows of a sequence."),
+    "preemptions": ("preemptions", "Sequences preempted because pages ran out."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
+    "prefix_missed_tokens": ("prefix_missed_tokens", "Prompt tokens not found in the prefix cache."),
+    "kv_compactions": ("kv_compactions", "Compactions by a kv_policy."),
     "kv_kept_rows": ("kv_kept_rows", "Rows kept, summed over compactions."),
     "kv_dropped_rows": ("kv_dropped_rows", "Rows dropped by compactions."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
-    "tier_errors": ("tier_call_errors", "Calls of tiers that raised, which count as misses."),
-    "stalls": ("stalls", "Times that a step waited for a driver call."),
+    "tier_errors": ("tier_call_errors", "Calls of any tier that raised; they count as misses."),
+    "stalls": ("stalls", "Steps that waited for a driver call."),
 }
 TIER_GAUGES: Final = {
-    "held_bytes": "Bytes of the records that a tier holds.",
-    "budget_bytes": "The most that it may hold.",
+    "held_bytes": "Bytes in a tier.",
+    "budget_bytes": "The most bytes that a tier may hold.",
 }
 OF_TIERS: Final = {
     **TIER_GAUGES,
-    "stored_bytes": "Bytes stored in it; a record has 2 MiB.",
-    "loaded_bytes": "Bytes loaded from it.",
-    "evicted_records": "Records that made room for others.",
-    "missed_records": "Records that it was thought to have, and had not.",
-    "refused_records": "Records for which it had no room.",
-    "errors": "Stores and loads that failed; such a load is a miss.",
+    "stored_bytes": "Bytes stored in a tier; a record has 2 MiB.",
+    "loaded_bytes": "Bytes loaded from a tier.",
+    "evicted_records": "Records evicted from a tier.",
+    "missed_records": "Loads that found no record in a tier.",
+    "refused_records": "Records refused by a tier for lack of room.",
+    "errors": "Stores and loads of a tier that failed; such a load is a miss.",
 }
 """Number of a tier in Snapshot: help. The others are counters."""
 
@@ -66,7 +69,9 @@ class Metrics(Collector):
 
     def __init__(self, engine: EngineClient, model: str) -> None:
         """`model` is its name, a label of what vLLM has too."""
-        self.request_seconds = Times("request_duration", "From the request to the end of its answer.", REQUEST_BOUNDS_S)
+        self.request_seconds = Times(
+            "request_duration", "Time from a request's arrival to the end of its answer.", REQUEST_BOUNDS_S
+        )
         self._engine = engine
         self._model = model
         self._registry = CollectorRegistry()
@@ -76,7 +81,7 @@ class Metrics(Collector):
         )
         self.refused = Counter(
             "vmmkv_requests_refused",
-            "Requests to /v1, tokenize, detokenize and the administrator's routes that were answered with an error at once.",
+            "Requests that got an error before they reached the engine, by HTTP status.",
             ("code",),
             registry=self._registry,
         )
@@ -142,26 +147,29 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
     used_bytes, budget_bytes = snapshot.kv_used_bytes, snapshot.kv_budget_bytes
     saved_bytes = max(0, snapshot.kv_mapped_bytes - used_bytes)
     for name, help_text, number in (
-        ("kv_shared_bytes", "Mapped under live sequences beyond the memory behind it: what sharing saves.", saved_bytes),
-        ("kv_usage_ratio", "Share of the budget that live sequences use, 0 to 1.", used_bytes / max(1, budget_bytes)),
+        ("kv_shared_bytes", "Bytes that sharing saves: mapped bytes less used bytes.", saved_bytes),
+        ("kv_usage_ratio", "Used bytes over the budget, 0 to 1.", used_bytes / max(1, budget_bytes)),
         ("asleep", "1 while POST /sleep has given the KV memory back.", float(not budget_bytes)),
     ):
         yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=number)
     yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)
     attach_s = {method: snapshot.attach_us.get(method, 0.0) / 1e6 for method in snapshot.attached}
-    yield _labelled("attaches", "Sequences by the method that they came to their prefix by.", "method", snapshot.attached)
-    yield _labelled("attach_seconds", "Time that attaching took, by method.", "method", attach_s)
+    yield _labelled("attaches", "Sequences, by how they got their prefix.", "method", snapshot.attached)
+    yield _labelled("attach_seconds", "Host time of attaching, by method.", "method", attach_s)
     yield _labelled("driver_calls", "Driver calls by kind.", "call", snapshot.driver_calls)
-    yield _labelled("hit_tokens", "Tokens of prompts found, by where: the device, or a tier.", "source", snapshot.hit_tokens)
+    yield _labelled("hit_tokens", "Prompt tokens found, by source.", "source", snapshot.hit_tokens)
     yield _labelled(
-        "resumed_tokens", "Rows of preempted requests, by where they came back from.", "source", snapshot.resumed_tokens
+        "resumed_tokens",
+        "Tokens of preempted requests that ran again, by source of their rows.",
+        "source",
+        snapshot.resumed_tokens,
     )
-    yield _labelled("fetches", "Loads for prompts, by how each ended, or declined.", "outcome", snapshot.fetches)
+    yield _labelled("fetches", "Loads from tiers for prompts, by outcome.", "outcome", snapshot.fetches)
     yield CounterMetricFamily(
         "vmmkv_fetch_wait_seconds", "Time that requests waited for tiers.", value=snapshot.fetch_wait_us / 1e6
     )
     if snapshot.holder_is_gone is not None:
-        help_text = "1 while the process runs that owns or lends KV memory; 0: nothing outlives the server, or is lent."
+        help_text = "1 while the holder or lender runs; 0: prefixes will not survive the server, or none is lent."
         yield GaugeMetricFamily("vmmkv_holder_up", help_text, value=float(not snapshot.holder_is_gone))
     for field, help_text in OF_TIERS.items():
         values = {name: tier[field] for name, tier in snapshot.tiers.items()}
