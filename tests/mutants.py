@@ -47,8 +47,10 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-SEALED, BORROWED, SAVED = "vmmkv/prefix/sealed.py", "vmmkv/prefix/borrowed.py", "vmmkv/tiers/saved.py"
-SLOT_MEMORY, MAPPER, SHARING, POOL = (f"vmmkv/memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
+SEALED, BORROWED, SAVED = "vmmkv/prefix/sealed.py", "vmmkv/prefix/borrowed.py", "vmmkv/saved.py"
+SLOTS, POOL, EXTENTS = (f"vmmkv/memory/{name}.py" for name in ("slots", "pool", "extents"))
+SLOT_MEMORY, MAPPER, SHARING = (f"vmmkv/memory/{name}.py" for name in ("slot_memory", "mapper", "sharing"))
+SEQUENCE, SOURCE = "vmmkv/sequence.py", "vmmkv/holder/source.py"
 SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
 COMPACTION = f"{ENGINE}/compaction.py"
@@ -112,7 +114,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "return self.pool.driver.fence()",
         ),
     },
-    ("vmmkv/cache.py", ORDER): {
+    (SLOTS, ORDER): {
         "adoption not ordered behind the parked fence": (
             "            parked.fence.order(self.memory.streams)\n",
             "",
@@ -121,7 +123,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/prefix/attach.py", ORDER): {
         "a parked source's fence not renewed after a copy": (
-            "cache.parked_slots[hit.resident].fence = memory.fence()",
+            "slots.parked_slots[hit.resident].fence = memory.fence()",
             "memory.fence()",
         ),
     },
@@ -176,20 +178,22 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "for at in reversed(range(0, len(moved_T), chunk_rows)):",
         ),
     },
-    ("vmmkv/cache.py", PREFIX): {
+    (SEQUENCE, PREFIX): {
         "rows that move into pages that others hold too": (
-            "            sharing.own_from(cache.memory, self.slot, first, len(rows))\n",
+            "            sharing.own_from(slots.memory, self.slot, first, len(rows))\n",
             "",
         ),
-        "rows that have moved pass for a prompt's": ("            cache.forget_rows(self.slot, first)\n", ""),
+        "rows that have moved pass for a prompt's": ("            slots.keeper.forget(self.slot, first)\n", ""),
+    },
+    (SEQUENCE, "tests/unit/test_cache.py::test_forks_and_cuts_know_which_tokens_their_rows_hold"): {
+        "a cut that leaves the positions of rows that are gone": (
+            "            self.live.positions = cut_positions(self.live.positions, num_tokens)\n",
+            "",
+        ),
     },
     ("vmmkv/cache.py", "tests/unit/test_cache.py::test_forks_and_cuts_know_which_tokens_their_rows_hold"): {
-        "a cut that leaves the positions of rows that are gone": (
-            "            self.known_positions = _cut(self.known_positions, num_tokens)\n            cache.memory",
-            "            cache.memory",
-        ),
         "a fork that forgets which tokens its rows hold": (
-            "                forks[-1].known_positions = parent.known_positions\n",
+            "                forks[-1].positions = parent.positions\n",
             "",
         ),
     },
@@ -234,11 +238,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "                _exchange(memory, mapping, end if",
         ),
     },
-    (POOL, CACHE): {
-        "fresh memory taken for zeroed": (
-            "Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)",
-            "Extent(handle, num_pages, zeroed=True, serial=serial)",
-        ),
+    (EXTENTS, CACHE): {
+        "fresh memory taken for zeroed": ("num_pages, zeroed=self._driver.creates_zeroed)", "num_pages, zeroed=True)"),
         "the tenant not compared when memory is used again": (
             "return not self.zeroed and self.tenant != tenant",
             "return not self.zeroed and self.tenant is None",
@@ -265,7 +266,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (MAPPER, CACHE, FAILURES): {
         "a page revived that was never live": ("if not isinstance(fence, _NeverLive) and not", "if not"),
     },
-    ("vmmkv/cache.py", PREFIX_UNIT): {
+    (SLOTS, PREFIX_UNIT): {
         "a pinned slot not spared": (
             "count == 1 and (parked := next(self.unpinned(self.parked_slots.values()), None)) is not None",
             "count == 1 and (parked := next(iter(self.parked_slots.values()), None)) is not None",
@@ -442,12 +443,12 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SAVED, FAILURES): {
         "limits of what was to be offloaded not taken back": (
-            "sequence.cache.memory.raise_limits({sequence.slot: limit})",
+            "live.slots.memory.raise_limits({live.slot: limit})",
             "pass",
         ),
         "shared pages offloaded and restored for each": ("if owner is not part.span:", "if False:"),
         "an owner's pages past what is shared": ("if mapping.end_page <= part.shared_end}", "}"),
-        "offloaded rows restored over what is still mapped": ("                sequence.cache.make_bare(sequence.slot)\n", ""),
+        "offloaded rows restored over what is still mapped": ("                live.slots.make_bare(live.slot)\n", ""),
     },
     (SHARING, FAILURES): {
         "large extents past what is shared": (
@@ -456,7 +457,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        "vmmkv/cache.py",
+        SLOTS,
         "tests/adapters/test_transformers_offload.py::test_offloaded_rows_come_back_to_their_addresses_and_share_what_they_shared",
     ): {
         "memory mapped ahead for offloaded rows": (
@@ -472,10 +473,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a fetch in a pool full of what has just ended": ("                self.cache.collect()  #", "                pass  #"),
         "what one tier loads never stored in another": ("if len(self.tiers) > 1:", "if False:"),
     },
-    (POOL, HOLDER): {
+    (SOURCE, HOLDER): {
         "rows of an earlier process taken for zeroes": (
-            "imported=False, sealed=not is_lent,",
-            "imported=False, zeroed=True, sealed=not is_lent,",
+            "imported=False, sealed=True)",
+            "imported=False, zeroed=True, sealed=True)",
         ),
     },
     (SEALED, HOLDER): {
@@ -515,13 +516,15 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
         ),
     },
-    (POOL, BORROWING): {
-        "lent memory used again": (" or extent.lent or not extent.imported:", " or not extent.imported:"),
+    (EXTENTS, BORROWING): {
+        "lent memory used again": ("return self.sealed or self.lent or", "return self.sealed or"),
         "a lent extent written in place": ("return self.lent or self.holders", "return self.holders"),
-        "what is borrowed counted for ever": ("            self.borrowed_bytes -= extent.size_bytes\n", ""),
+    },
+    (SOURCE, BORROWING): {
+        "what is borrowed counted for ever": ("        self.borrowed_bytes -= extent.size_bytes\n", ""),
         "lent memory released that was borrowed again": (
-            "            if self._borrowed[extent.serial]:\n",
-            "            if False:\n",
+            "        if self._borrowed[extent.serial]:\n",
+            "        if False:\n",
         ),
     },
     (SEALED, BORROWING): {
@@ -746,7 +749,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SAVED, TIERS_UNIT): {
         "a header whose rows begin behind what is needed": (
-            "start > cache.layout.start_for(group, num_tokens) for",
+            "start > slots.layout.start_for(group, num_tokens) for",
             "False for",
         ),
         "positions of a saved sequence that go back": (
@@ -767,7 +770,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SAVED, TIERS_UNIT, FAILURES): {
         "a file that failed leaves its sequence open": (
-            "            if sequence is not None:\n                sequence.close()\n            raise",
+            "            if live is not None:\n                live.close()\n            raise",
             "            raise",
         ),
     },

@@ -36,11 +36,13 @@ from vmmkv.errors import (
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
 
 if TYPE_CHECKING:
-    from vmmkv.cache import CacheStats, KVCache, ParkedSlot, Sequence
+    from vmmkv.cache import CacheStats, KVCache
     from vmmkv.driver.base import Driver
     from vmmkv.layout import Group, KVLayout, KVType, Plane
     from vmmkv.memory.pool import Pool, PoolStats
+    from vmmkv.memory.slots import ParkedSlot
     from vmmkv.prefix import Attached, AttachMethod, Fetch, PrefixCache, PrefixStats
+    from vmmkv.sequence import Sequence
     from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
 
 __version__ = "0.1.0"
@@ -92,11 +94,13 @@ __all__ = [
 ]
 
 _LAZY = {  # by module: what needs torch
-    "cache": ("CacheStats", "KVCache", "ParkedSlot", "Sequence"),
+    "cache": ("CacheStats", "KVCache"),
     "driver.base": ("Driver",),
     "layout": ("Group", "KVLayout", "KVType", "Plane"),
     "memory.pool": ("Pool", "PoolStats"),
+    "memory.slots": ("ParkedSlot",),
     "prefix": ("AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"),
+    "sequence": ("Sequence",),
     "tiers": ("DiskTier", "HostTier", "Tier", "TierStats"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}

@@ -282,7 +282,7 @@ def test_the_pages_of_the_shuffled_check_are_shuffled(shuffled: bool) -> None:
         sequence = memory.cache.open()
         for num_tokens in range(memory.page_rows, 9 * memory.page_rows, memory.page_rows):
             memory.write(sequence, num_tokens, past=0.0)
-        (arena,) = memory.cache.memory.arenas
+        (arena,) = memory.cache.slots.memory.arenas
         handles = [int(mapping.extent.handle) for mapping in arena.spans[sequence.slot].live()]  # by address
     assert len(handles) == 8
     assert (handles == sorted(handles)) is not shuffled

@@ -9,10 +9,9 @@ import torch
 from transformers import DynamicCache
 
 from tests.adapters.models import forward, gemma3, ids_of, states_of, wide_llama
-from vmmkv import MIB, BudgetError, DriverError, OutOfPages, Pool
+from vmmkv import MIB, BudgetError, DriverError, OutOfPages, Pool, saved
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.testing.fake_driver import FakeDriver
-from vmmkv.tiers import saved
 from vmmkv.units import PAGE_BYTES
 
 MODELS = pytest.mark.parametrize("make", [wide_llama, lambda: gemma3(16)], ids=["full", "hybrid"])

@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from tests.adapters.models import MODELS as KINDS
 from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
 from tests.unit.test_fuzz_files import MOST_BYTES, changed, edits, fuzz, lengths, near, values
-from vmmkv import MIB, DriverError, Pool, RowsUnmapped, SequenceTooLong, ViewNotCloned
+from vmmkv import MIB, DriverError, Pool, RowsUnmapped, SequenceTooLong, ViewNotCloned, saved
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.eviction import SnapKV
 from vmmkv.testing.fake_driver import FakeDriver
-from vmmkv.tiers import saved
 
 ROOT = Path(__file__).parents[2]
 

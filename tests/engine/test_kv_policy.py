@@ -13,7 +13,7 @@ from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
 from tests.laws.test_interrupts import interrupt_at_lines, run_with_interrupt
 from vmmkv.eviction import H2O, turn
-from vmmkv.memory.pool import SIZE_CLASSES
+from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.units import PAGE_BYTES
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
 from vmmkv_server.kv_policy import Eviction

@@ -359,12 +359,12 @@ def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
 ) -> None:
     """As a second Ctrl-C is."""
     core = engine._open().engine
-    holder, name = (core.cache, "open_any") if "sequence" in place else (core._runner.uploads, "into")
+    holder, name = (core.cache.slots, "open") if "sequence" in place else (core._runner.uploads, "into")
     before, call, is_due = answers(engine.generate(["abc", "de"], GREEDY)), getattr(holder, name), [True]
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         done = call(*arguments, **options)
-        decodes = name == "open_any" or arguments[0].data_ptr() == core._runner._decode._slots_B.data_ptr()
+        decodes = name == "open" or arguments[0].data_ptr() == core._runner._decode._slots_B.data_ptr()
         if is_due and decodes:
             is_due.clear()
             raise KeyboardInterrupt

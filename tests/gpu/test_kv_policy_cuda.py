@@ -13,7 +13,7 @@ from tests.engine.conftest import Harness, harness, prompt_of, tiny_model, wide_
 from tests.engine.test_kv_policy import HEAVY, LAST, POLICIES, SNAP, STAYING, STREAM, Reference, compacted
 from tests.kernels.cases import FP16, LLAMA, NAN, make_case
 from vmmkv.layout import KV_KINDS
-from vmmkv.memory.pool import SIZE_CLASSES
+from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.units import GIB, PAGE_BYTES
 from vmmkv_kernels.attention import column_sums as kernels
 from vmmkv_kernels.attention.column_sums import column_sums

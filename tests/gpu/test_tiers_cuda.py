@@ -12,7 +12,7 @@ from tests.gpu.test_cache_machine_cuda import OverCuda
 from tests.gpu.test_prefix_cuda import LONG, PROMPT, assert_reads, cache, computed
 from tests.laws.test_tier_machine import TierMachine
 from vmmkv import MIB, DiskTier, HostTier, KVCache, PrefixCache, Tier
-from vmmkv.tiers.saved import Offloaded
+from vmmkv.saved import Offloaded
 
 __all__ = ["cache"]
 
@@ -91,7 +91,7 @@ def test_offloaded_sequences_come_back_to_their_addresses(cache: KVCache) -> Non
     sequences = [sequence, *cache.fork(sequence, 2)]
     address, used_bytes = sequence.k(5).data_ptr(), cache.pool.used_bytes
     torch.cuda._sleep(LONG)
-    offloaded = Offloaded([sequences])
+    offloaded = Offloaded([[sequence.live for sequence in sequences]])
     offloaded.release()
     cache.drain()
     junk = cache.open(tenant="other")

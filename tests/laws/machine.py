@@ -379,7 +379,7 @@ class LawMachine(RuleBasedStateMachine):
         assert mapped == mapped_bytes(self.caches)
         assert self.shares_pages or mapped == self.pool.held_bytes
         for cache in self.caches:
-            running = {sequence.slot: sequence for sequence in self.sequences() if sequence.cache is cache}
+            running = {sequence.slot: sequence for sequence in self.sequences() if sequence.live.slots is cache.slots}
             limits = [running[slot].limit if slot in running else 0 for slot in range(1 + cache.num_slots)]
             assert cache.limits.tolist() == limits
             stats = cache.stats()

@@ -29,7 +29,7 @@ from tests.laws.model import (
 from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import DriverError, HostTier, KVCache, Pool, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
-from vmmkv.tiers.saved import Offloaded
+from vmmkv.saved import Offloaded
 from vmmkv.units import PAGE_BYTES
 
 SLOTS = 4
@@ -298,7 +298,7 @@ class OffloadWorld(PrefixWorld):
         self.said = [[*live.tokens] for live in self.known]
 
     def offload(self) -> None:
-        self.offloaded = Offloaded([[live.sequence for live in self.known]])
+        self.offloaded = Offloaded([[live.sequence.live for live in self.known]])
         self.offloaded.release()
 
     def leave(self) -> None:

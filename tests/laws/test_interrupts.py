@@ -18,8 +18,8 @@ import vmmkv
 from tests.laws.test_failures import OPERATIONS
 from vmmkv import DriverError, KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
+from vmmkv.saved import Offloaded
 from vmmkv.testing.fake_driver import FakeDriver, Launch
-from vmmkv.tiers.saved import Offloaded
 from vmmkv.units import PAGE_BYTES
 
 LIBRARY = str(Path(vmmkv.__file__).parent)
@@ -188,7 +188,7 @@ def test_host_memory_goes_behind_the_copy_whatever_comes_after_its_launch(
     acts: dict[str, Callable[[], object]] = {
         "save": lambda: sequence.save(path),
         "restore": lambda: cache.restore(path),
-        "offload": lambda: Offloaded([[sequence]]),
+        "offload": lambda: Offloaded([[sequence.live]]),
     }
     with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
         acts[name]()

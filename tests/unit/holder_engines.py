@@ -53,9 +53,9 @@ def values(namespace: Hashable, tokens: list[int], first: int = 0) -> torch.Tens
 def write(sequence: Sequence, namespace: Hashable, tokens: list[int], first: int) -> None:
     """Compute the rows from `first` on."""
     sequence.grow(len(tokens))
-    rows = values(namespace, tokens, first).to(sequence.cache.device)
+    rows = values(namespace, tokens, first).to(sequence.live.slots.pool.device)
     for layer in range(4):
-        start = sequence.start(sequence.cache.layout.group_of[layer])
+        start = sequence.start(sequence.live.slots.layout.group_of[layer])
         for plane in "kv":
             sequence.view(layer, plane)[first - start : len(tokens) - start] = rows[:, None, None]
     sequence.advance(len(tokens) - first)
@@ -63,10 +63,10 @@ def write(sequence: Sequence, namespace: Hashable, tokens: list[int], first: int
 
 def wrong_rows(sequence: Sequence, namespace: Hashable, tokens: list[int], num_tokens: int) -> int:
     """How many of the first rows are not those of these tokens."""
-    wanted = values(namespace, tokens[:num_tokens]).to(sequence.cache.device)[:, None, None]
-    found = torch.zeros(num_tokens, dtype=torch.bool, device=sequence.cache.device)
+    wanted = values(namespace, tokens[:num_tokens]).to(sequence.live.slots.pool.device)[:, None, None]
+    found = torch.zeros(num_tokens, dtype=torch.bool, device=sequence.live.slots.pool.device)
     for layer in range(4):
-        start = sequence.start(sequence.cache.layout.group_of[layer])
+        start = sequence.start(sequence.live.slots.layout.group_of[layer])
         for plane in "kv":
             rows = sequence.view(layer, plane)[: num_tokens - start]
             found[start:] |= (rows != wanted[start:]).flatten(1).any(1)
@@ -117,7 +117,7 @@ class Engine:
         """Has it sealed anything, or borrowed what is sealed?"""
         if self.pool.holder is not None:
             return bool(self.pool.holder.log.read().live)
-        return any(extent.lent and extent.imported for extent in self.cache.holders())
+        return any(extent.lent and extent.imported for extent in self.cache.slots.holders())
 
     def give_up(self) -> None:
         """All prefixes and parked slots, and what was mapped there."""

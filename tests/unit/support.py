@@ -31,7 +31,7 @@ def grown(cache: KVCache, num_tokens: int, **options: Any) -> Sequence:
 def assert_reads(sequence: Sequence, tokens: Seq[int]) -> None:
     """It has these tokens, and the rows of token t are full of t + 1, negative in V."""
     assert sequence.length == len(tokens)
-    for layer, group in sequence.cache.layout.group_of.items():
+    for layer, group in sequence.live.slots.layout.group_of.items():
         start = sequence.start(group)
         k, v = (view[: len(tokens) - start] for view in (sequence.k(layer), sequence.v(layer)))
         rows = torch.tensor(tokens[start:], dtype=k.dtype).view(-1, 1, 1) + 1

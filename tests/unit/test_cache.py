@@ -392,7 +392,7 @@ def test_growing_again_revives_extents_of_several_pages_while_work_runs(cache, d
     sequence.truncate(40)
     sequence.grow(128)
     assert set(calls.made()) == {"write"}
-    assert [mapping.extent.num_pages for mapping in cache.memory.spans(sequence.slot)[0].live()] == [4, 4]
+    assert [mapping.extent.num_pages for mapping in cache.slots.memory.spans(sequence.slot)[0].live()] == [4, 4]
 
 
 def test_a_windowed_group_gives_rows_back_for_good(windowed, driver):
@@ -597,17 +597,17 @@ def test_map_ahead_evicts_no_slot_that_running_work_may_touch(cache, driver):
 
 @pytest.mark.parametrize(("budget_pages", "mapped"), [(0.0, 1), (3.5, 3), (6.5, 6), (20.0, 8)])
 def test_the_budget_of_map_ahead_is_shared_among_the_groups(windowed, budget_pages, mapped):
-    windowed.memory.mapper.map_us = windowed.memory.mapper.unmap_us = 1e6  # whatever it really takes is little against it
+    windowed.slots.memory.mapper.map_us = windowed.slots.memory.mapper.unmap_us = 1e6  # what it really takes is little
     windowed.open()
     assert windowed.map_ahead(budget_pages * 1e6, lookahead_tokens=128) == mapped
-    ends = [span.end_page for span in windowed.memory.spans(1)]
+    ends = [span.end_page for span in windowed.slots.memory.spans(1)]
     assert max(ends) - min(ends) <= 1, "no group is far ahead of another"
     windowed.check()
 
 
 def test_lookahead_follows_from_the_cost_of_mapping_and_the_sequences(windowed):
     windowed.open_batch(2)
-    map_us = windowed.memory.mapper.map_us
+    map_us = windowed.slots.memory.mapper.map_us
     assert windowed.lookahead_tokens(4 * map_us) == 2
     assert windowed.lookahead_tokens(map_us) == 5
     assert windowed.lookahead_tokens(0.0) > 100
@@ -640,11 +640,11 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
     launch_over(driver, cache, busy)
     busy.close()
     cache.pool.resize(8 * PAGE_BYTES)
-    fence = cache.memory.mapper.oldest_fence()
+    fence = cache.slots.memory.mapper.oldest_fence()
     slow = type(fence).wait
     monkeypatch.setattr(type(fence), "wait", lambda self: (setattr(clock, "late_s", 3600), slow(self)))
     cache.open().grow(16)
-    assert clock.late_s and cache.memory.mapper.map_us < 60e6, "some of the hour is in it"
+    assert clock.late_s and cache.slots.memory.mapper.map_us < 60e6, "some of the hour is in it"
 
 
 @pytest.mark.parametrize("end", [KVCache.drain, KVCache.close])
@@ -774,7 +774,7 @@ def test_a_cache_that_was_forgotten_says_so_and_one_that_was_never_made_does_not
     assert not recwarn.list
     cache = KVCache(LAYOUT, pool, slots=1, max_tokens=10)
     with pytest.warns(ResourceWarning, match="was not closed"):
-        cache.__del__()
+        cache.slots.__del__()
     cache.close()
 
 
@@ -845,7 +845,7 @@ def test_while_a_graph_is_captured_memory_stays_as_it_is(pool, driver, monkeypat
     grown(cache, 20, tenant="red").park(0)
     cache.record_stream(side)
     cache.record_stream(torch.Stream("cpu"))
-    assert len(cache.memory.streams) == 1
+    assert len(cache.slots.memory.streams) == 1
     empty = Pool("cpu", PAGE_BYTES, driver=driver)
     before = cache.stats()
     driver.captures = True

@@ -238,7 +238,7 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(ope
             sequence.grow(num_tokens)
     with engine.cache.open(tenant="another") as sequence:
         sequence.grow(256)
-        assert [extent.num_pages for extent in engine.cache.holders()] == [16]
+        assert [extent.num_pages for extent in engine.cache.slots.holders()] == [16]
     with engine.cache.open() as sequence:
         holder.kill()
         with pytest.raises(OutOfPages, match="1 extent of 1 page needed, 0 can be evicted"):
@@ -413,7 +413,7 @@ def test_what_was_left_is_computed_where_descriptors_are_too_few_to_import_it(le
 
 
 def test_a_pool_says_how_many_files_it_may_open_if_extents_may_be_more(path, holder, caplog, monkeypatch):
-    monkeypatch.setattr("vmmkv.memory.pool.most_descriptors", lambda: 40)
+    monkeypatch.setattr("vmmkv.holder.source.most_descriptors", lambda: 40)
     for num_pages in (24, 25):
         assert not caplog.text
         Pool("cpu", num_pages * PAGE_BYTES, holder=path).close()

@@ -24,8 +24,11 @@ LAYERS = (
     ("vmmkv.eviction", "vmmkv.model_config"),
     ("vmmkv.layout",),
     ("vmmkv.driver",),
+    ("vmmkv.memory.extents",),
     ("vmmkv.holder",),
     ("vmmkv.memory",),
+    ("vmmkv.saved",),
+    ("vmmkv.sequence",),
     ("vmmkv.cache",),
     ("vmmkv.tiers",),
     ("vmmkv.prefix",),
@@ -51,16 +54,6 @@ LAYERS = (
 """The rooms from bottom to top. A module imports from its own room and from layers below, in functions and for types too."""
 
 ROOMS = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-
-KNOWN_UPWARDS = {
-    "vmmkv.cache imports vmmkv.tiers.saved",
-}
-"""Failures of the law of layers that are known. The list only shrinks."""
-
-KNOWN_CIRCLES = {
-    "vmmkv.cache": 2,
-}
-"""Sizes of the circles that are known, by their first module. The list only shrinks."""
 
 
 def imports(path: Path, module: str) -> Iterator[str]:
@@ -116,11 +109,11 @@ def test_imports_point_downwards() -> None:
         for module, target in own_imports()
         if ROOMS[room_of(target)] >= ROOMS[room_of(module)] and room_of(target) != room_of(module)
     }
-    assert upwards == KNOWN_UPWARDS
+    assert upwards == set()
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
-    assert {circle[0]: len(circle) for circle in circles()} == KNOWN_CIRCLES, circles()
+    assert circles() == []
 
 
 def test_one_module_of_the_cuda_driver_imports_cuda_bindings() -> None:

@@ -28,7 +28,7 @@ def look(cache: KVCache, slot: int) -> SlotMap:
 def pages_are_told_once(cache: KVCache, slot: int) -> None:
     for index, runs in enumerate(look(cache, slot).groups):
         told = [page for run in runs for page in range(run.page, run.page + run.num_pages)]
-        mappings = cache.memory.arenas[index].spans[slot].mappings.values()
+        mappings = cache.slots.memory.arenas[index].spans[slot].mappings.values()
         assert sorted(told) == sorted(page for each in mappings for page in range(each.page, each.end_page))
 
 

@@ -15,9 +15,9 @@ import torch
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
-from vmmkv.cache import RowKeeper
 from vmmkv.errors import BudgetError
-from vmmkv.memory.pool import SIZE_CLASSES
+from vmmkv.memory.extents import SIZE_CLASSES
+from vmmkv.memory.slots import RowKeeper
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
 from vmmkv.prefix.index import IndexFollower, PrefixIndex
 from vmmkv.prefix.sealed import SealedPrefixes
@@ -61,7 +61,7 @@ def write(sequence, num_tokens):
     for token in range(sequence.length, num_tokens):
         sequence.grow(token + 1)
         at = token - sequence.start()
-        for layer in sequence.cache.layout.group_of:
+        for layer in sequence.live.slots.layout.group_of:
             sequence.k(layer)[at] = token + 1
             sequence.v(layer)[at] = -token - 1
         sequence.advance()
@@ -83,7 +83,7 @@ def park(prefix, tokens, **options):
 
 def pages(sequence):
     """The extents under a sequence, in order."""
-    return [mapping.extent for mapping in sequence.cache.memory.spans(sequence.slot)[0].live()]
+    return [mapping.extent for mapping in sequence.live.slots.memory.spans(sequence.slot)[0].live()]
 
 
 # what hits
@@ -243,10 +243,10 @@ def test_pages_in_use_count_for_prompts_that_need_them(long_prefix, windowed_pre
         running.grow(100)
         running.advance(100)
         prefix.insert(running, PROMPT)
-        found = [prefix.cache.prefix.used_pages(None, tokens) for tokens in (PROMPT, [*PROMPT, *PROMPT])]
+        found = [prefix.cache.slots.keeper.used_pages(None, tokens) for tokens in (PROMPT, [*PROMPT, *PROMPT])]
         assert tuple(found) == wanted, "of 16 tokens each; the window of the longer one has passed"
         prefix.park(running, PROMPT)
-        assert prefix.cache.prefix.used_pages(None, PROMPT) == 0
+        assert prefix.cache.slots.keeper.used_pages(None, PROMPT) == 0
 
 
 def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(pool, long_prefix):

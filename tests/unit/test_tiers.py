@@ -22,10 +22,9 @@ import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
-from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
+from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong, saved
 from vmmkv.prefix import PrefixCache, transfers
 from vmmkv.testing.fake_driver import FakeDriver
-from vmmkv.tiers import saved
 from vmmkv.tiers.keys import KeyChain, PageKeys
 from vmmkv.units import PAGE_BYTES
 
@@ -55,8 +54,8 @@ def write(sequence, tokens):
     sequence.grow(len(tokens))
     start = sequence.length
     rows = torch.tensor(tokens[start:], dtype=torch.float32).view(-1, 1, 1) + 1
-    for layer in sequence.cache.layout.group_of:
-        first = start - sequence.start(sequence.cache.layout.group_of[layer])
+    for layer in sequence.live.slots.layout.group_of:
+        first = start - sequence.start(sequence.live.slots.layout.group_of[layer])
         sequence.k(layer)[first : first + len(rows)] = rows
         sequence.v(layer)[first : first + len(rows)] = -rows
     sequence.advance(len(tokens) - start)
@@ -916,7 +915,7 @@ def test_a_save_that_fails_names_the_path_that_it_was_given(cache, tmp_path):
 
 
 def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("vmmkv.tiers.saved._CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("vmmkv.saved._CHUNK_BYTES", PAGE_BYTES)
     sequence, crc32, ends = cache.open(), zlib.crc32, []
     write(sequence, PROMPT)
 

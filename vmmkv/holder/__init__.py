@@ -5,9 +5,10 @@
 
 process      the holder: creates and frees handles, one engine at a time; read this first
 client       an engine's connection to it
+source       a holder as the source of a pool's extents
 sealed_log   the log of sealed extents, in memory that both map
 
-`Pool(device, budget_bytes, holder=PATH)` takes its handles from there; `vmmkv.prefix.sealed` writes and reads the log.
+`Pool(device, budget_bytes, holder=PATH)` takes its extents from there; `vmmkv.prefix.sealed` writes and reads the log.
 """
 
 from vmmkv.holder.client import HolderClient, check_there

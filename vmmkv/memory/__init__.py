@@ -1,7 +1,9 @@
-"""Physical pages, and the addresses that they stand under. Tokens and slots are known here, sequences are not.
+"""Physical pages, the addresses that they stand under, and the slots that sequences run in.
 
-pool           the extents of a budget, free or held, and what is evicted first; read this first
-address_space  arenas, slots, what is mapped under each, and tensors over addresses
+slots          what occupies each slot: opened, filled, parked, taken over, evicted; read this first
+pool           the extents of a budget, free or held, and what is evicted first
+extents        size classes, extents, and the device as their source
+address_space  arenas, the table of slots, what is mapped under each, and tensors over addresses
 storage        what becomes of views that torch saves, pickles, copies or shares
 mapper         growths and reclaims: mapping, and unmapping behind a fence
 slot_memory    how far each slot may be written, and what the device knows of it

@@ -21,13 +21,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from vmmkv.arguments import wholes
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Driver, Fence
-from vmmkv.errors import OutOfAddresses
+from vmmkv.errors import OutOfAddresses, RowsUnmapped
 from vmmkv.layout import Group
-from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.memory.extents import SIZE_CLASSES, Extent
 from vmmkv.memory.states import SlotState
 from vmmkv.memory.storage import mapped, reserved
-from vmmkv.units import PAGE_BYTES, format_bytes
+from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 
 class SlotTable:
@@ -76,6 +77,32 @@ class SlotTable:
         """Set from which row on a slot keeps rows, in each group, and the first that is really there: by default the same."""
         self.starts[:, slot] = starts
         self.firsts[:, slot] = starts if firsts is None else firsts
+
+    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
+        """Count more rows as written in each of these slots. See `KVCache.advance`."""
+        indices, counts = np.atleast_1d(wholes("slots", slots)), wholes("num_tokens", num_tokens)
+        lengths, limits = self.lengths, self.limits
+        if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
+            raise self.no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self)))
+        if counts.min(initial=0) < 0:
+            raise ValueError(f"num_tokens={num_tokens!r}: at least 0; see Sequence.truncate")
+        sums = lengths.copy()  # so that an interrupt, or a refusal, finds every length as it was
+        np.add.at(sums, indices, counts)
+        advanced = sums.take(indices)
+        wrong = advanced > limits.take(indices)
+        if wrong.any():
+            slot = int(indices[wrong][0])
+            if self.states[slot] != SlotState.LIVE:
+                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.state(slot).name.lower()}")
+            raise RowsUnmapped(
+                f"slot {slot} has {counted(int(lengths[slot]), 'token')} and memory for {limits[slot]}: "
+                f"it cannot advance to {sums[slot]}; grow first"
+            )
+        lengths[indices] = advanced
+
+    def no_such_slot(self, slot: int) -> ValueError:
+        """The error for a slot of another number."""
+        return ValueError(f"there is no slot {slot}: this cache has slots 1 to {len(self) - 1}")
 
     def where(self, state: SlotState) -> list[int]:
         """The slots in that state, in order."""

@@ -20,7 +20,8 @@ import torch
 from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.memory.address_space import Mapping, Span
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool, Tenant, largest_at
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, Tenant, largest_at
+from vmmkv.memory.pool import Pool
 
 _SMOOTHING = 0.1
 """Weight of the newest measurement in the running mean of what a call costs."""
@@ -202,7 +203,7 @@ class Mapper:
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
         self.emptied_slots: set[int] = set()
-        """Slots in which a group of layers has nothing mapped since its last reclaimed memory was unmapped. `KVCache.collect`
+        """Slots in which a group of layers has nothing mapped since its last reclaimed memory was unmapped. `Slots.collect`
         takes them from here."""
         self._pending: dict[Fence, dict[Mapping, None]] = {}
         """By the fence they wait for, the oldest first."""

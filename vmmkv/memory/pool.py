@@ -3,108 +3,38 @@
     created = free + held <= budget        (law 1; in bytes, over all size classes)
     held = used + pinned + evictable       (evictable: pending reclaim, parked, or in a prefix tree alone)
 
-    extent.holders = mappings, live or pending reclaim, + tree nodes, + loads  (0: free in its pool)
-    extent.users  <= holders: running sequences, acquisitions, loads           (0: free, pinned or evictable)
-
-Only the pool creates and releases handles. When it runs short it takes pages from its caches in this order: reclaimed memory
-whose fence has passed; the least recently used parked slot or leaf of a prefix tree; and at last it waits for a fence. A
-parked slot whose work still runs is no sooner free than memory that is pending reclaim: it is evicted only if that is too
-little.
+Only the pool has handles created and released, by its source: the device, or a holder process. When it runs short it takes
+pages from its caches in this order: reclaimed memory whose fence has passed; the least recently used parked slot or leaf of a
+prefix tree; and at last it waits for a fence. A parked slot whose work still runs is no sooner free than memory that is pending
+reclaim: it is evicted only if that is too little.
 """
 
 import contextlib
 import itertools
-import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 from vmmkv.arguments import whole
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
-from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
-from vmmkv.errors import (
-    BudgetError,
-    Closed,
-    DriverError,
-    GraphCapture,
-    HolderGone,
-    OutOfDescriptors,
-    OutOfDeviceMemory,
-    OutOfPages,
-)
-from vmmkv.holder.client import HolderClient
+from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, OutOfDescriptors, OutOfDeviceMemory, OutOfPages
 from vmmkv.lifetime import Closing, Unique
+from vmmkv.memory.extents import SIZE_CLASSES, DeviceSource, Extent
 from vmmkv.memory.transaction import TransactionLock
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
-log = logging.getLogger(__name__)
-
-SIZE_CLASSES: Final = (16, 4, 1)
-"""Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
-one, and where prompts part. A handle costs the same whatever its size."""
+if TYPE_CHECKING:
+    from vmmkv.holder.client import HolderClient
 
 _MOST_IDLE: Final = 1 / 32
 """Of the budget: while no more than this is free, of other size classes, it stays, and what is idle is evicted. To give it back
 and create it anew takes two calls, and zeroes."""
-
-
-def largest_at(page: int, end_page: int) -> int:
-    """Pages of the largest extent that can stand at a page, a multiple of its size, and ends by `end_page`; 1 if none does."""
-    return next((size for size in SIZE_CLASSES if page % size == 0 and page + size <= end_page), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """The last writer of an extent. Memory that passes between two different tenants is zeroed in between (law 7)."""
-
-    cache: int
-    """Which cache of the process."""
-    phase: Hashable
-    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
-    name: Hashable
-
-
-@dataclass(eq=False, slots=True)
-class Extent:
-    """One handle of a size class. Identity is what counts: two extents are never equal."""
-
-    handle: Handle
-    num_pages: int
-    holders: int = 0
-    users: int = 0
-    """Mappings under running sequences, and acquisitions that are not mapped yet. The pool takes no used extent."""
-    zeroed: bool = False
-    """It holds zeroes only. False once it is mapped for a tenant."""
-    tenant: Tenant | None = None
-    """Its last writer; None if it was never written, or by a load, or by another process."""
-    serial: int = 0
-    """The holder process's number of it; 0 without one."""
-    imported: bool = True
-    """False while it is only with the holder process, and has no handle: see `Pool.import_extents`."""
-    sealed: bool = False
-    """Does the holder's log name it? Then it is not written, and when nothing holds it, it leaves the pool."""
-    lent: bool = False
-    """May another engine have it mapped? Then the same is true, for ever."""
-
-    @property
-    def shared(self) -> bool:
-        """Has it more than one holder, here or in another engine? Then it is never written (law 3)."""
-        return self.lent or self.holders > 1
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the handle."""
-        return self.num_pages * PAGE_BYTES
-
-    def must_be_zeroed_for(self, tenant: Tenant) -> bool:
-        """May its bytes be another tenant's, or undefined?"""
-        return not self.zeroed and self.tenant != tenant
 
 
 class Evictable(NamedTuple):
@@ -151,6 +81,46 @@ class Reclaimer(Protocol):
 
     def close(self) -> None:
         """Give everything back. The lock is not held."""
+
+
+class ExtentSource(Protocol):
+    """Where the handles of extents come from: the device, a holder process, or both. The pool's lock is held."""
+
+    @property
+    def holder(self) -> "HolderClient | None":
+        """The process that owns what is created; None if this one does."""
+
+    @property
+    def lender(self) -> "HolderClient | None":
+        """The process that owns what another engine lends; None without."""
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes of extents here that are another engine's."""
+
+    def check_budget(self, budget_bytes: int) -> None:
+        """Raises: BudgetError, if it may not give so much."""
+
+    def create(self, num_pages: int) -> Extent | None:
+        """A new extent that nothing holds; None if the source has just ended.
+
+        Raises: DriverError, of the kinds OutOfDeviceMemory and OutOfDescriptors.
+        """
+
+    def import_handles(self, extents: Sequence[Extent]) -> None:
+        """Import those that are not here yet, as far as their owner has them. Raises: OutOfDescriptors, DriverError."""
+
+    def release(self, extent: Extent) -> None:
+        """Give up an extent that nothing holds. Raises: DriverError, and then its handle is still there."""
+
+    def text_if_ended(self) -> str | None:
+        """Why nothing can be created any more, and what works; None while something can."""
+
+    def check(self, extents: Sequence[Extent]) -> None:
+        """These are all extents that were created; AssertionError if not."""
+
+    def close(self) -> None:
+        """End what is open to other processes. Idempotent."""
 
 
 class NullPage:
@@ -246,47 +216,41 @@ class Pool(Closing, Unique):
         holder: str | os.PathLike[str] | None = None,
         lender: str | os.PathLike[str] | None = None,
     ) -> None:
-        if holder is not None and lender is not None:
-            raise ValueError(f"holder={str(holder)!r} and lender={str(lender)!r}: a pool lends or borrows; give one of them")
         budget_bytes = _checked_budget(budget_bytes)
         self.driver: Final = open_driver(device) if driver is None else driver
         self.device: Final = self.driver.device
         self.lock: Final = TransactionLock()
         """Taken by every operation of the pool and of its caches: one thread at a time calls the driver."""
-        self.holder: Final = None if holder is None else HolderClient(holder, self.device)
-        """The process that owns this pool's memory; None if this one does."""
-        self.lender: Final = None if lender is None else HolderClient(lender, self.device, borrows=True)
-        """The process that owns the memory of an engine whose prefixes this one borrows; None without."""
-        try:
-            self._check_holder(budget_bytes)
-        except BudgetError:
-            assert self.holder is not None
-            self.holder.close()
-            raise
-        owner, num_extents = self.holder or self.lender, budget_bytes // PAGE_BYTES
-        if owner is not None and self.device.type == "cpu" and num_extents > (most := most_descriptors() - SPARE_DESCRIPTORS):
-            log.warning(
-                "this process may open %s files (`ulimit -n`), and each of up to %s extents of the holder at %s takes one: "
-                "extents beyond %s are evicted; raise the limit to keep them",
-                *(f"{most + SPARE_DESCRIPTORS:,}", f"{num_extents:,}", owner.path, f"{most:,}"),
-            )
+        self.source: Final = _open_source(self.driver, budget_bytes, holder, lender)
+        """Internal: where its extents come from."""
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
-        self.borrowed_bytes = 0
-        """Of those created, what is another engine's memory."""
         self.held_bytes = 0
         self.used_bytes = 0
         """Held by running sequences, and so not evictable."""
         self.closed = False
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
-        self._borrowed: Counter[int] = Counter()
-        """By serial, how many extents here are that one: what is pending reclaim can be borrowed again."""
         self.caches: list[Reclaimer] = []
         """Internal: those that are open."""
         self._clock = 0
 
     # extents
+
+    @property
+    def holder(self) -> "HolderClient | None":
+        """The process that owns this pool's memory; None if this one does."""
+        return self.source.holder
+
+    @property
+    def lender(self) -> "HolderClient | None":
+        """The process that owns the memory of an engine whose prefixes this one borrows; None without."""
+        return self.source.lender
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that are created and are another engine's memory."""
+        return self.source.borrowed_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -384,7 +348,7 @@ class Pool(Closing, Unique):
             self.check_open()
             self.check_capture()
             budget_bytes = _checked_budget(budget_bytes, may_be_zero=True)
-            self._check_holder(budget_bytes)
+            self.source.check_budget(budget_bytes)
             least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self.caches)
             if budget_bytes < least_bytes:
                 raise BudgetError(
@@ -401,13 +365,6 @@ class Pool(Closing, Unique):
             excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
             shrunk = self._destroy_any_free() or self._reclaim(excess_pages, wait=True)
             assert shrunk, "more is held than is used, pinned or on the way to either"
-
-    def _check_holder(self, budget_bytes: int) -> None:
-        if self.holder is not None and budget_bytes > self.holder.budget_bytes:
-            raise BudgetError(
-                f"budget_bytes={format_bytes(budget_bytes)} is more than the holder at {self.holder.path} may own: at most "
-                f"{self.holder.budget_bytes} bytes ({format_bytes(self.holder.budget_bytes)})"
-            )
 
     def close(self) -> None:
         """Close the caches of this pool that are still open, then release every handle. Idempotent.
@@ -431,9 +388,7 @@ class Pool(Closing, Unique):
                 pass
             assert not self.created_bytes, "no cache is open, and yet extents are held"
             self.null_page.close()
-            for owner in (self.holder, self.lender):
-                if owner is not None:
-                    owner.close()
+            self.source.close()
             self.closed = True
             return True
 
@@ -475,13 +430,8 @@ class Pool(Closing, Unique):
             handles = calls["create"] + calls["import_fd"] - calls["release"]
             known = [extent for extent in (*free, *held) if extent.imported]
             assert null_pages + len(known) <= handles, "a handle was lost"
-            kept = [extent for extent in free if extent.sealed or extent.lent or not extent.imported]
-            assert not kept, "a free extent is sealed, lent, or not here"
-            if self.holder is not None:
-                serials = {extent.serial for extent in (*free, *held)}
-                assert len(serials - {0}) == len(free) + len(held), "two extents are one handle of the holder"
-                with contextlib.suppress(HolderGone):
-                    assert self.holder.held_bytes() == self.created_bytes, "the holder has lost a handle, or kept one"
+            assert not any(extent.leaves for extent in free), "a free extent is sealed, lent, or not here"
+            self.source.check([*free, *held])
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and (self.created_bytes or self.null_page.handle is not None):
@@ -493,28 +443,16 @@ class Pool(Closing, Unique):
         free, budget = format_bytes(self.budget_bytes - self.held_bytes), format_bytes(self.budget_bytes)
         return f"<Pool on {self.device}: {counted(len(self.caches), 'cache')}, {free} of {budget} free>"
 
-    # The holder process. Internal, as what follows: the caller holds the lock.
+    # Internal interface, for the caches: the caller holds the lock.
 
-    def restore(self, serial: int, num_pages: int) -> Extent:
-        """An extent that the holder kept from an earlier process, or the lender has. It is held once, and not imported yet.
-
-        The budget may be passed, until `shrink_to`. No driver call.
-        """
-        is_lent = self.lender is not None
-        extent = Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=not is_lent, lent=is_lent)
-        if is_lent:
-            self._borrowed[serial] += 1
-            self.borrowed_bytes += extent.size_bytes
+    def take_in(self, extent: Extent) -> None:
+        """Count an extent that was created elsewhere, and is held once. The budget may be passed, until `shrink_to`."""
         self.created_bytes += extent.size_bytes
         self.held_bytes += extent.size_bytes
-        return extent
 
-    def left(self) -> dict[int, int]:
-        """Handles that the holder has and nothing here: bytes by serial. Raises: HolderGone. Cost: see HolderClient.handles."""
-        assert self.holder is not None, "without a holder nothing is left"
-        extents = itertools.chain(*self._free.values(), *(cache.holders() for cache in self.caches))
-        known = {extent.serial for extent in extents}
-        return {serial: size_bytes for serial, size_bytes in self.holder.handles().items() if serial not in known}
+    def extents(self) -> set[Extent]:
+        """All that are created, recounted from scratch."""
+        return {*itertools.chain(*self._free.values(), *(cache.holders() for cache in self.caches))}
 
     def import_extents(self, extents: Sequence[Extent]) -> list[Extent]:
         """Import those that are not here yet; those that their owner does not have, or has in another size, are returned.
@@ -522,56 +460,15 @@ class Pool(Closing, Unique):
         Cost: a round trip for each 128, and an import for each.
         Raises: OutOfPages, if the process may open no more files; DriverError. Those imported before stay.
         """
-        while True:
+        missing = [extent for extent in extents if not extent.imported]
+        while missing:
             try:
-                return self._import(extents)
+                self.source.import_handles(missing)
+                break
             except OutOfDescriptors as error:
                 if not self._destroy_any_free():
                     raise OutOfPages(str(error)) from error
-
-    def _import(self, extents: Sequence[Extent]) -> list[Extent]:
-        missing = {extent.serial: extent for extent in extents if not extent.imported}
-        sizes_bytes = {serial: extent.size_bytes for serial, extent in missing.items()}
-        owner = self.holder or self.lender
-        if owner is None or not missing:
-            return []
-        with contextlib.suppress(HolderGone), contextlib.closing(owner.open(sizes_bytes)) as opened:
-            for serial, fd in opened:
-                extent = missing[serial]
-                try:
-                    extent.handle = self.driver.import_fd(fd, extent.size_bytes)
-                finally:
-                    os.close(fd)
-                extent.imported = True
-        return [extent for extent in missing.values() if not extent.imported]
-
-    def _create(self, size_bytes: int) -> tuple[Handle, int]:
-        """A new handle, and its serial if a holder owns it. On failure there is none."""
-        if self.holder is None:
-            return self.driver.create(size_bytes), 0
-        serial, fd = self.holder.create(size_bytes)
-        try:
-            return self.driver.import_fd(fd, size_bytes), serial
-        except BaseException:
-            self.holder.release([serial])
-            raise
-        finally:
-            os.close(fd)
-
-    def _leave(self, extent: Extent) -> None:
-        """A sealed extent stays with the holder for the next process; a lent one for other engines, as long as they have it."""
-        self.created_bytes -= extent.size_bytes
-        if extent.imported:
-            self.driver.release(extent.handle)
-        if self.lender is not None:
-            self.borrowed_bytes -= extent.size_bytes
-            self._borrowed[extent.serial] -= 1
-            if self._borrowed[extent.serial]:
-                return  # it was borrowed again before it had left
-            del self._borrowed[extent.serial]
-        owner = self.holder or self.lender
-        if owner is not None and not extent.sealed:
-            owner.release([extent.serial])
+        return [extent for extent in missing if not extent.imported]
 
     def make_room(self, num_pages: int, room_pages: int) -> bool:
         """Give free extents back and evict what is idle, until `num_pages` may be borrowed; False if that is too little.
@@ -584,8 +481,6 @@ class Pool(Closing, Unique):
             if not (self._destroy_any_free() or self._reclaim(ceil_div(excess_bytes, PAGE_BYTES), wait=False)):
                 return False
         return True
-
-    # Internal interface, for the caches: the caller holds the lock.
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""
@@ -649,14 +544,12 @@ class Pool(Closing, Unique):
         size_bytes = num_pages * PAGE_BYTES
         if self._free[num_pages]:
             extent = self._free[num_pages].pop()
-        elif self.holder is not None and self.holder.is_gone():
-            self._reclaim_without_holder(self.holder, num_pages, missing, wait=wait)
+        elif (text := self.source.text_if_ended()) is not None:
+            self._reclaim_what_is_here(num_pages, missing, text, wait=wait)
             return
         elif self.created_bytes + size_bytes <= self.budget_bytes:
             try:
-                handle, serial = self._create(size_bytes)
-            except HolderGone:
-                return
+                new = self.source.create(num_pages)
             except (OutOfDeviceMemory, OutOfDescriptors) as error:
                 if self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
                     return
@@ -665,7 +558,9 @@ class Pool(Closing, Unique):
                     f"({format_bytes(self.created_bytes)} created): {error}{self._about_pins()}; lower budget_bytes "
                     "or close sequences"
                 ) from error
-            extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed, serial=serial)
+            if new is None:
+                return
+            extent = new
             self.created_bytes += size_bytes
             created.add(extent)
         elif self._give_way(missing * num_pages, wait=wait):
@@ -682,8 +577,8 @@ class Pool(Closing, Unique):
         self.used_bytes += size_bytes
         taken.append(extent)
 
-    def _reclaim_without_holder(self, holder: HolderClient, num_pages: int, missing: int, *, wait: bool) -> None:
-        """One step towards `missing` more free extents of a class, when only those come that can be evicted.
+    def _reclaim_what_is_here(self, num_pages: int, missing: int, text_if_ended: str, *, wait: bool) -> None:
+        """One step towards `missing` more free extents of a class, when the source has ended: only evicted ones come.
 
         Raises: OutOfPages, before anything is evicted for nothing.
         """
@@ -692,7 +587,7 @@ class Pool(Closing, Unique):
         if evictable < missing or not self._reclaim(missing * num_pages, wait=wait):
             raise OutOfPages(
                 f"{counted(missing, 'extent')} of {counted(num_pages, 'page')} needed, {evictable} can be evicted, and "
-                f"{holder.text_if_gone}{self._about_pins()}"
+                f"{text_if_ended}{self._about_pins()}"
             )
 
     def _put_back(self, extent: Extent) -> None:
@@ -700,19 +595,18 @@ class Pool(Closing, Unique):
             self.used_bytes -= extent.size_bytes
         extent.holders = extent.users = 0
         self.held_bytes -= extent.size_bytes
-        if extent.sealed or extent.lent or not extent.imported:
-            self._leave(extent)
+        if extent.leaves:
+            self.created_bytes -= extent.size_bytes
+            self.source.release(extent)
         else:
             self._free[extent.num_pages].append(extent)
 
     def _destroy_newest(self, num_pages: int) -> None:
         """Give the newest free extent of a class back to the device; if that fails it stays free, and is not lost."""
         extent = self._free[num_pages][-1]
-        self.driver.release(extent.handle)
+        self.source.release(extent)
         self._free[num_pages].pop()
         self.created_bytes -= extent.size_bytes
-        if self.holder is not None:
-            self.holder.release([extent.serial])
 
     def _destroy_any_free(self) -> bool:
         """Give one free extent back, of the smallest class that has one."""
@@ -742,6 +636,16 @@ class Pool(Closing, Unique):
             oldest.evict()
             return True
         return wait and any(cache.wait_for_reclaim() for cache in self.caches)
+
+
+def _open_source(
+    driver: Driver, budget_bytes: int, holder: str | os.PathLike[str] | None, lender: str | os.PathLike[str] | None
+) -> ExtentSource:
+    if holder is None and lender is None:
+        return DeviceSource(driver)
+    from vmmkv.holder.source import open_source
+
+    return open_source(driver, budget_bytes, holder=holder, lender=lender)
 
 
 def _needed(num_pages: int) -> str:

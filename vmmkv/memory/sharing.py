@@ -20,8 +20,8 @@ import torch
 from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.mapper import Target
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
 
@@ -175,6 +175,11 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
         if first_byte < end_byte:
             copy_slot_bytes(memory, source, span.index, first_byte, end_byte - first_byte, span.address + first_byte)
     memory.table.lengths[target] = end_token
+
+
+def num_unmoved(rows: npt.NDArray[np.int64]) -> int:
+    """How many of these rows stay where they are in a compaction to them."""
+    return int((rows == np.arange(len(rows))).sum())  # no row moves back, so that all behind one that moves do too
 
 
 _CHUNK_BYTES: Final = 32 * MIB

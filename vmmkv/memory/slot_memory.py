@@ -1,6 +1,6 @@
 """The memory under the slots: what is mapped for each, how far each may be written, what the device knows of it.
 
-One step below the public cache: slots and token counts, no sequences. The caller holds the pool's lock.
+Slots and token counts, no sequences. The caller holds the pool's lock.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import DriverError, LayoutError, OutOfPages
 from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span, arena_bytes, check_addresses
+from vmmkv.memory.extents import Extent, Tenant
 from vmmkv.memory.mapper import Growth, Mapper, Target
-from vmmkv.memory.pool import Extent, Pool, Tenant
+from vmmkv.memory.pool import Pool
 from vmmkv.memory.states import SlotState
 from vmmkv.units import PAGE_BYTES, ceil_div
 

@@ -24,16 +24,17 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
 from vmmkv.memory import sharing
-from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.memory.extents import SIZE_CLASSES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
+from vmmkv.memory.slots import ParkedSlot, Slots
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.index import MOST_LOOKED_AT, Placed, PrefixIndex, pieces_below
 from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
+from vmmkv.sequence import Sequence
 from vmmkv.units import PAGE_BYTES
 
 MOST_LOST_PAGES: Final = SIZE_CLASSES[0]
@@ -152,13 +153,13 @@ class Hit:
 class Attacher:
     """Attaches sequences of one cache to what its index has. The caller holds the pool's lock."""
 
-    def __init__(self, cache: KVCache, index: PrefixIndex) -> None:
-        self._cache = cache
-        self._memory = cache.memory
+    def __init__(self, slots: Slots, index: PrefixIndex) -> None:
+        self._slots = slots
+        self._memory = slots.memory
         self._index = index
         self.windows = Windows(self._memory)
         """Where extents are read that no slot has."""
-        self._row_bytes = cache.layout.row_bytes
+        self._row_bytes = slots.layout.row_bytes
         self._preparing: Iterator[bool] | None = None
         """The path that `prepare` has begun, see `_prepare`; its slot until that has all rows."""
         self._begun: ParkedSlot | None = None
@@ -175,7 +176,7 @@ class Attacher:
                     attached = self._adopt(parked, hit.num_tokens, end)
                 elif method is not AttachMethod.ADOPT:
                     attached = self._alias(namespace, tokens, end)
-        return attached or Attached(self._cache.open_any(end, namespace), 0, AttachMethod.COMPUTE)
+        return attached or Attached(Sequence(self._slots.open(end, namespace)), 0, AttachMethod.COMPUTE)
 
     def find(self, namespace: Hashable, tokens: Tokens) -> Hit | None:
         """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
@@ -185,7 +186,7 @@ class Attacher:
         """What can be attached of a match, `most` tokens at most."""
         num_tokens = min(match.num_tokens, most)
         while num_tokens > 0:
-            starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
+            starts = [self._slots.layout.start_for(group, num_tokens) for group in self._slots.layout.groups]
             hit = Hit(self._memory, self.windows, match.path, num_tokens, starts)
             if hit.resident is not None or hit.extents.num_tokens == num_tokens:
                 return hit
@@ -200,9 +201,9 @@ class Attacher:
         It is the shortest of all residents if `is_forced`, else of `MOST_LOOKED_AT` of them, which are others at each call.
         """
         most_lost = (
-            self._cache.max_tokens if is_forced else min(MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes, hit.num_tokens)
+            self._slots.max_tokens if is_forced else min(MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes, hit.num_tokens)
         )
-        parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
+        parked_slots, parked_at = self._slots.parked_slots, self._index.parked_at
         node = hit.node
         if node.end > hit.num_tokens and len(node.residents) > 1:
             return None  # rows past the match are in use
@@ -211,7 +212,7 @@ class Attacher:
         parked = [each for each in parked if each.length - hit.num_tokens <= most_lost]
         # Nearly always the first can be adopted.
         parked.sort(key=lambda each: (each.length, -each.stamp))
-        index, spares = self._index, self._cache.can_spare_pinned()
+        index, spares = self._index, self._slots.can_spare_pinned()
         fits = (each for each in parked if hit.is_in(each.slot) and index.is_free_past(each.slot, hit.num_tokens))
         return next((each for each in fits if not (spares and index.keeps_pinned(each.slot))), None)
 
@@ -223,18 +224,18 @@ class Attacher:
         node = index.parked_at.pop(slot)
         index.tree.lock(node)  # making room must not evict what is being adopted
         try:
-            sequence = self._cache.take_over(parked, num_tokens, end)
+            live = self._slots.take_over(parked, num_tokens, end)
         except BaseException:
             index.keep(slot, node)
             raise
         finally:
             index.tree.unlock(node)
-        return Attached(sequence, num_tokens, AttachMethod.ADOPT)
+        return Attached(Sequence(live), num_tokens, AttachMethod.ADOPT)
 
     def _alias(self, namespace: Hashable, tokens: Tokens, end: int) -> Attached | None:
         """Into a free slot; None if the match was evicted while one was made free."""
-        cache, memory, index = self._cache, self._memory, self._index
-        slot = cache.clear_run(1)
+        slots, memory, index = self._slots, self._memory, self._index
+        slot = slots.clear_run(1)
         hit = self.find(namespace, tokens)
         while hit is not None and not index.import_extents(hit.all_extents()):
             hit = self.find(namespace, tokens)
@@ -243,14 +244,14 @@ class Attacher:
         aliased = hit.extents.aliased
         memory.table.begin(slot, hit.starts, hit.extents.firsts)
         with self._reading(hit):
-            sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
-            if hit.resident in cache.parked_slots:
+            live = slots.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
+            if hit.resident in slots.parked_slots:
                 try:
-                    cache.parked_slots[hit.resident].fence = memory.fence()
+                    slots.parked_slots[hit.resident].fence = memory.fence()
                 except BaseException:
-                    cache.end_sequence(sequence)
+                    slots.end(live)
                     raise
-        return Attached(sequence, hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
+        return Attached(Sequence(live), hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
 
     # ahead of need
 
@@ -272,20 +273,20 @@ class Attacher:
 
     def _stop_preparing(self) -> None:
         parked, self._preparing, self._begun = self._begun, None, None
-        if parked is not None and self._cache.parked_slots.get(parked.slot) is parked:
-            self._cache.evict_parked(parked)
+        if parked is not None and self._slots.parked_slots.get(parked.slot) is parked:
+            self._slots.evict(parked)
 
     def _prepare(self, node: Node[Placed], free_slots: int) -> Iterator[bool]:
         """Park the path of a node in a free slot. Yields after each few extents."""
-        cache, memory, index = self._cache, self._memory, self._index
+        slots, memory, index = self._slots, self._memory, self._index
         hit = None if node.parent is None else self.hit(Match(node.path(), node.end), node.end)
         if hit is None or hit.resident is not None:
             return
         if memory.table.num(SlotState.FREE) <= free_slots:
             index.restored.clear()
             return
-        namespace, slot = index.tree.namespace_of(node), cache.clear_run(1)
-        parked = self._begun = cache.park_bare(slot, namespace, hit.starts, node.stamp)
+        namespace, slot = index.tree.namespace_of(node), slots.clear_run(1)
+        parked = self._begun = slots.park_bare(slot, namespace, hit.starts, node.stamp)
         aliased = [(group, *each) for group, pages in enumerate(hit.extents.aliased) for each in pages.items()]
         known = _state_of(node)
         for first in range(0, len(aliased), _PREPARED_AT_ONCE):
@@ -293,10 +294,10 @@ class Attacher:
             if not self._could_import(extent for _, _, extent in some):
                 return
             given = [{page: extent for at, page, extent in some if at == group} for group in range(len(memory.arenas))]
-            with cache.mapping_under(parked):
+            with slots.mapping_under(parked):
                 sharing.alias(memory, slot, given)
             yield True
-            if cache.parked_slots.get(slot) is not parked or _state_of(node) != known:
+            if slots.parked_slots.get(slot) is not parked or _state_of(node) != known:
                 index.restored.append(node)  # begin again
                 return
         aliased_before, hit = hit.extents.aliased, self.hit(Match(node.path(), node.end), node.end)
@@ -306,7 +307,7 @@ class Attacher:
         if not self._could_import(hit.all_extents()):
             return
         memory.table.begin(slot, hit.starts, hit.extents.firsts)
-        with contextlib.suppress(OutOfPages), self._reading(hit), cache.mapping_under(parked):
+        with contextlib.suppress(OutOfPages), self._reading(hit), slots.mapping_under(parked):
             sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
             parked.length = hit.num_tokens
         if parked.length:
@@ -328,7 +329,7 @@ class Attacher:
     @contextlib.contextmanager
     def _reading(self, hit: Hit) -> Iterator[None]:
         """Making room evicts nothing of a hit within: neither a slot with these rows, nor extents of nodes below."""
-        index, pool, node = self._index, self._cache.pool, hit.node
+        index, pool, node = self._index, self._slots.pool, hit.node
         tails = [tail.extent for tail in hit.extents.tails if tail is not None]
         index.tree.lock(node)
         pool.hold(*tails)

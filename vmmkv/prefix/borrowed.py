@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vmmkv.errors import LogDamaged
-from vmmkv.holder.client import HolderClient
 from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.holder.source import LenderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
@@ -46,11 +46,12 @@ class Borrowed:
 class BorrowedPrefixes:
     """The log of another engine, by prefix, and what of it is in a tree."""
 
-    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, lender: HolderClient, identity: bytes) -> None:
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, source: LenderSource, identity: bytes) -> None:
         self._index = index
         self._layout = layout
         self._pool = pool
-        self._lender = lender
+        self._source = source
+        self._lender = source.lender
         self._identity = identity
         self._refused = b""
         """The last identity that is another one."""
@@ -86,7 +87,8 @@ class BorrowedPrefixes:
             return num_tokens, 0
         borrowed, extents = [], []
         for seal in seals:
-            extents.append(self._pool.restore(seal.serial, seal.num_pages))
+            extents.append(self._source.borrow(seal.serial, seal.num_pages))
+            self._pool.take_in(extents[-1])
             borrowed.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
         borrowed.sort(key=piece_place)
         self._index.add(namespace, tokens[: borrowed[-1].end_token], borrowed)

@@ -22,8 +22,10 @@ import numpy.typing as npt
 import torch
 
 from vmmkv.arguments import instance, label, whole
-from vmmkv.cache import KVCache, Sequence
+from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
+from vmmkv.holder.source import HolderSource, LenderSource
+from vmmkv.memory.slots import LiveSlot
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
@@ -31,6 +33,7 @@ from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
+from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -87,6 +90,7 @@ class PrefixCache:
     def __init__(self, cache: KVCache, tiers: Seq[Tier] = (), *, fingerprint: str = "") -> None:
         instance("cache", cache, KVCache, "a KVCache")
         self.cache = cache
+        self._slots = slots = cache.slots
         holder, lender = cache.pool.holder, cache.pool.lender
         if (tiers or holder is not None or lender is not None) and not fingerprint:
             raise ValueError(
@@ -100,30 +104,30 @@ class PrefixCache:
                 )
         if tiers:
             with cache.pool.lock:
-                cache.check_capture()
+                slots.check_capture()
         for tier in tiers:  # without the lock: pinning takes seconds
             tier.open(cache.device)
         with cache.pool.lock:
-            if isinstance(cache.prefix, PrefixIndex):
+            if isinstance(slots.keeper, PrefixIndex):
                 raise ValueError(f"{cache!r} has a prefix cache already")
             if holder is not None and holder.has_prefixes:
                 raise ValueError(f"the holder at {holder.path} keeps the prefixes of one cache, and another one has it")
-            self._index = PrefixIndex(cache)
-            self._attacher = Attacher(cache, self._index)
+            self._index = PrefixIndex(slots)
+            self._attacher = Attacher(slots, self._index)
             self._transfers: Transfers | None = None
             if tiers:
-                self._transfers = Transfers(cache, self._index, self._attacher.windows, tiers, fingerprint)
+                self._transfers = Transfers(slots, self._index, self._attacher.windows, tiers, fingerprint)
                 self._index.followers.append(self._transfers)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
-            self.cache.prefix = self._index
+            slots.keeper = self._index
             identity = cache.layout.identity(fingerprint)
-            if holder is not None:
-                SealedPrefixes(self._index, cache.layout, cache.pool, identity).restore()
-            self._borrowed = (
-                None if lender is None else BorrowedPrefixes(self._index, cache.layout, cache.pool, lender, identity)
-            )
+            self._borrowed: BorrowedPrefixes | None = None
+            if isinstance(source := cache.pool.source, HolderSource):
+                SealedPrefixes(self._index, cache.layout, cache.pool, source, identity).restore()
+            elif isinstance(source, LenderSource):
+                self._borrowed = BorrowedPrefixes(self._index, cache.layout, cache.pool, source, identity)
 
     # in
 
@@ -138,7 +142,7 @@ class PrefixCache:
 
         def match() -> int:
             with self.cache.pool.lock:
-                self.cache.check_open()
+                self._slots.check_open()
                 hit = self._attacher.hit(self._index.tree.resume(lookup), most)
                 return 0 if hit is None else hit.num_tokens
 
@@ -174,8 +178,8 @@ class PrefixCache:
         try:
             with self.cache.pool.lock:
                 began_ns = time.perf_counter_ns()
-                end = self.cache.check_end(max_tokens)
-                self.cache.check_capture()
+                end = self._slots.check_end(max_tokens)
+                self._slots.check_capture()
                 if len(tokens) > end:
                     raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
                 attached = self._attacher.attach(tokens, namespace, method=method, end=end)
@@ -206,17 +210,18 @@ class PrefixCache:
         inserted; Closed if it has ended; GraphCapture.
         """
         with self.cache.pool.lock:
-            self.cache.check_capture()
-            self._insert(sequence, tokens, is_written=is_written)
+            self._slots.check_capture()
+            self._insert(live_slot(sequence, self._slots), tokens, is_written=is_written)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
         """End a sequence: insert its tokens, and keep its slot, which a prompt that continues them can adopt."""
         with self.cache.pool.lock:
-            self.cache.check_capture()
-            if self._insert(sequence, tokens) is None:
-                self.cache.end_sequence(sequence)
+            self._slots.check_capture()
+            live = live_slot(sequence, self._slots)
+            if self._insert(live, tokens) is None:
+                self._slots.end(live)
             else:
-                self._index.park(sequence)
+                self._index.park(live)
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
         """End or preempt a sequence: insert its tokens, and free its slot. Full extents stay in the tree.
@@ -225,28 +230,27 @@ class PrefixCache:
         parked with them. If this raises, the sequence still runs.
         """
         with self.cache.pool.lock:
-            self.cache.check_capture()
-            self.cache.check_running(sequence)
+            self._slots.check_capture()
+            live = live_slot(sequence, self._slots)
             if len(tokens):
-                self._insert(sequence, tokens)
-            self.cache.end_sequence(sequence)
+                self._insert(live, tokens)
+            self._slots.end(live)
 
-    def _insert(self, sequence: Sequence, tokens: Tokens, *, is_written: bool = False) -> Node[Placed] | None:
+    def _insert(self, live: LiveSlot, tokens: Tokens, *, is_written: bool = False) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
-        self.cache.check_running(sequence)
-        slot = sequence.slot
+        slot = live.slot
         if slot not in self._index.running:
             raise ValueError(
-                f"{sequence!r} did not come from attach() of this prefix cache; what came from open() or fork() is no "
+                f"{live!r} did not come from attach() of this prefix cache; what came from open() or fork() is no "
                 "prefix's, and ends by close()"
             )
-        if sequence.known_positions is not None:
-            raise ValueError(f"{sequence!r} was compacted, so its rows are no prefix; end it by release() without tokens")
+        if live.positions is not None:
+            raise ValueError(f"{live!r} was compacted, so its rows are no prefix; end it by release() without tokens")
         tokens = _checked(tokens)
         num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
-        if not num_inserted <= num_tokens <= sequence.length:
+        if not num_inserted <= num_tokens <= live.length:
             raise ValueError(
-                f"{num_tokens} tokens: the sequence in slot {slot} has {sequence.length}, of which {num_inserted} were "
+                f"{num_tokens} tokens: the sequence in slot {slot} has {live.length}, of which {num_inserted} were "
                 f"inserted before; what was inserted stays so, and rows that have been written count after advance()"
             )
         if num_tokens > num_inserted:
@@ -268,8 +272,8 @@ class PrefixCache:
         """
         tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
-            self.cache.check_open()
-            self.cache.check_capture()
+            self._slots.check_open()
+            self._slots.check_capture()
             if self._borrowed is None or len(tokens) < 2:
                 return None
             known = self._attachable(namespace, tokens)
@@ -317,8 +321,8 @@ class PrefixCache:
         """
         tokens, namespace = _checked(tokens), label("namespace", namespace)
         with self.cache.pool.lock:
-            self.cache.check_open()
-            self.cache.check_capture()
+            self._slots.check_open()
+            self._slots.check_capture()
             transfers = self._transfers
             if transfers is None or len(tokens) < 2:
                 return None
@@ -346,8 +350,8 @@ class PrefixCache:
             transfers = self._transfers
             if transfers is None or transfers.is_idle:
                 return False
-            self.cache.check_open()
-            self.cache.check_capture()
+            self._slots.check_open()
+            self._slots.check_capture()
             transfers.poll(budget_us)
             return not transfers.is_idle
 
@@ -378,8 +382,8 @@ class PrefixCache:
         Raises: DriverError, and what was parked before stays; GraphCapture.
         """
         with self.cache.pool.lock:
-            self.cache.check_open()
-            self.cache.check_capture()
+            self._slots.check_open()
+            self._slots.check_capture()
             return self._attacher.prepare(budget_us, free_slots)
 
     # pins, and the rest
@@ -396,7 +400,7 @@ class PrefixCache:
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
-            self.cache.check_open()
+            self._slots.check_open()
             return self._index.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
@@ -464,9 +468,10 @@ class PrefixCache:
         stay. No driver call: `KVCache.map_ahead` unmaps.
         """
         with self.cache.pool.lock:
-            missing = count - self.cache.table.num(SlotState.FREE, SlotState.CLOSING)
-            for parked in list(itertools.islice(self.cache.unpinned(self.cache.parked_slots.values()), max(0, missing))):
-                self.cache.evict_parked(parked)
+            slots = self._slots
+            missing = count - slots.table.num(SlotState.FREE, SlotState.CLOSING)
+            for parked in list(itertools.islice(slots.unpinned(slots.parked_slots.values()), max(0, missing))):
+                slots.evict(parked)
 
     def __repr__(self) -> str:
         if self.cache.closed:

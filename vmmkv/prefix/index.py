@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from vmmkv.cache import KVCache, ParkedSlot, RowKeeper, Sequence
 from vmmkv.driver.base import Fence
 from vmmkv.layout import Group
-from vmmkv.memory.pool import Evictable, Extent
+from vmmkv.memory.extents import Extent
+from vmmkv.memory.pool import Evictable
+from vmmkv.memory.slots import LiveSlot, ParkedSlot, RowKeeper, Slots
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -94,10 +95,10 @@ class IndexFollower:
 
 
 class PrefixIndex(RowKeeper):
-    """The prefix tree of one cache, and the slots that share its extents. The cache asks it what to evict."""
+    """The prefix tree of one cache, and the slots that share its extents. The slots ask it what to evict."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
+    def __init__(self, slots: Slots) -> None:
+        self.tree: RadixTree[Placed] = RadixTree(slots.pool.tick)
         self.running: dict[int, Node[Placed] | None] = {}
         """By slot: where the confirmed tokens of a running sequence end in the tree, locked; None for no tokens."""
         self.parked_at: dict[int, Node[Placed]] = {}
@@ -112,11 +113,11 @@ class PrefixIndex(RowKeeper):
         self.inserted_pages = 0
         self.duplicate_pages = 0
         self.evicted_pages = 0
-        self._layout = cache.layout
-        self._windowed = {index for index, group in enumerate(cache.layout.groups) if group.window is not None}
-        self._cache = cache
-        self._memory = cache.memory
-        self._pool = cache.pool
+        self._layout = slots.layout
+        self._windowed = {index for index, group in enumerate(slots.layout.groups) if group.window is not None}
+        self._slots = slots
+        self._memory = slots.memory
+        self._pool = slots.pool
 
     # what is known
 
@@ -288,7 +289,7 @@ class PrefixIndex(RowKeeper):
         """Unused extents that pins keep. Cost: grows with what is pinned."""
         return {piece.value.extent for node in self._pinned() for piece in node.pieces if not piece.value.extent.users}
 
-    # what the cache asks
+    # what the slots ask
 
     def poll(self) -> None:
         """Seal what waits for a fence that has passed. Never blocks."""
@@ -358,7 +359,7 @@ class PrefixIndex(RowKeeper):
         if (node := self._oldest_passed()) is not None:
             return Evictable(node.stamp, True, functools.partial(self._evict_passed, node))
         if (parked := self._oldest_parked()) is not None:
-            return Evictable(parked.stamp, parked.fence.done(), functools.partial(self._cache.evict_parked, parked))
+            return Evictable(parked.stamp, parked.fence.done(), functools.partial(self._slots.evict, parked))
         return None
 
     def evict_leaf(self, leaf: Node[Placed]) -> None:
@@ -369,10 +370,10 @@ class PrefixIndex(RowKeeper):
             assert slot in self.parked_at, "a leaf is evicted in which a sequence runs"
             if start and parent is not None:
                 self.parked_at[slot] = parent
-                self._cache.cut_parked(slot, start)
+                self._slots.cut(slot, start)
             else:
                 del self.parked_at[slot]
-                self._cache.evict_parked(self._cache.parked_slots[slot])
+                self._slots.evict(self._slots.parked_slots[slot])
         if start and parent is not None:
             self._tidy(parent)
 
@@ -383,9 +384,9 @@ class PrefixIndex(RowKeeper):
 
     def _oldest_parked(self) -> ParkedSlot | None:
         """A parked slot whose node is locked, pinned or no leaf: pages may be its alone. Pinned ones come last."""
-        parked_slots = self._cache.parked_slots.items()
+        parked_slots = self._slots.parked_slots.items()
         kept, again = itertools.tee(each for slot, each in parked_slots if slot in self.parked_at and slot != self.source)
-        return next(self._cache.unpinned(kept), next(again, None))
+        return next(self._slots.unpinned(kept), next(again, None))
 
     def _oldest_passed(self) -> Node[Placed] | None:
         """The least recently used node with passed extents that is not on the way to a pinned one.
@@ -403,7 +404,7 @@ class PrefixIndex(RowKeeper):
         return [piece for piece in node.pieces if piece.group in self._windowed and piece.value.extent.holders == 1]
 
     def _is_idle(self, node: Node[Placed]) -> bool:
-        return all(self._cache.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
+        return all(self._slots.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
 
     def clear(self) -> list[Fence]:
         """Evict everything, pinned or not, and give up stores and loads; no sequence runs. A holder keeps what is sealed.
@@ -421,12 +422,12 @@ class PrefixIndex(RowKeeper):
         for follower in self.followers:
             follower.finish()
 
-    def park(self, sequence: Sequence) -> ParkedSlot:
+    def park(self, live: LiveSlot) -> ParkedSlot:
         """End a running sequence and keep its slot, with the rows that were inserted. There are some."""
-        slot, node = sequence.slot, self.running.pop(sequence.slot)  # else parking would take its rows for gone
+        slot, node = live.slot, self.running.pop(live.slot)  # else parking would take its rows for gone
         assert node is not None, "nothing was inserted"
         try:
-            parked = self._cache.park_sequence(sequence, node.end)
+            parked = self._slots.park(live, node.end)
         except BaseException:
             self.running[slot] = node
             raise
@@ -434,17 +435,17 @@ class PrefixIndex(RowKeeper):
         self.keep(slot, node)
         return parked
 
-    def park_pinned(self, sequence: Sequence) -> bool:
+    def park_pinned(self, live: LiveSlot) -> bool:
         """Park a running sequence with the pinned rows that no other slot has; False, and it runs, if there are none."""
-        slot, last = sequence.slot, self.running.get(sequence.slot)
+        slot, last = live.slot, self.running.get(live.slot)
         nodes = () if last is None else reversed(last.path())
         kept = next((node for node in nodes if self._keeps(slot, node, node.residents)), None)
         if kept is None:
             return False
-        parked = self.park(sequence)
+        parked = self.park(live)
         parked.positions = None  # rows that a compaction has moved are behind those inserted
         self.shorten(slot, kept.end)
-        self._cache.cut_parked(slot, kept.end)
+        self._slots.cut(slot, kept.end)
         return True
 
     def keeps_pinned(self, slot: int) -> bool:
@@ -463,7 +464,7 @@ class PrefixIndex(RowKeeper):
     def keep(self, slot: int, node: Node[Placed]) -> None:
         """A parked slot's rows end at a node: it is evicted with the tree's leaves, not by itself."""
         self.parked_at[slot] = node
-        del self._cache.loose_slots[slot]
+        del self._slots.loose_slots[slot]
 
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
@@ -494,9 +495,9 @@ class PrefixIndex(RowKeeper):
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
         locks = sum((follower.locks() for follower in self.followers), Counter(running.values()))
         assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
-        assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
+        assert self.parked_at.keys() <= self._slots.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
-            assert self._cache.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+            assert self._slots.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
         self._check_pins()
         for follower in self.followers:
             follower.check()

@@ -26,8 +26,10 @@ from vmmkv.arguments import label
 from vmmkv.driver.base import Fence
 from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.holder.source import HolderSource
 from vmmkv.layout import KVLayout
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, Pool
+from vmmkv.memory.extents import SIZE_CLASSES, Extent
+from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, counted
@@ -42,12 +44,12 @@ class SealedPrefixes(IndexFollower):
 
     waits_for_writes = True
 
-    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> None:
-        assert pool.holder is not None, "without a holder nothing outlives the process"
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, source: HolderSource, identity: bytes) -> None:
         self._index = index
         self._layout = layout
         self._pool = pool
-        self._holder: Final = pool.holder
+        self._source: Final = source
+        self._holder: Final = source.holder
         self._log = self._holder.log
         self._identity = identity
         self._waiting: deque[tuple[Fence | None, Hashable, bytes, dict[Extent, Piece[Placed]]]] = deque()
@@ -65,7 +67,8 @@ class SealedPrefixes(IndexFollower):
         self._holder.has_prefixes = True
         contents, left = LogContents(), dict[int, int]()
         try:
-            left = self._pool.left()
+            known = {extent.serial for extent in self._pool.extents()}
+            left = {serial: size for serial, size in self._holder.handles().items() if serial not in known}
             contents = self._read(left)
         except LogDamaged as error:
             self._holder.say_damaged(error)
@@ -121,7 +124,8 @@ class SealedPrefixes(IndexFollower):
         pieces: list[Piece[Placed]] = []
         place_of: dict[Extent, int] = {}
         for seal in (seals[place] for place in places):
-            extent = self._pool.restore(seal.serial, seal.num_pages)
+            extent = self._source.kept(seal.serial, seal.num_pages)
+            self._pool.take_in(extent)
             place_of[extent] = places[len(pieces)]
             pieces.append(Piece(seal.end_token, Placed(seal.page, extent, seal.first_token), seal.group))
         pieces.sort(key=piece_place)

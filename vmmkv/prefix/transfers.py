@@ -23,11 +23,11 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vmmkv.cache import KVCache
 from vmmkv.driver.base import DONE, Fence
 from vmmkv.errors import OutOfPages
-from vmmkv.memory.pool import SIZE_CLASSES, Extent, largest_at
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, largest_at
 from vmmkv.memory.sharing import Windows
+from vmmkv.memory.slots import Slots
 from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
 from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, TreeListener, piece_place
 from vmmkv.tiers.keys import PageKeys
@@ -190,7 +190,7 @@ class PrefixListener(TreeListener, Protocol):
 class Transfers(IndexFollower):
     """The stores and loads of one prefix cache."""
 
-    def __init__(self, cache: KVCache, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> None:
+    def __init__(self, cache: Slots, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> None:
         self.cache: Final = cache
         self.tiers: Final = tuple(tiers)
         self.keys: Final = PageKeys(cache.layout, fingerprint)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import vmmkv
-from vmmkv.cache import num_unmoved
+from vmmkv.memory.sharing import num_unmoved
 from vmmkv_server.engine.attention import RotaryKeys
 from vmmkv_server.engine.kv_backend import EngineCache, KVSequence
 from vmmkv_server.engine.models import EngineModel

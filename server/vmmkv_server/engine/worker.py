@@ -21,12 +21,12 @@ import msgspec
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from vmmkv.cache import Planes
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.driver.pinned import host_memory
 from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena
+from vmmkv.sequence import Planes
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.console import end
 from vmmkv_server.engine.attention import KVRows

@@ -23,12 +23,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vmmkv.cache import KVCache, Sequence, num_unmoved
+from vmmkv.cache import KVCache
 from vmmkv.errors import LayoutError, RowsUnmapped
 from vmmkv.eviction import turn
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
+from vmmkv.memory.sharing import num_unmoved
+from vmmkv.memory.slots import LiveSlot
+from vmmkv.sequence import Sequence
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 _INT32_END: Final = 2**31
@@ -307,6 +310,11 @@ class WindowRows:
         return self._shared.cache
 
     @property
+    def live_slots(self) -> list[LiveSlot]:
+        """The slots of its sequences."""
+        return [sequence.live for sequence in self.sequences]
+
+    @property
     def closed(self) -> bool:
         """Is there no cache to be closed?"""
         return self._shared is None or self._shared.cache.closed
@@ -342,7 +350,7 @@ class WindowRows:
         """Pages that `fork` will ask for."""
         with self.pool.lock:
             return sum(
-                sharing.fork_pages(self.cache.memory, sequence.slot, sequence.length) for sequence in self._named(parents)
+                sharing.fork_pages(self.cache.slots.memory, sequence.slot, sequence.length) for sequence in self._named(parents)
             )
 
     def _named(self, parents: Seq[int]) -> list[Sequence]:
@@ -402,7 +410,7 @@ class WindowRows:
         if not self._is_short(num_rows) or num_rows > self._max_tokens:
             return 0
         with self.pool.lock:
-            return sum(self.cache.memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
+            return sum(self.cache.slots.memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
 
     def pages_like(self, k_BKTD: Tensor, v_BKTD: Tensor, num_rows: int) -> int:
         """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
@@ -499,7 +507,7 @@ class WindowRows:
         """Keep these rows of each sequence, as many of each. All or none. See Sequence.compact."""
         with self.pool.lock:
             for sequence, rows in zip(self.sequences, kept, strict=True):  # all that can find no page
-                sharing.own_from(self.cache.memory, sequence.slot, num_unmoved(rows), len(rows))
+                sharing.own_from(self.cache.slots.memory, sequence.slot, num_unmoved(rows), len(rows))
         self.num_dropped += self.sequences[0].length - len(kept[0])
         for sequence, rows in zip(self.sequences, kept, strict=True):
             sequence.compact(rows)

@@ -51,13 +51,13 @@ from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompt
 from vmmkv.adapters.transformers.calls import PassCalls
 from vmmkv.adapters.transformers.eviction import Eviction
 from vmmkv.arguments import whole
-from vmmkv.cache import Sequence
 from vmmkv.errors import Closed, LayoutError, OutOfPages, OutOfSlots
 from vmmkv.eviction import KVPolicy, turn
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.model_config import WITH_SINKS, Attention, Latent, ModelConfig, beside_rows, described, read
-from vmmkv.tiers.saved import Offloaded, fill_batches, read_batches_header, save_batches
+from vmmkv.saved import Offloaded, fill_batches, read_batches_header, save_batches
+from vmmkv.sequence import Sequence
 from vmmkv.units import counted
 
 T = TypeVar("T")
@@ -635,7 +635,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._check_between_passes()
         self._follow_stream()
         self._close_replaced()
-        batches = [rows.sequences for rows in self._groups if rows.sequences]
+        batches = [rows.live_slots for rows in self._groups if rows.sequences]
         if batches and not self._is_offloaded:
             self._offloaded = Offloaded(batches)
             self._offloaded.release()
@@ -655,7 +655,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._follow_stream()
         self.restore()
         header = saved.header(self._config, self._num_tokens, self._compacted_tokens, self._lineage, self._groups)
-        save_batches([rows.sequences for rows in self._groups], Path(path), fingerprint, header)
+        save_batches([rows.live_slots for rows in self._groups], Path(path), fingerprint, header)
 
     def _check_saved(self, what: str) -> None:
         if self._eviction is not None:
@@ -693,7 +693,7 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                     self._take_slots(rows, open_rows)
                 num_rows = [batch.num_tokens - rows.num_dropped for rows in self._groups]
                 fill_batches(
-                    file, path, [(rows.sequences, num) for rows, num in zip(self._groups, num_rows, strict=True)], fingerprint
+                    file, path, [(rows.live_slots, num) for rows, num in zip(self._groups, num_rows, strict=True)], fingerprint
                 )
             except BaseException:
                 self._end()

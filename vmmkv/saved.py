@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TypeGuard
+from typing import Any, BinaryIO, Final, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,10 @@ from vmmkv.driver.base import DONE, Fence, retried
 from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.address_space import Span
-from vmmkv.memory.pool import Extent
+from vmmkv.memory.extents import Extent
 from vmmkv.memory.sharing import Pages
+from vmmkv.memory.slots import LiveSlot, Slots
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted, format_bytes
-
-if TYPE_CHECKING:
-    from vmmkv import cache as caches
 
 _MAGIC: Final = b"vmmkv sequence 1"
 _BATCHES_MAGIC: Final = b"vmmkv batches 1\n"
@@ -85,41 +83,41 @@ class _Part(NamedTuple):
 class _Rows:
     """All rows that a running sequence has now. Raises: GraphCapture, under which no memory can be pinned either."""
 
-    def __init__(self, sequence: "caches.Sequence") -> None:
-        with sequence.cache.pool.lock:
-            sequence.cache.check_capture()
-            self.sequence: Final = sequence
-            self.num_tokens: Final = sequence.length
-            memory = sequence.cache.memory
-            self.parts = [_Part(span, memory.start(span)) for span in memory.spans(sequence.slot)]
+    def __init__(self, live: LiveSlot) -> None:
+        slots = live.slots
+        with slots.pool.lock:
+            slots.check_capture()
+            self.live: Final = live
+            self.num_tokens: Final = live.length
+            self.parts = [_Part(span, slots.memory.start(span)) for span in slots.memory.spans(live.slot)]
 
     def check(self) -> None:
         """Has the sequence all of them still? The caller holds the lock. Raises: ValueError, Closed, GraphCapture."""
-        start_of = self.sequence.cache.memory.start
-        if self.sequence.length < self.num_tokens or any(start_of(part.span) != part.start for part in self.parts):
-            raise ValueError(f"{self.sequence!r} lost rows while it was saved")
-        self.sequence.cache.check_capture()
+        start_of = self.live.slots.memory.start
+        if self.live.length < self.num_tokens or any(start_of(part.span) != part.start for part in self.parts):
+            raise ValueError(f"{self.live!r} lost rows while it was saved")
+        self.live.slots.check_capture()
 
     def read(self, memory_for: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Copy them to the host memory that `memory_for` gives for so many bytes, chunk by chunk. Takes the lock for each."""
-        cache = self.sequence.cache
+        slots = self.live.slots
         for part in self.parts:
             for at, size_bytes in _chunks(part.first_byte, self.num_tokens * part.span.group.row_bytes):
                 chunk = memory_for(size_bytes)
-                with _copying(cache):
+                with _copying(slots):
                     self.check()
-                    cache.pool.driver.copy(chunk.data_ptr(), part.span.address + at, size_bytes)
+                    slots.pool.driver.copy(chunk.data_ptr(), part.span.address + at, size_bytes)
                 yield chunk
 
 
 @contextlib.contextmanager
-def _copying(cache: "caches.KVCache") -> Iterator[None]:
+def _copying(slots: Slots) -> Iterator[None]:
     """Copies to or from host memory that are launched within have ended behind it, interrupted or not: the memory may go."""
     fence: Fence = DONE
     try:
-        with cache.pool.lock, cache.memory.copying():
+        with slots.pool.lock, slots.memory.copying():
             yield
-            fence = retried(cache.pool.driver.fence)
+            fence = retried(slots.pool.driver.fence)
     finally:
         fence.wait()
 
@@ -133,24 +131,24 @@ def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
 # in a file
 
 
-def save(sequence: "caches.Sequence", path: Path, fingerprint: str) -> None:
-    """See Sequence.save."""
-    rows = _Rows(sequence)
+def save(live: LiveSlot, path: Path, fingerprint: str) -> None:
+    """Write the rows of a sequence to a file. See Sequence.save."""
+    rows = _Rows(live)
     if not rows.num_tokens:
-        raise ValueError(f"{sequence!r} has nothing to save")
-    buffer = host_memory(_CHUNK_BYTES, sequence.cache.device)
+        raise ValueError(f"{live!r} has nothing to save")
+    buffer = host_memory(_CHUNK_BYTES, live.slots.pool.device)
     with _replacing(path, _MAGIC) as file:
         _write(file, rows, fingerprint, buffer)
 
 
-def save_batches(batches: Sequence[Sequence["caches.Sequence"]], path: Path, fingerprint: str, header: dict[str, Any]) -> None:
+def save_batches(batches: Sequence[Sequence[LiveSlot]], path: Path, fingerprint: str, header: dict[str, Any]) -> None:
     """Write sequences of one pool, all with tokens, behind a header of the caller's. Cost and errors: see Sequence.save."""
-    buffer = host_memory(_CHUNK_BYTES, batches[0][0].cache.device)
+    buffer = host_memory(_CHUNK_BYTES, batches[0][0].slots.pool.device)
     with _replacing(path, _BATCHES_MAGIC) as file:
         _write_header(file, header)
-        for sequence in itertools.chain.from_iterable(batches):
+        for live in itertools.chain.from_iterable(batches):
             file.write(_MAGIC)
-            _write(file, _Rows(sequence), fingerprint, buffer)
+            _write(file, _Rows(live), fingerprint, buffer)
 
 
 @contextlib.contextmanager
@@ -221,10 +219,10 @@ def _write_header(file: BinaryIO, header: dict[str, Any]) -> None:
 
 def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) -> None:
     """A sequence behind its first bytes: its header, its rows."""
-    identity = rows.sequence.cache.layout.identity(fingerprint).hex()
+    identity = rows.live.slots.layout.identity(fingerprint).hex()
     header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
-    if rows.sequence.known_positions is not None:
-        header["positions"] = rows.sequence.known_positions.tolist()
+    if rows.live.positions is not None:
+        header["positions"] = rows.live.positions.tolist()
     _write_header(file, header)
     for chunk in rows.read(lambda size_bytes: buffer[:size_bytes]):
         data = chunk.numpy().data
@@ -232,38 +230,36 @@ def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) 
         file.write(_NUMBER.pack(zlib.crc32(data)))
 
 
-def restore(
-    cache: "caches.KVCache", path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable
-) -> "caches.Sequence":
-    """See KVCache.restore."""
-    with cache.pool.lock:
-        cache.check_end(max_tokens)
-        cache.check_capture()
-    buffer = host_memory(_CHUNK_BYTES, cache.device)
-    sequence: caches.Sequence | None = None
+def restore(slots: Slots, path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable) -> LiveSlot:
+    """A new sequence with the rows in a file. See KVCache.restore."""
+    with slots.pool.lock:
+        slots.check_end(max_tokens)
+        slots.check_capture()
+    buffer = host_memory(_CHUNK_BYTES, slots.pool.device)
+    live: LiveSlot | None = None
     with open(path, "rb") as file:
-        header = _read_header(file, path, cache, fingerprint)
+        header = _read_header(file, path, slots, fingerprint)
         num_tokens = header.num_tokens
         copies: list[_Copy] = []
         try:
-            with cache.pool.lock:
-                end = cache.check_end(max_tokens)
-                cache.check_capture()
+            with slots.pool.lock:
+                end = slots.check_end(max_tokens)
+                slots.check_capture()
                 if num_tokens > end:
                     raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
-                slot = cache.clear_run(1)
-                cache.table.begin(slot, header.starts)
+                slot = slots.clear_run(1)
+                slots.table.begin(slot, header.starts)
                 bare: list[Pages] = [{} for _ in header.starts]
-                sequence = cache.open_with(
+                live = slots.open_with(
                     slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
                 )
-                sequence.known_positions = header.positions
-            _read_rows(file, path, sequence, copies, buffer)
+                live.positions = header.positions
+            _read_rows(file, path, live, copies, buffer)
         except BaseException:
-            if sequence is not None:
-                sequence.close()
+            if live is not None:
+                live.close()
             raise
-    return sequence
+    return live
 
 
 def read_batches_header(file: BinaryIO, path: Path) -> Any:
@@ -271,33 +267,31 @@ def read_batches_header(file: BinaryIO, path: Path) -> Any:
     return _read_fields(file, path, _BATCHES_MAGIC, "batch as VmmCache.save", _BATCHES_HEADER_BYTES)
 
 
-def fill_batches(
-    file: BufferedReader, path: Path, batches: Sequence[tuple[Sequence["caches.Sequence"], int]], fingerprint: str
-) -> None:
+def fill_batches(file: BufferedReader, path: Path, batches: Sequence[tuple[Sequence[LiveSlot], int]], fingerprint: str) -> None:
     """Give sequences without tokens the rows that follow in a file: with each batch the tokens that each of it must have.
 
     If this fails, some have tokens. Cost: as Sequence.grow; blocks while the rows are read and copied, but without the lock.
     Raises: as KVCache.restore.
     """
-    buffer = host_memory(_CHUNK_BYTES, batches[0][0][0].cache.device)
-    wanted = [(sequence, num_tokens) for sequences, num_tokens in batches for sequence in sequences]
-    for place, (sequence, num_tokens) in enumerate(wanted):
-        cache, copies = sequence.cache, list[_Copy]()
-        header = _read_header(file, path, cache, fingerprint, is_last=place + 1 == len(wanted))
+    buffer = host_memory(_CHUNK_BYTES, batches[0][0][0].slots.pool.device)
+    wanted = [(live, num_tokens) for batch, num_tokens in batches for live in batch]
+    for place, (live, num_tokens) in enumerate(wanted):
+        slots, copies = live.slots, list[_Copy]()
+        header = _read_header(file, path, slots, fingerprint, is_last=place + 1 == len(wanted))
         if header.num_tokens != num_tokens:
             raise ValueError(f"{path} is damaged: sequence {place} has {header.num_tokens} tokens, and not {num_tokens}")
-        if num_tokens > sequence.max_tokens:
+        if num_tokens > live.max_tokens:
             raise SequenceTooLong(
-                f"{path} has {counted(num_tokens, 'token')} of each sequence, for sequences of max_tokens={sequence.max_tokens}"
+                f"{path} has {counted(num_tokens, 'token')} of each sequence, for sequences of max_tokens={live.max_tokens}"
             )
-        with cache.pool.lock:
-            cache.check_running(sequence)
-            cache.check_capture()
-            cache.table.begin(sequence.slot, header.starts)
+        with slots.pool.lock:
+            slots.check_running(live)
+            slots.check_capture()
+            slots.table.begin(live.slot, header.starts)
             bare: list[Pages] = [{} for _ in header.starts]
-            cache.fill(sequence.slot, num_tokens, bare, lambda group, _, *rest, into=copies: into.append(_Copy(group, *rest)))
-            sequence.known_positions = header.positions
-        _read_rows(file, path, sequence, copies, buffer)
+            slots.fill(live.slot, num_tokens, bare, lambda group, _, *rest, into=copies: into.append(_Copy(group, *rest)))
+            live.positions = header.positions
+        _read_rows(file, path, live, copies, buffer)
 
 
 class _Copy(NamedTuple):
@@ -309,19 +303,17 @@ class _Copy(NamedTuple):
     """Address."""
 
 
-def _read_rows(
-    file: BufferedReader, path: Path, sequence: "caches.Sequence", copies: Sequence[_Copy], buffer: torch.Tensor
-) -> None:
-    cache = sequence.cache
+def _read_rows(file: BufferedReader, path: Path, live: LiveSlot, copies: Sequence[_Copy], buffer: torch.Tensor) -> None:
+    slots = live.slots
     for group, size_bytes, target in copies:
         for at, chunk_bytes in _chunks(0, size_bytes):
             data = buffer[:chunk_bytes].numpy().data
             if file.readinto(data) != chunk_bytes or file.read(_NUMBER.size) != _NUMBER.pack(zlib.crc32(data)):
                 raise ValueError(f"{path} is damaged: what it holds of group {group} is not what was saved")
-            with _copying(cache):
-                cache.check_running(sequence)
-                cache.check_capture()
-                cache.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
+            with _copying(slots):
+                slots.check_running(live)
+                slots.check_capture()
+                slots.pool.driver.copy(target + at, buffer.data_ptr(), chunk_bytes)
 
 
 class _Header(NamedTuple):
@@ -348,22 +340,22 @@ def _read_fields(file: BinaryIO, path: Path, magic: bytes, what: str, most_bytes
     return None
 
 
-def _read_header(file: BinaryIO, path: Path, cache: "caches.KVCache", fingerprint: str, *, is_last: bool = True) -> _Header:
+def _read_header(file: BinaryIO, path: Path, slots: Slots, fingerprint: str, *, is_last: bool = True) -> _Header:
     """The header of a sequence whose rows are as long as it says; nothing is behind the last. Raises: ValueError."""
     fields = _read_fields(
-        *(file, path, _MAGIC, "sequence as Sequence.save", _HEADER_BYTES + _POSITION_BYTES * (cache.max_tokens + 1)),
-        or_long=f", or its sequence is longer than this cache's slots, which have {cache.max_tokens} tokens",
+        *(file, path, _MAGIC, "sequence as Sequence.save", _HEADER_BYTES + _POSITION_BYTES * (slots.max_tokens + 1)),
+        or_long=f", or its sequence is longer than this cache's slots, which have {slots.max_tokens} tokens",
     )
     if not isinstance(fields, dict) or not {"identity", "num_tokens", "starts"} <= fields.keys():
         raise ValueError(f"{path} is damaged: it has no header of a sequence")
-    if fields["identity"] != cache.layout.identity(fingerprint).hex():
+    if fields["identity"] != slots.layout.identity(fingerprint).hex():
         raise ValueError(f"{path} was saved from a cache of another layout, or with another fingerprint than {fingerprint!r}")
     num_tokens, starts, positions = fields["num_tokens"], fields["starts"], fields.get("positions")
-    groups = cache.layout.groups
+    groups = slots.layout.groups
     if not _are_whole([num_tokens], range(1, _MOST_TOKENS)):
         raise ValueError(f"{path} is damaged: no sequence has num_tokens={num_tokens!r:.40}")
     if not _are_whole(starts, range(num_tokens + 1), len(groups)) or any(
-        start > cache.layout.start_for(group, num_tokens) for group, start in zip(groups, starts, strict=True)
+        start > slots.layout.start_for(group, num_tokens) for group, start in zip(groups, starts, strict=True)
     ):
         raise ValueError(
             f"{path} is damaged: in no sequence of {num_tokens} tokens do the rows that it needs begin at {starts!s:.80}"
@@ -403,13 +395,13 @@ class Offloaded:
     Raises: BudgetError if the host lacks the memory; DriverError, GraphCapture.
     """
 
-    def __init__(self, batches: Sequence[Sequence["caches.Sequence"]]) -> None:
+    def __init__(self, batches: Sequence[Sequence[LiveSlot]]) -> None:
         self.released = False
         """Is the host's copy the only one?"""
         self._kept: list[tuple[_Rows, list[torch.Tensor]]] = []
-        self._lock = batches[0][0].cache.pool.lock
+        self._lock = batches[0][0].slots.pool.lock
         for batch in batches:
-            memory_for = functools.partial(host_memory, device=batch[0].cache.device)
+            memory_for = functools.partial(host_memory, device=batch[0].slots.pool.device)
             self._kept += [(rows, [*rows.read(memory_for)]) for rows in _sharing([_Rows(each) for each in batch])]
 
     @property
@@ -418,7 +410,7 @@ class Offloaded:
         return sum(
             end_page - part.first_byte // PAGE_BYTES
             for rows, _ in self._kept
-            for part, end_page in zip(rows.parts, rows.sequence.cache.memory.end_pages(rows.num_tokens), strict=True)
+            for part, end_page in zip(rows.parts, rows.live.slots.memory.end_pages(rows.num_tokens), strict=True)
         )
 
     def release(self) -> None:
@@ -427,19 +419,19 @@ class Offloaded:
         Pages that a sequence of no batch shares stay mapped there, and come back here as others.
         Cost: a fence for each sequence. Raises: DriverError, GraphCapture; ValueError, Closed if they have lost rows since.
         """
-        lowered: list[tuple[caches.Sequence, int, Fence]] = []
+        lowered: list[tuple[LiveSlot, int, Fence]] = []
         with self._lock:
             try:
                 for rows, _ in self._kept:
                     rows.check()
-                    sequence, limit = rows.sequence, rows.sequence.limit
-                    lowered.append((sequence, limit, sequence.cache.memory.lower_limit(sequence.slot, 0)))
+                    live, limit = rows.live, rows.live.limit
+                    lowered.append((live, limit, live.slots.memory.lower_limit(live.slot, 0)))
             except BaseException:
-                for sequence, limit, _ in lowered:
-                    sequence.cache.memory.raise_limits({sequence.slot: limit})
+                for live, limit, _ in lowered:
+                    live.slots.memory.raise_limits({live.slot: limit})
                 raise
-            for sequence, _, fence in lowered:
-                sequence.cache.vacate(sequence.slot, fence)
+            for live, _, fence in lowered:
+                live.slots.vacate(live.slot, fence)
             self.released = True
 
     def restore(self) -> None:
@@ -448,19 +440,19 @@ class Offloaded:
         Cost: as Sequence.grow; blocks while the rows are copied, and holds the lock.
         Raises: OutOfPages, DriverError, GraphCapture.
         """
-        sequences = [rows.sequence for rows, _ in self._kept]
+        live_slots = [rows.live for rows, _ in self._kept]
         with self._lock:
             if not self.released:
                 return
-            for sequence in sequences:
-                sequence.cache.check_capture()
-                sequence.cache.make_bare(sequence.slot)
+            for live in live_slots:
+                live.slots.check_capture()
+                live.slots.make_bare(live.slot)
             try:
                 for rows, chunks in self._kept:
                     _fill(rows, iter(chunks))
             except BaseException:
-                for sequence in sequences:
-                    sequence.cache.vacate(sequence.slot, sequence.cache.memory.lower_limit(sequence.slot, 0))
+                for live in live_slots:
+                    live.slots.vacate(live.slot, live.slots.memory.lower_limit(live.slot, 0))
                 raise
             self.released = False
 
@@ -482,13 +474,13 @@ def _sharing(batch: list[_Rows]) -> list[_Rows]:
 
 
 def _fill(rows: _Rows, chunks: Iterator[torch.Tensor]) -> None:
-    sequence, memory = rows.sequence, rows.sequence.cache.memory
+    live, memory = rows.live, rows.live.slots.memory
     given: list[dict[int, Extent]] = []
     for part in rows.parts:
         shared = () if part.owner is None else part.owner.live()
         given.append({mapping.page: mapping.extent for mapping in shared if mapping.end_page <= part.shared_end})
-    memory.table.begin(sequence.slot, [part.start for part in rows.parts])
-    memory.table.ends[sequence.slot] = sequence.max_tokens
+    memory.table.begin(live.slot, [part.start for part in rows.parts])
+    memory.table.ends[live.slot] = live.max_tokens
 
     def copy_bytes(_group: int, _first_byte: int, size_bytes: int, target: int) -> None:
         for at, chunk_bytes in _chunks(0, size_bytes):
@@ -496,4 +488,4 @@ def _fill(rows: _Rows, chunks: Iterator[torch.Tensor]) -> None:
         memory.pool.driver.fence().wait()
 
     large_ends = [part.large_end for part in rows.parts]
-    sequence.cache.fill(sequence.slot, rows.num_tokens, given, copy_bytes, large_ends)
+    live.slots.fill(live.slot, rows.num_tokens, given, copy_bytes, large_ends)

@@ -1,0 +1,108 @@
+"""Extents: the handles of a pool, in size classes; and the device as their source.
+
+extent.holders = mappings, live or pending reclaim, + tree nodes, + loads  (0: free in its pool)
+extent.users  <= holders: running sequences, acquisitions, loads           (0: free, pinned or evictable)
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vmmkv.driver.base import Driver, Handle
+from vmmkv.units import PAGE_BYTES
+
+SIZE_CLASSES: Final = (16, 4, 1)
+"""Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
+one, and where prompts part. A handle costs the same whatever its size."""
+
+
+def largest_at(page: int, end_page: int) -> int:
+    """Pages of the largest extent that can stand at a page, a multiple of its size, and ends by `end_page`; 1 if none does."""
+    return next((size for size in SIZE_CLASSES if page % size == 0 and page + size <= end_page), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The last writer of an extent. Memory that passes between two different tenants is zeroed in between (law 7)."""
+
+    cache: int
+    """Which cache of the process."""
+    phase: Hashable
+    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
+    name: Hashable
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """One handle of a size class. Identity is what counts: two extents are never equal."""
+
+    handle: Handle
+    num_pages: int
+    holders: int = 0
+    users: int = 0
+    """Mappings under running sequences, and acquisitions that are not mapped yet. The pool takes no used extent."""
+    zeroed: bool = False
+    """It holds zeroes only. False once it is mapped for a tenant."""
+    tenant: Tenant | None = None
+    """Its last writer; None if it was never written, or by a load, or by another process."""
+    serial: int = 0
+    """The holder process's number of it; 0 without one."""
+    imported: bool = True
+    """False while it is only with the process that owns it, and has no handle: see `Pool.import_extents`."""
+    sealed: bool = False
+    """Does the holder's log name it? Then it is not written, and when nothing holds it, it leaves the pool."""
+    lent: bool = False
+    """May another engine have it mapped? Then the same is true, for ever."""
+
+    @property
+    def shared(self) -> bool:
+        """Has it more than one holder, here or in another engine? Then it is never written (law 3)."""
+        return self.lent or self.holders > 1
+
+    @property
+    def leaves(self) -> bool:
+        """Does it leave its pool when nothing holds it, instead of being free for others?"""
+        return self.sealed or self.lent or not self.imported
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the handle."""
+        return self.num_pages * PAGE_BYTES
+
+    def must_be_zeroed_for(self, tenant: Tenant) -> bool:
+        """May its bytes be another tenant's, or undefined?"""
+        return not self.zeroed and self.tenant != tenant
+
+
+class DeviceSource:
+    """Extents of the device's own memory, which go with this process. See `vmmkv.memory.pool.ExtentSource`."""
+
+    holder = lender = None
+    borrowed_bytes = 0
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver: Final = driver
+
+    def check_budget(self, budget_bytes: int) -> None:
+        """The device says what it lacks when it is asked for it."""
+
+    def create(self, num_pages: int) -> Extent | None:
+        """A new extent. Cost: one create. Raises: DriverError, of the kind OutOfDeviceMemory if there is no more."""
+        return Extent(self._driver.create(num_pages * PAGE_BYTES), num_pages, zeroed=self._driver.creates_zeroed)
+
+    def import_handles(self, extents: Sequence[Extent]) -> None:
+        """All of them have their handles."""
+
+    def release(self, extent: Extent) -> None:
+        """Give an extent back to the device. Cost: one release. Raises: DriverError."""
+        self._driver.release(extent.handle)
+
+    def text_if_ended(self) -> str | None:
+        """The device does not end."""
+        return None
+
+    def check(self, extents: Sequence[Extent]) -> None:
+        """The pool has counted them."""
+
+    def close(self) -> None:
+        """Nothing is left open."""
