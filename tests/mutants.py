@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-SEALED, BORROWED, SAVED = "vmmkv/prefix/sealed.py", "vmmkv/prefix/borrowed.py", "vmmkv/saved.py"
+SEALED, BORROWED, SAVED = "vmmkv/holder/sealed.py", "vmmkv/holder/borrowed.py", "vmmkv/saved.py"
 SLOTS, POOL, EXTENTS = (f"vmmkv/memory/{name}.py" for name in ("slots", "pool", "extents"))
 SLOT_MEMORY, MAPPER, SHARING = (f"vmmkv/memory/{name}.py" for name in ("slot_memory", "mapper", "sharing"))
 SEQUENCE, SOURCE = "vmmkv/sequence.py", "vmmkv/holder/source.py"

@@ -19,8 +19,9 @@ from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
 from vmmkv.errors import HolderGone
 from vmmkv.holder import HolderClient, Sealed, SealedLog
+from vmmkv.holder.borrowed import BorrowedPrefixes
 from vmmkv.holder.client import check_reach
-from vmmkv.prefix.borrowed import BorrowedPrefixes
+from vmmkv.holder.source import LenderSource
 from vmmkv.units import MIB, PAGE_BYTES
 
 
@@ -332,11 +333,11 @@ def test_engines_killed_under_load_leave_each_other_right_rows(path, holder, num
 
 
 def test_a_log_is_followed_through_drops_and_rewrites(monkeypatch):
-    monkeypatch.setattr("vmmkv.prefix.borrowed.check_seal", lambda seal, layout: None)  # these are of no layout
+    monkeypatch.setattr("vmmkv.holder.borrowed.check_seal", lambda seal, layout: None)  # these are of no layout
     fd = SealedLog.create(MIB)
     writer, reader = SealedLog(fd), SealedLog(fd)
-    lender = cast(Any, SimpleNamespace(log=reader, path="a path"))
-    borrowed = BorrowedPrefixes(*[cast(Any, None)] * 3, lender, b"model")
+    source = LenderSource(cast(Any, None), cast(Any, SimpleNamespace(log=reader, path="a path")))
+    borrowed = BorrowedPrefixes(*[cast(Any, None)] * 2, cast(Any, SimpleNamespace(source=source)), b"model")
     writer.rewrite(b"model", ())
     draw, live, dropped = random.Random(0), {}, []
     for serial in range(1, 1500):

@@ -16,11 +16,11 @@ from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
+from vmmkv.holder.sealed import SealedPrefixes
 from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.memory.slots import RowKeeper
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
 from vmmkv.prefix.index import IndexFollower, PrefixIndex
-from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Transfers
 from vmmkv.units import PAGE_BYTES
 

@@ -7,8 +7,10 @@ process      the holder: creates and frees handles, one engine at a time; read t
 client       an engine's connection to it
 source       a holder as the source of a pool's extents
 sealed_log   the log of sealed extents, in memory that both map
+sealed       the prefix tree's extents that the next engine takes from there; it follows the tree
+borrowed     what another engine on this host has sealed, for the prefix tree
 
-`Pool(device, budget_bytes, holder=PATH)` takes its extents from there; `vmmkv.prefix.sealed` writes and reads the log.
+`Pool(device, budget_bytes, holder=PATH)` takes its extents from there; `PrefixCache` has `sealed` and `borrowed` made.
 """
 
 from vmmkv.holder.client import HolderClient, check_there

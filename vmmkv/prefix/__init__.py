@@ -4,14 +4,11 @@ cache        PrefixCache: match, attach, insert, park, pin, evict; read this fir
 attach       how a new sequence gets the rows of a known prefix: by a parked slot, by alias or by copy
 index        which extents and slots hold the rows of which tokens, and what is evicted first
 transfers    copies to and from tiers
-borrowed     what another engine on this host has sealed
-sealed       what a holder process keeps for the next engine
 radix_tree   the tree over token ids; it knows nothing of memory
 """
 
 from vmmkv.prefix.attach import Attached, AttachMethod
-from vmmkv.prefix.borrowed import Borrowed
-from vmmkv.prefix.cache import PrefixCache, PrefixStats
+from vmmkv.prefix.cache import Borrowed, PrefixCache, PrefixStats
 from vmmkv.prefix.transfers import Fetch, PrefixListener
 
 __all__ = ["AttachMethod", "Attached", "Borrowed", "Fetch", "PrefixCache", "PrefixListener", "PrefixStats"]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +25,33 @@ import torch
 from vmmkv.arguments import instance, label, whole
 from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
-from vmmkv.holder.source import HolderSource, LenderSource
 from vmmkv.memory.slots import LiveSlot
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
-from vmmkv.prefix.borrowed import LENDER, Borrowed, BorrowedPrefixes
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
-from vmmkv.prefix.sealed import SealedPrefixes
 from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
 from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
+
+if TYPE_CHECKING:
+    from vmmkv.holder.borrowed import BorrowedPrefixes
+
+_LENDER: Final = "lender"
+"""The other engine, where tokens are counted by their source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A part of a prompt that was borrowed, or for which there was no room."""
+
+    known_tokens: int
+    """Tokens that `attach` would have found without."""
+    num_tokens: int
+    """Tokens that it finds now, or without room would have found."""
+    loaded_bytes: Counter[str]
+    """Bytes by where they come from; empty if there was no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +139,20 @@ class PrefixCache:
             self._hit_tokens = self._missed_tokens = 0
             slots.keeper = self._index
             identity = cache.layout.identity(fingerprint)
-            self._borrowed: BorrowedPrefixes | None = None
-            if isinstance(source := cache.pool.source, HolderSource):
-                SealedPrefixes(self._index, cache.layout, cache.pool, source, identity).restore()
-            elif isinstance(source, LenderSource):
-                self._borrowed = BorrowedPrefixes(self._index, cache.layout, cache.pool, source, identity)
+            self._borrowed = self._follow_holder(identity)
+
+    def _follow_holder(self, identity: bytes) -> "BorrowedPrefixes | None":
+        """Take what the pool's holder process has kept, and keep what is inserted there; or what its lender lends."""
+        cache = self.cache
+        if cache.pool.holder is not None:
+            from vmmkv.holder.sealed import SealedPrefixes
+
+            SealedPrefixes(self._index, cache.layout, cache.pool, identity).restore()
+        if cache.pool.lender is not None:
+            from vmmkv.holder.borrowed import BorrowedPrefixes
+
+            return BorrowedPrefixes(self._index, cache.layout, cache.pool, identity)
+        return None
 
     # in
 
@@ -281,7 +306,7 @@ class PrefixCache:
             num_tokens, taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
             if taken_bytes:
                 num_tokens = self._attachable(namespace, tokens)
-            return Borrowed(known, num_tokens, +Counter({LENDER: taken_bytes})) if num_tokens > known else None
+            return Borrowed(known, num_tokens, +Counter({_LENDER: taken_bytes})) if num_tokens > known else None
 
     def _attachable(self, namespace: Hashable, tokens: npt.NDArray[np.int32]) -> int:
         hit = self._attacher.find(namespace, tokens)

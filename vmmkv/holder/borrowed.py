@@ -9,49 +9,35 @@ The caller holds the pool's lock.
 """
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from vmmkv.errors import LogDamaged
+from vmmkv.holder.sealed import check_seal
 from vmmkv.holder.sealed_log import LogContents, Sealed
 from vmmkv.holder.source import LenderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Match, Piece, piece_place
-from vmmkv.prefix.sealed import check_seal
 
 log = logging.getLogger(__name__)
-
-LENDER = "lender"
-"""The other engine, where tokens are counted by their source."""
-
-
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """A part of a prompt that was borrowed, or for which there was no room."""
-
-    known_tokens: int
-    """Tokens that `attach` would have found without."""
-    num_tokens: int
-    """Tokens that it finds now, or without room would have found."""
-    loaded_bytes: Counter[str]
-    """Bytes by where they come from; empty if there was no room."""
 
 
 class BorrowedPrefixes:
     """The log of another engine, by prefix, and what of it is in a tree."""
 
-    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, source: LenderSource, identity: bytes) -> None:
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> None:
+        assert isinstance(pool.source, LenderSource), "without a lender there is nothing to borrow"
         self._index = index
         self._layout = layout
         self._pool = pool
-        self._source = source
-        self._lender = source.lender
+        self._source: Final = pool.source
+        self._lender: Final = pool.source.lender
         self._identity = identity
         self._refused = b""
         """The last identity that is another one."""

@@ -44,12 +44,13 @@ class SealedPrefixes(IndexFollower):
 
     waits_for_writes = True
 
-    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, source: HolderSource, identity: bytes) -> None:
+    def __init__(self, index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> None:
+        assert isinstance(pool.source, HolderSource), "without a holder nothing outlives the process"
         self._index = index
         self._layout = layout
         self._pool = pool
-        self._source: Final = source
-        self._holder: Final = source.holder
+        self._source: Final = pool.source
+        self._holder: Final = pool.source.holder
         self._log = self._holder.log
         self._identity = identity
         self._waiting: deque[tuple[Fence | None, Hashable, bytes, dict[Extent, Piece[Placed]]]] = deque()
