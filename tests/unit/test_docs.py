@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -187,6 +188,11 @@ def test_the_public_names_are_in_the_reference() -> None:
         assert f"::: vmmkv.{name}\n" in pages or f"`{name}`" in pages or hasattr(vmmkv.errors, name), name
     for name in vmmkv_server.__all__:
         assert re.search(rf"^::: vmmkv_server\.[\w.]+\.{name}$", pages, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, PAGES)), re.MULTILINE))
+def test_names_of_the_reference_are_there(name: str) -> None:
+    assert pkgutil.resolve_name(name) is not None
 
 
 def test_the_server_guide_has_every_option_and_no_other() -> None:
