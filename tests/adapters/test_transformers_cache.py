@@ -163,6 +163,13 @@ def test_models_of_other_kinds_are_refused(pool: Pool, config: Any, message: str
         VmmCache(config, pool)
 
 
+def test_a_configuration_that_turns_caches_off_is_refused(pool: Pool, small: Any) -> None:
+    config = copy.deepcopy(small.config)
+    config.use_cache = False
+    with pytest.raises(ValueError, match=r"use_cache=False, .* set model\.config\.use_cache"):
+        VmmCache(config, pool)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -917,7 +917,12 @@ _CONTIGUOUS: Final = ("gpt_neox_japanese",)
 
 
 def _check_model(config: Any) -> None:
-    """Does the model of a configuration take a cache, and strided keys from it? Raises: LayoutError."""
+    """Does the model of a configuration take a cache, and strided keys from it? Raises: LayoutError, ValueError."""
+    if getattr(config.get_text_config(decoder=True), "use_cache", True) is False:
+        raise ValueError(
+            f"{config.model_type}: this configuration has use_cache=False, with which generate runs all tokens anew at each "
+            f"step and appends them to the cache; set model.config.use_cache = model.generation_config.use_cache = True"
+        )
     model: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if hasattr(model, "forward") and "past_key_values" not in inspect.signature(model.forward).parameters:
         raise LayoutError(
