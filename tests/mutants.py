@@ -211,7 +211,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a generated query that stands for no other": ("end - since if is_generated else 1)", "1)"),
     },
     (
-        "vmmkv/adapters/transformers/eviction.py",
+        "vmmkv/adapters/transformers/policy.py",
         f"{CACHE_POLICY}::test_the_logits_are_those_without_the_rows_that_the_policy_drops",
     ): {
         "scores of rows that have moved in a cache of transformers left where they were": (
@@ -224,7 +224,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         f"{CACHE_POLICY}::test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model",
     ): {
         "queries that stay where their tokens are while keys are turned": (
-            "            query = registry.cache(number).turned(layer, query)\n",
+            "    q_BHND = cache.turned(layer, q_BHND)\n",
             "",
         ),
     },

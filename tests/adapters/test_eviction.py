@@ -7,6 +7,7 @@ they cost 16 to 38, by whether the draw has the first row, to which all queries 
 """
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -24,7 +25,7 @@ from bench.suites import quality
 from bench.suites.streaming import POLICY, TRAINED, losses_along
 from tests.attending import attending_by
 from vmmkv import Pool
-from vmmkv.adapters.transformers import VmmCache, attention
+from vmmkv.adapters.transformers import PolicyCache, VmmCache, attention
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
 from vmmkv_kernels import reference
 from vmmkv_kernels.attention.column_sums import column_sums
@@ -231,7 +232,8 @@ def test_the_needle_that_streaming_llm_loses_snapkv_keeps(
     hay = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[4096:4996]
     text = f"{tokenizer.decode(hay[:300])}\n\nThe magic number of the castle is 48213.\n\n{tokenizer.decode(hay[300:])}"
     ids = tokenizer(f"{text}\n\nThe magic number of the castle is", return_tensors="pt")
-    with Pool("cpu", 2**30) as pool, VmmCache(model.config, pool, policy=policy) as cache:
+    make = VmmCache if policy is None else functools.partial(PolicyCache, policy=policy)
+    with Pool("cpu", 2**30) as pool, make(model.config, pool) as cache:
         answer = model.generate(**ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
     said = tokenizer.decode(answer[0, ids["input_ids"].shape[1] :])
     assert (said == " 48213") == finds, said

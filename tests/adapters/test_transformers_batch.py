@@ -31,7 +31,7 @@ from vmmkv import GIB, MIB, DriverError, KVCache, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
 from vmmkv.adapters.transformers import cache as cache_module
-from vmmkv.adapters.transformers.batch import Lineage, WindowRows
+from vmmkv.adapters.transformers.batch import BatchRows, Lineage, WindowRows
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
@@ -56,13 +56,13 @@ def pages(pool: Pool) -> int:
 
 def drain(cache: VmmCache) -> None:
     """Unmap what is pending reclaim."""
-    for rows in cache._groups:
+    for rows in cache._batch.groups:
         rows.cache.drain()
 
 
 def parents(cache: VmmCache) -> tuple[int, ...]:
-    assert cache._lineage is not None
-    return cache._lineage.parents
+    assert cache._batch.lineage is not None
+    return cache._batch.lineage.parents
 
 
 # memory
@@ -302,7 +302,7 @@ def test_a_crop_that_finds_no_page_leaves_all_as_it_was(pool: Pool, make: Any) -
 
 def num_sequences(cache: VmmCache) -> int:
     """Running sequences in the slots of the cache and of its deep copies."""
-    return sum(len(rows.cache.sequences) for rows in cache._groups)
+    return sum(len(rows.cache.sequences) for rows in cache._batch.groups)
 
 
 def test_a_pass_that_forks_is_all_or_none_at_whichever_driver_call_it_fails(pool: Pool) -> None:
@@ -583,13 +583,13 @@ def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> N
 
 
 def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sent, index_of = llama(), [], VmmCache._index
+    model, sent, index_of = llama(), [], BatchRows._index
 
     def spy(self: VmmCache, *arguments: Any) -> torch.Tensor:
         sent.append(index_of(self, *arguments))
         return sent[-1]
 
-    monkeypatch.setattr(VmmCache, "_index", spy)
+    monkeypatch.setattr(BatchRows, "_index", spy)
     with VmmCache(model.config, pool) as cache:
         for _ in range(2):
             forward(model, cache, ids_of(0, 0, num_tokens=20))

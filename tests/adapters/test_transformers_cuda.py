@@ -25,7 +25,7 @@ from tests.adapters.models import (
 from tests.adapters.test_transformers_policy import POLICIES
 from tests.attending import attending_by
 from vmmkv import GIB, Pool
-from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import PolicyCache, VmmCache
 from vmmkv.adapters.transformers.attention import attention, declined
 from vmmkv.eviction import KVPolicy
 from vmmkv.units import PAGE_BYTES
@@ -117,7 +117,7 @@ def test_a_policy_keeps_the_rows_that_it_keeps_on_the_host(pool: Pool, policy: K
         for device, memory in (("cpu", host), ("cuda:0", pool)):
             model = llama().to(device)
             model.set_attn_implementation("vmmkv")
-            with VmmCache(model.config, memory, policy=policy) as cache:
+            with PolicyCache(model.config, memory, policy=policy) as cache:
                 answer = generated(model, cache, {name: each.to(device) for name, each in prompts(150, 150).items()})
                 assert cache.states(0)[0].shape[2] < 55 < cache.get_seq_length()
                 found.append((answer, [states.to("cpu", copy=True) for states in states_of(cache)]))

@@ -31,7 +31,7 @@ def test_offloaded_rows_come_back_to_their_addresses_and_share_what_they_shared(
         before = [each.clone() for each in before]
         cache.offload()
         cache.offload()
-        for rows in cache._groups:
+        for rows in cache._batch.groups:
             rows.cache.map_ahead(lookahead_tokens=700)  # for nothing: what is on the host needs no memory
         assert pool.used_bytes == 0 and cache.get_seq_length() == 660
         assert repr(cache) == "<VmmCache on the host, offloaded: a batch of 4 with 660 tokens each>"

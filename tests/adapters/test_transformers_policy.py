@@ -1,4 +1,4 @@
-"""A VmmCache with a policy: which rows it keeps and when, against kvpress, and against attention that masks the others."""
+"""A PolicyCache: which rows it keeps and when, against kvpress, and against attention that masks the others."""
 
 import copy
 import json
@@ -17,7 +17,8 @@ from tests.adapters.models import MODELS, forward, gemma3, generated, ids_of, ll
 from tests.attending import attending_by
 from tests.kernels.cases import DEVICE
 from vmmkv import LayoutError, OutOfPages, Pool
-from vmmkv.adapters.transformers import VmmCache, attention, eviction
+from vmmkv.adapters.transformers import PolicyCache, VmmCache, attention
+from vmmkv.adapters.transformers.policy import column_sums
 from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies, turn
 from vmmkv.units import PAGE_BYTES, ceil_div
 from vmmkv_kernels import reference
@@ -60,8 +61,8 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
     ranked: list[torch.Tensor] = []
     highest = policies._highest
     monkeypatch.setattr(policies, "_highest", lambda scores_T, *sizes: ranked.append(scores_T) or highest(scores_T, *sizes))
-    monkeypatch.setattr(VmmCache, "attended", lambda self, layer, q, k, *_, **__: seen.append((q, k)))
-    with VmmCache(model.config, pool, policy=policy) as cache:
+    monkeypatch.setattr(PolicyCache, "attended", lambda self, layer, q, k, *_, **__: seen.append((q, k)))
+    with PolicyCache(model.config, pool, policy=policy) as cache:
         forward(model, cache, recorded["ids"])
     count = policy.num_queries(96)
     for layer, (q_BHND, k_BKTD) in enumerate(seen):
@@ -72,7 +73,7 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
             scores_T = None
             if count:
                 part_BHND = q_BHND[:, heads, 96 - count :]
-                scores_T = eviction.column_sums(part_BHND, k_BKTD[:, kv_heads], attention.Scoring(None, None, None))[0]
+                scores_T = column_sums(part_BHND, k_BKTD[:, kv_heads], attention.Scoring(None, None, None))[0]
             scores_T = scores_T if divisor is None else scores_T / divisor
             assert policy.keep(96, scores_T).tolist() == recorded[f"{press}.kept"][layer, head].nonzero()[:, 0].tolist()
             if divisor is not None:
@@ -118,7 +119,7 @@ def test_the_logits_are_those_without_the_rows_that_the_policy_drops(pool: Pool,
     model = llama()
     model.set_attn_implementation("vmmkv")
     masked = [Masked(model, policy) for _ in range(2)]
-    with VmmCache(model.config, pool, policy=policy) as cache:
+    with PolicyCache(model.config, pool, policy=policy) as cache:
         position = 0
         for num_new in (40, 30, *[1] * 9, 20, 1):
             ids = ids_of(0, 1, num_tokens=num_new, seed=position)
@@ -148,7 +149,7 @@ def test_an_answer_takes_the_memory_of_the_budget(policy: KVPolicy) -> None:
         with VmmCache(model.config, pool) as cache, pytest.raises(OutOfPages):
             generated(model, cache, inputs, **options)
         pages.clear()
-        with VmmCache(model.config, pool, policy=policy) as cache:
+        with PolicyCache(model.config, pool, policy=policy) as cache:
             generated(model, cache, inputs, **options)
             assert pages[0] == 2 * ceil_div(policy.budget, 32)
             assert max(pages) == 2 * ceil_div(policy.budget + policy.budget // 8, 32)
@@ -161,7 +162,7 @@ def test_beams_and_deep_copies_go_on_with_their_scores(pool: Pool) -> None:
     model, policy = llama(), H2O(budget=48, recent=8)
     model.set_attn_implementation("vmmkv")
     tokens, order = ids_of(0, 1, num_tokens=80), [1, 1, 0]
-    with VmmCache(model.config, pool, policy=policy) as beams, VmmCache(model.config, pool, policy=policy) as alone:
+    with PolicyCache(model.config, pool, policy=policy) as beams, PolicyCache(model.config, pool, policy=policy) as alone:
         forward(model, beams, tokens[:, :70])
         forward(model, beams, tokens[:, 70:73])
         forward(model, alone, tokens[1:, :70])
@@ -181,7 +182,7 @@ def test_beams_and_deep_copies_go_on_with_their_scores(pool: Pool) -> None:
 def test_layers_with_windows_keep_theirs(pool: Pool) -> None:
     model = gemma3(16)
     model.set_attn_implementation("vmmkv")
-    with VmmCache(model.config, pool, policy=SnapKV(budget=40, window=16)) as cache:
+    with PolicyCache(model.config, pool, policy=SnapKV(budget=40, window=16)) as cache:
         forward(model, cache, ids_of(0, num_tokens=60))
         assert [cache.states(layer)[0].shape[2] for layer in range(4)] == [15, 15, 15, 40]
         forward(model, cache, ids_of(0, num_tokens=1))
@@ -193,7 +194,7 @@ def test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model(pool: Poo
     """As where transformers' own cache has rows dropped by indexing, their keys turned, and is told the positions of rows."""
     model, own = llama(max_position_embeddings=64), DynamicCache()
     inv_freq, num_rows = model.model.rotary_emb.inv_freq, 0
-    with VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq) as cache:
+    with PolicyCache(model.config, pool, policy=policy, inv_freq=inv_freq) as cache:
         for step, num_new in enumerate((40, 20, *[1] * 70, 9, 1)):
             ids, positions = ids_of(0, num_tokens=num_new, seed=step), torch.arange(num_rows, num_rows + num_new)[None]
             with attending_by(model, "eager"), torch.inference_mode():
@@ -217,7 +218,7 @@ def test_with_inv_freq_batches_beams_and_deep_copies_go_on(pool: Pool) -> None:
     model.set_attn_implementation("vmmkv")
     given: dict[str, Any] = {"policy": StreamingLLM(window=28), "inv_freq": model.model.rotary_emb.inv_freq}
     ids, options = ids_of(0, num_tokens=50), {"max_new_tokens": 80}
-    with VmmCache(model.config, pool, **given) as alone, VmmCache(model.config, pool, **given) as pair:
+    with PolicyCache(model.config, pool, **given) as alone, PolicyCache(model.config, pool, **given) as pair:
         (expected,) = generated(model, alone, {"input_ids": ids}, **options)
         assert generated(model, pair, {"input_ids": ids.expand(2, -1)}, **options) == [expected] * 2
         pair.reorder_cache(torch.tensor([1, 1]))
@@ -234,17 +235,17 @@ def test_with_inv_freq_batches_beams_and_deep_copies_go_on(pool: Pool) -> None:
 def test_scores_by_the_kernel_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     q_BHND, k_BKTD = torch.randn(2, 6, queries, 16, device=DEVICE), torch.randn(2, 3, 40, 16, device=DEVICE)
     scoring = attention.Scoring(0.4, None, 2.0)
-    expected_BT = eviction.column_sums(q_BHND, k_BKTD, scoring)
+    expected_BT = column_sums(q_BHND, k_BKTD, scoring)
     monkeypatch.undo()
     monkeypatch.delattr(reference, "column_sums")
-    torch.testing.assert_close(eviction.column_sums(q_BHND, k_BKTD, scoring), expected_BT, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(column_sums(q_BHND, k_BKTD, scoring), expected_BT, atol=1e-5, rtol=1e-4)
 
 
 def test_with_inv_freq_no_query_attends_that_is_not_turned(pool: Pool) -> None:
     """A call that vmmkv's kernels decline is refused, since they turn the queries."""
     model = llama()
     model.set_attn_implementation("vmmkv")
-    with VmmCache(model.config, pool, policy=StreamingLLM(window=28), inv_freq=model.model.rotary_emb.inv_freq) as cache:
+    with PolicyCache(model.config, pool, policy=StreamingLLM(window=28), inv_freq=model.model.rotary_emb.inv_freq) as cache:
         forward(model, cache, ids_of(0, num_tokens=50))
         with torch.inference_mode(), pytest.raises(NotImplementedError, match=r"^foo given to attention: .* without it, or"):
             model(ids_of(0, num_tokens=1), past_key_values=cache, foo=1)
@@ -263,7 +264,7 @@ class Uneven(StreamingLLM):
 
 def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, policy = llama(), SnapKV(budget=48, window=16)
-    with VmmCache(model.config, pool, policy=policy) as cache:
+    with PolicyCache(model.config, pool, policy=policy) as cache:
         with pytest.raises(NotImplementedError, match=r'by "vmmkv" alone: model.set_attn_implementation\("vmmkv"\)'):
             forward(model, cache, ids_of(0, num_tokens=9))
         model.set_attn_implementation("vmmkv")
@@ -289,19 +290,17 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
         cache.reset()
         for message in (None, "the last pass did not show its queries"):
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message) if message else nullcontext():
-                patch.setattr(VmmCache, "attended", lambda *_, **__: None)
+                patch.setattr(PolicyCache, "attended", lambda *_, **__: None)
                 forward(model, cache, ids_of(0, num_tokens=9))
     inv_freq = model.model.rotary_emb.inv_freq
-    with pytest.raises(ValueError, match="inv_freq is for a policy"):
-        VmmCache(model.config, pool, inv_freq=inv_freq)
     with (
-        VmmCache(model.config, pool, policy=policy, inv_freq=inv_freq[:4]) as cache,
+        PolicyCache(model.config, pool, policy=policy, inv_freq=inv_freq[:4]) as cache,
         pytest.raises(LayoutError, match="inv_freq has 4 angles, and heads of 32 want half as many"),
     ):
         forward(model, cache, ids_of(0, num_tokens=9))
     with pytest.raises(ValueError, match="windows in all layers"):
-        VmmCache(mistral(16).config, pool, policy=policy)
-    with VmmCache(model.config, pool, policy=Uneven(window=3)) as cache, pytest.raises(ValueError, match="all have as many"):
+        PolicyCache(mistral(16).config, pool, policy=policy)
+    with PolicyCache(model.config, pool, policy=Uneven(window=3)) as cache, pytest.raises(ValueError, match="all have as many"):
         for row in range(9):
             forward(model, cache, ids_of(row, row + 1, num_tokens=9))
             cache.reset()

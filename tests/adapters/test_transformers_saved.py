@@ -23,7 +23,7 @@ from tests.adapters.models import MODELS as KINDS
 from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
 from tests.unit.test_fuzz_files import MOST_BYTES, changed, edits, fuzz, lengths, near, values
 from vmmkv import MIB, DriverError, Pool, RowsUnmapped, SequenceTooLong, ViewNotCloned, saved
-from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import PolicyCache, VmmCache
 from vmmkv.eviction import SnapKV
 from vmmkv.testing.fake_driver import FakeDriver
 
@@ -42,7 +42,7 @@ def test_views_of_one_sequence_are_copied_as_they_are_and_stay_views(pool: Pool,
         for chunk in prompt.split(20, dim=1):
             logits, of_alone = (forward(model, each, chunk) for each in (cache, alone))
         for layer in range(len(cache.layers)):
-            of_pass = cache._seen(cache._rows(layer), layer, 0)  # what a pass reads, over the whole arena
+            of_pass = cache._batch.seen(layer)  # what a pass reads, over the whole arena
             for view, seen in zip(cache.states(layer), of_pass, strict=True):
                 assert (view.shape, view.data_ptr(), view.stride()[1:]) == (seen.shape, seen.data_ptr(), seen.stride()[1:])
                 for copied in (copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
@@ -122,7 +122,7 @@ def test_a_restored_batch_is_as_it_was(pool: Pool, tmp_path: Path, make: Any, mo
         forward(model, cache, ids_of(0, 0, 1, 1, num_tokens=600), logits_to_keep=1)
         cache.save(path)
         other.restore(path)
-        assert sum(len(rows.sequences) for rows in other._groups) == 2 * len(other._groups)  # equal prompts, once
+        assert sum(len(rows.sequences) for rows in other._batch.groups) == 2 * len(other._batch.groups)  # equal prompts, once
         other.reset()
         forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=20))  # each row goes its own way
         cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
@@ -173,7 +173,7 @@ def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_nothing(pool: Po
             with VmmCache(config, pool) as other, pytest.raises(ValueError, match="of another model"):
                 other.restore(path, fingerprint="a")
         model.set_attn_implementation("vmmkv")
-        with VmmCache(model.config, pool, policy=SnapKV(budget=64)) as ranked:
+        with PolicyCache(model.config, pool, policy=SnapKV(budget=64)) as ranked:
             for call in (ranked.save, ranked.restore):
                 with pytest.raises(ValueError, match="nothing of how rows rank"):
                     call(path)

@@ -1,15 +1,18 @@
 """transformers over the memory of vmmkv: a Cache for its models, and attention in them by vmmkv's kernels.
 
 cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
+policy      PolicyCache, which drops rows by a policy
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
-saved       a batch in a file
-eviction    a policy that drops rows as passes go: which queries it sees, and when
+calls       did the model's call that wrote a pass return?
+saved       the header of a file with a batch
 rotary      frequencies that do not depend on the lengths in a pass, for models of longrope and dynamic scaling
+registry    numbers of caches, for graphs and keys
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """
 
 from vmmkv.adapters.transformers.attention import DeclinedWarning, declined
 from vmmkv.adapters.transformers.cache import VmmCache
+from vmmkv.adapters.transformers.policy import PolicyCache
 from vmmkv.adapters.transformers.rotary import settle_rotary
 
-__all__ = ["DeclinedWarning", "VmmCache", "declined", "settle_rotary"]
+__all__ = ["DeclinedWarning", "PolicyCache", "VmmCache", "declined", "settle_rotary"]

@@ -66,6 +66,15 @@ class DeclinedWarning(UserWarning):
 
 # what a model calls
 
+
+class Scoring(NamedTuple):
+    """Options by which scores are made of queries and keys. Layers of a pass differ in these and in shapes alone."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
 INERT_ARGUMENTS: Final = frozenset(
     {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
 )
@@ -115,39 +124,59 @@ def attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and query.shape[2] <= keys.shape[2]
     others = [name for name, given in kwargs.items() if given is not None and name not in INERT_ARGUMENTS]
-    reason = None
-    if dropout > 0.0:
-        reason = "dropout"
-    elif torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or value.requires_grad):
-        reason = "gradients"
-    elif others:
-        reason = f"{', '.join(sorted(others))} given to attention"
-    elif query.shape[2] > 1 and not causal and attention_mask is None:
-        reason = "attention that is not causal"
+    needs_gradients = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or value.requires_grad)
+    reason = _first_of(
+        (dropout > 0.0, "dropout"),
+        (needs_gradients, "gradients"),
+        (others, f"{', '.join(sorted(others))} given to attention"),
+        (query.shape[2] > 1 and not causal and attention_mask is None, "attention that is not causal"),
+    )
     if pending is not None:
         pending.check(getattr(module, "layer_idx", pending.layer), reason)
         rows = pending.k_BKND, pending.v_BKND, attention_mask, pending.cache, pending.layer, pending.num_past
         return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
-    place = getattr(key, PLACE, None)
+    if (place := getattr(key, PLACE, None)) is not None:
+        scoring = Scoring(scaling, sliding_window, softcap)
+        return _attend_observed(*place, reason, query, key, value, attention_mask, scoring), None
     if reason is None:
-        if place is not None:
-            number, layer = place
-            query = registry.cache(number).turned(layer, query)
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
-        out = attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap)
-        if place is not None:
-            is_plain = attention_mask is None or hasattr(attention_mask, WINDOW)
-            registry.cache(number).attended(layer, query, key, scaling, softcap, is_plain=is_plain)
-        return out, None
-    if place is not None:
-        raise NotImplementedError(
-            f"{reason}: a VmmCache with a policy needs attention by vmmkv, to see the queries. Call the model without it, or "
-            f"take a VmmCache without a policy"
-        )
+        return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
     _decline(reason, softcap)
     if causal and attention_mask is None:
         attention_mask = _mask_for_sdpa(query, key, sliding_window)
     return _by_sdpa(query, key, value, attention_mask, is_causal=causal, **kwargs, **options), None
+
+
+def _first_of(*reasons: tuple[Any, str]) -> str | None:
+    """The sentence of the first reason to decline a call that holds; None if none does."""
+    for holds, sentence in reasons:  # a loop, which torch.compile unrolls
+        if holds:
+            return sentence
+    return None
+
+
+def _attend_observed(
+    number: int,
+    layer: int,
+    reason: str | None,
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+) -> Tensor:
+    """[B, N, H, D] over the keys of the cache of a number, which observes the queries. Raises: NotImplementedError."""
+    if reason is not None:
+        raise NotImplementedError(
+            f"{reason}: a VmmCache with a policy needs attention by vmmkv, to see the queries. Call the model without it, or "
+            f"take a VmmCache without a policy"
+        )
+    cache = registry.cache(number)
+    q_BHND = cache.turned(layer, q_BHND)
+    out_BNHD = attend_causally(q_BHND, k_BKTD, v_BKTD, mask, *scoring)
+    is_plain = mask is None or hasattr(mask, WINDOW)
+    cache.attended(layer, q_BHND, k_BKTD, scoring.scale, scoring.softcap, is_plain=is_plain)
+    return out_BNHD
 
 
 def mask(*, allow_is_causal_skip: bool = True, **given: Any) -> Tensor | None:
@@ -256,14 +285,6 @@ _INT32_END: Final = 2**31
 
 _TALLEST_TILE: Final = 256
 """Rows of the kernels' largest tile: offsets within one have 32 bits."""
-
-
-class Scoring(NamedTuple):
-    """How scores are made of a query times a key. Layers of a pass differ in this and in shapes alone."""
-
-    scale: float | None
-    window: int | None
-    softcap: float | None
 
 
 class AttentionPlan(NamedTuple):
@@ -381,7 +402,7 @@ def _plan(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> A
 
 
 def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> str | None:
-    """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
+    """The first reason for which vmmkv's kernels decline a call: its machine, types or shapes. None if they take it."""
     try:
         from vmmkv_kernels import checks
         from vmmkv_kernels.attention import MAX_HEAD_DIM
@@ -389,32 +410,32 @@ def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) 
     except ImportError:
         return "Triton is not installed"
     device, dtype = q_BHND.device, q_BHND.dtype
-    if device.type != ("cpu" if checks.INTERPRETED else "cuda"):
-        return f"tensors on {device.type}, where vmmkv's kernels do not run in this process"
-    if not (device == k_BKTD.device == v_BKTD.device and dtype == k_BKTD.dtype == v_BKTD.dtype):
-        return "queries, keys and values of different types or devices"
-    if dtype not in checks.FLOAT_DTYPES:
-        return f"tensors of {dtype}"
-    if checks.INTERPRETED and dtype == torch.bfloat16:
-        return "bfloat16, which Triton's interpreter computes wrongly"
+    wanted = "cpu" if checks.INTERPRETED else "cuda"
+    alike = device == k_BKTD.device == v_BKTD.device and dtype == k_BKTD.dtype == v_BKTD.dtype
     (num_sequences, num_heads, _, head_dim), num_kv_heads = q_BHND.shape, k_BKTD.shape[1]
-    if k_BKTD.shape != v_BKTD.shape or k_BKTD.shape[3] != head_dim:
-        return f"heads of {head_dim} in queries, {k_BKTD.shape[3]} in keys and {v_BKTD.shape[3]} in values"
-    if head_dim > MAX_HEAD_DIM:
-        return f"heads of {head_dim}, over {MAX_HEAD_DIM}"
-    if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
-        return f"{num_heads} query heads over {num_kv_heads} kv heads"
-    if num_sequences != k_BKTD.shape[0] or num_sequences > MAX_SEQUENCES:
-        return f"a batch of {num_sequences} queries over {k_BKTD.shape[0]} sequences, of at most {MAX_SEQUENCES}"
-    if head_dim % (checks.ALIGNMENT_BYTES // dtype.itemsize) or not (_is_even(k_BKTD) and _is_even(v_BKTD)):
-        return f"heads of {head_dim}, or strides, that are no multiples of 16 bytes"
-    if k_BKTD.stride(2) * _TALLEST_TILE >= _INT32_END or v_BKTD.stride(2) * _TALLEST_TILE >= _INT32_END:
-        return f"rows {k_BKTD.stride(2)} elements apart"
-    if scoring.scale is not None and not scoring.scale > 0.0:
-        return f"a scale of {scoring.scale}"
-    if scoring.softcap is not None and not scoring.softcap > 0.0:
-        return f"a soft cap of {scoring.softcap}"
-    return None
+    head_dims = f"heads of {head_dim} in queries, {k_BKTD.shape[3]} in keys and {v_BKTD.shape[3]} in values"
+    is_even = head_dim % (checks.ALIGNMENT_BYTES // dtype.itemsize) == 0 and _is_even(k_BKTD) and _is_even(v_BKTD)
+    row_stride = max(k_BKTD.stride(2), v_BKTD.stride(2))
+    return _first_of(
+        (device.type != wanted, f"tensors on {device.type}, where vmmkv's kernels do not run in this process"),
+        (not alike, "queries, keys and values of different types or devices"),
+        (dtype not in checks.FLOAT_DTYPES, f"tensors of {dtype}"),
+        (checks.INTERPRETED and dtype == torch.bfloat16, "bfloat16, which Triton's interpreter computes wrongly"),
+        (k_BKTD.shape != v_BKTD.shape or k_BKTD.shape[3] != head_dim, head_dims),
+        (head_dim > MAX_HEAD_DIM, f"heads of {head_dim}, over {MAX_HEAD_DIM}"),
+        (
+            num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads,
+            f"{num_heads} query heads over {num_kv_heads} kv heads",
+        ),
+        (
+            num_sequences != k_BKTD.shape[0] or num_sequences > MAX_SEQUENCES,
+            f"a batch of {num_sequences} queries over {k_BKTD.shape[0]} sequences, of at most {MAX_SEQUENCES}",
+        ),
+        (not is_even, f"heads of {head_dim}, or strides, that are no multiples of 16 bytes"),
+        (row_stride * _TALLEST_TILE >= _INT32_END, f"rows {k_BKTD.stride(2)} elements apart"),
+        (scoring.scale is not None and not scoring.scale > 0.0, f"a scale of {scoring.scale}"),
+        (scoring.softcap is not None and not scoring.softcap > 0.0, f"a soft cap of {scoring.softcap}"),
+    )
 
 
 def _is_even(states: Tensor) -> bool:

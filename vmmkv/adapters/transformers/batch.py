@@ -12,11 +12,13 @@ S slots; E elements of a row of all layers.
 
 import copy
 import functools
+import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +26,18 @@ import torch
 from torch import Tensor
 
 from vmmkv.cache import KVCache
-from vmmkv.errors import LayoutError, RowsUnmapped
+from vmmkv.errors import LayoutError, OutOfPages, OutOfSlots, RowsUnmapped
 from vmmkv.eviction import turn
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
 from vmmkv.memory.sharing import num_unmoved
 from vmmkv.memory.slots import LiveSlot
+from vmmkv.saved import Offloaded
 from vmmkv.sequence import Sequence
-from vmmkv.units import MIB, PAGE_BYTES, ceil_div
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
+
+T = TypeVar("T")
 
 _INT32_END: Final = 2**31
 
@@ -546,3 +551,350 @@ class WindowRows:
         """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
         for sequence in self.sequences:
             sequence.truncate(max(0, num_tokens - self.num_dropped))
+
+
+# the sequences of all windows
+
+
+class SavedWindow(NamedTuple):
+    """The sequences of one window, as a file describes them."""
+
+    num_dropped: int
+    states: tuple[Tensor, Tensor]
+    """Keys and values of no token, as a model would give them: [B, K, 0, D], on the meta device."""
+
+
+class SavedBatch(NamedTuple):
+    """A batch, as a file describes it."""
+
+    num_tokens: int
+    compacted_tokens: int
+    lineage: Lineage
+    windows: list[SavedWindow]
+    """By window, in the order of the cache's groups."""
+
+
+class BatchRows:
+    """The rows of all sequences of a batch in all layers, and which sequence each row of the model's batch goes on from.
+
+    A change of the batch sets `lineage` at once; memory follows in `extend`. Deep copies have slots in the same caches.
+    """
+
+    def __init__(self, pool: Pool, groups: list[WindowRows]) -> None:
+        self.pool: Final = pool
+        self.num_tokens = 0
+        """Tokens of each sequence, in all layers."""
+        self.compacted_tokens = 0
+        """`num_tokens` at the last compaction."""
+        self.lineage: Lineage | None = None
+        """None as long as there are no sequences."""
+        self.record_past = False
+        """Do windows keep the rows that they have passed until `truncate`?"""
+        self._replaced: list[Sequence] = []
+        """Sequences that have left the batch and are not closed yet: the driver may have refused it."""
+        self._collected: list[Sequence] = []
+        """Sequences of deep copies that were collected as garbage; one list of all copies, the next of which closes them."""
+        self._offloaded: Offloaded | None = None
+        """The rows in host memory, if they were offloaded since the last pass."""
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        """Row numbers of the lineage on the device, which every layer of every pass asks for."""
+        self._stream: torch.Stream | None = None
+        """The current stream at the last use, on CUDA."""
+        self._set_groups(groups)
+
+    def _set_groups(self, groups: list[WindowRows]) -> None:
+        self.groups = groups
+        self.rows_of = {layer: rows for rows in groups for layer in rows.layers}
+
+    def rows(self, layer: int) -> WindowRows:
+        """The rows with this layer. Raises: ValueError naming the layers there are."""
+        rows = self.rows_of.get(layer)
+        if rows is None:
+            raise ValueError(f"layer {layer} keeps no keys and values by the configuration; layers {[*self.rows_of]} do")
+        return rows
+
+    @property
+    def size(self) -> int | None:
+        """Rows of the model's batch, if there is one."""
+        return None if self.lineage is None else len(self.lineage.parents)
+
+    # each forward pass
+
+    def open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Open the sequences of one window, with memory for a first prompt of these keys and values.
+
+        On failure some windows have sequences: call `end`. Raises: OutOfPages, OutOfSlots, SequenceTooLong.
+        """
+        assert self.lineage is not None, "a pass has begun"
+        num_new, num_sequences = k_BKTD.shape[2], self.lineage.num_sequences
+        later_pages = sum(
+            num_sequences * later.pages_like(k_BKTD, v_BKTD, num_new - self._left_out(later, num_new))
+            for later in self.groups
+            if later is not rows and not later.sequences
+        )
+        dropped = self._left_out(rows, num_new)
+        self._take_slots(rows, lambda: rows.open(k_BKTD, v_BKTD, num_sequences, dropped=dropped))
+        self._grow([rows], num_new, later_pages=later_pages)
+
+    def _left_out(self, rows: WindowRows, num_new: int) -> int:
+        """Number of first tokens of a first prompt that are longer ago than the window: this pass alone sees them."""
+        return 0 if self.record_past else rows.first_token(num_new)
+
+    def extend(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Let memory follow the rows of the batch, reclaim rows that windows have passed, and map memory for new rows.
+
+        Keys and values are those of the first layer, [B, K, T, D]. On failure no row is lost; see `_grow`.
+        Cost: see VmmCache.update.
+        """
+        lineage, num_new = self.lineage, k_BKTD.shape[2]
+        assert lineage is not None, "there are tokens"
+        # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
+        if not (lineage.settled or (num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
+            self._settle(lineage)
+        self._close_replaced()
+        if not self.record_past:
+            for rows in self.groups:
+                rows.slide(self.num_tokens)
+        self._grow(self.groups, self.num_tokens + num_new)
+
+    def _settle(self, lineage: Lineage) -> None:
+        """Let memory follow the batch. All or none: no row is written before all groups have read theirs."""
+        moves = lineage.moves()
+        if moves is not None:
+            copies = [each for rows in self.groups for each in rows.copies(*moves, self.num_tokens)]
+            for place_BTE, targets_B, source_BTE in copies:
+                place_BTE.index_copy_(0, targets_B, source_BTE)
+        else:
+            for rows, forks in zip(self.groups, self._fork(lineage.parents), strict=True):
+                self._replaced += rows.replace(forks)
+        self._indices.clear()
+        self.lineage = lineage.settle(self.num_tokens, forked=moves is None)
+
+    def write(self, rows: WindowRows, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Write a layer's keys and values of new tokens, [B, K, T, D] by rows of the batch. Cost: two copies."""
+        assert self.lineage is not None, "a pass has begun"
+        if not self.lineage.settled:
+            leaders = self._index(self.lineage.leaders, k_BKTD.device)
+            k_BKTD, v_BKTD = k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders)
+        rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
+
+    def advance(self, num_new: int) -> None:
+        """Count tokens that all layers have written."""
+        self.num_tokens += num_new
+        for rows in self.groups:
+            rows.advance(self.num_tokens)
+
+    def seen(self, layer: int, num_new: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values that the next token sees, and `num_new` behind them: [B, K, T, D] by rows of the batch.
+
+        They are views; while equal prompts are kept once they are copies.
+        """
+        assert self.lineage is not None, "there are tokens"
+        k_BKTD, v_BKTD = self.rows(layer).view(layer, self.num_tokens, self.num_tokens + num_new)
+        if self.lineage.settled:
+            return k_BKTD, v_BKTD
+        parents = self._index(self.lineage.parents, k_BKTD.device)
+        return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
+
+    def seen_alone(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the next token sees, as `seen`; of one sequence over a storage of mapped rows alone."""
+        assert self.lineage is not None, "there are tokens"
+        is_alone = self.lineage.settled and self.lineage.num_sequences == 1
+        return self.rows(layer).view_alone(layer, self.num_tokens) if is_alone else self.seen(layer)
+
+    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
+        index = self._indices.get((rows, device))
+        if index is None:
+            with torch.inference_mode(False):  # it may outlive the mode of this pass
+                index = self._indices[rows, device] = torch.tensor(rows, device=device)
+        return index
+
+    def follow_stream(self) -> None:
+        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
+        device = self.pool.device
+        current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if self._stream is not None and current != self._stream:
+            self._indices.clear()
+            for rows in self.groups:
+                rows.change_streams(self._stream, current)
+        self._stream = current
+
+    # slots and pages
+
+    def _close_replaced(self) -> None:
+        """Close the sequences that have left. If this fails, the next pass or `end` goes on."""
+        for sequences in (self._replaced, self._collected):
+            while sequences:
+                sequence = sequences.pop()  # at once, for a copy can be collected at any time
+                try:
+                    sequence.close()
+                except BaseException:
+                    sequences.append(sequence)
+                    raise
+
+    def _with_room(self, take: Callable[[], T]) -> T:
+        """Take slots or pages; where they are short, end copies that are garbage and try once more."""
+        self._close_replaced()
+        try:
+            return take()
+        except (OutOfPages, OutOfSlots):
+            gc.collect()  # a cache and its layers refer to each other
+            if not self._collected:
+                raise
+        self._close_replaced()
+        return take()
+
+    def _take_slots(self, rows: WindowRows, take: Callable[[], T]) -> T:
+        try:
+            return self._with_room(take)
+        except OutOfSlots:
+            raise OutOfSlots(
+                f"this VmmCache and its deep copies have {counted(rows.cache.num_slots, 'slot')}, and "
+                f"{len(rows.cache.sequences)} of them hold rows: close() copies that are no longer needed, or give VmmCache "
+                f"more slots"
+            ) from None
+
+    def _grow(self, groups: Seq[WindowRows], num_tokens: int, *, later_pages: int = 0) -> None:
+        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
+
+        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
+        the growth, some rows may have grown when this raises; they keep that.
+        """
+        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
+        for rows in groups:
+            rows.grow(num_tokens)
+
+    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
+        """Check that the whole batch can have so many pages now. Raises: OutOfPages."""
+        if not num_pages:
+            return
+        remedy = "give the model fewer rows in a batch, offload() or reset() another cache of this pool"
+
+        def check() -> None:
+            with self.pool.lock:
+                self.pool.check_room(num_pages, remedy, later_pages=later_pages)
+
+        try:
+            self._with_room(check)
+        except OutOfPages as error:
+            raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
+
+    def _fork(self, parents: Seq[int]) -> list[list[Sequence]]:
+        """For each group a fork of the sequence that each entry names. All or none."""
+        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
+        forked: list[list[Sequence]] = []
+        with ExitStack() as undo:
+            for rows in self.groups:
+                forked.append(self._take_slots(rows, functools.partial(rows.fork, parents)))
+                for sequence in forked[-1]:
+                    undo.callback(sequence.close)
+            undo.pop_all()
+        return forked
+
+    # between passes
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of each sequence. All or none. Raises: RowsUnmapped, OutOfPages."""
+        assert self.lineage is not None, "there are tokens"
+        self.follow_stream()
+        self.restore()
+        for rows in self.groups:
+            rows.check_kept(num_tokens)
+        for rows in self.groups:
+            rows.own_from(num_tokens)  # all that can fail, before anything is cut
+        for rows in self.groups:
+            rows.truncate(num_tokens)
+            rows.slide(num_tokens)
+        self.num_tokens, self.lineage = num_tokens, self.lineage.cut(num_tokens)
+
+    def full_rows(self) -> WindowRows | None:
+        """The rows of the layers of full attention, if there are such layers and tokens."""
+        return next((rows for rows in self.groups if rows.window is None and rows.sequences), None)
+
+    def compact(self, kept: Seq[npt.NDArray[np.int64]]) -> None:
+        """Keep these rows alone of each sequence, in the layers of full attention. All or none. See Sequence.compact."""
+        assert self.lineage is not None, "there are tokens"
+        full = self.full_rows()
+        assert full is not None, "there are rows to drop"
+        full.compact(kept)
+        self.compacted_tokens, self.lineage = self.num_tokens, self.lineage.share(self.num_tokens)
+
+    def end(self) -> None:
+        """End all sequences: the memory goes back to the pool, the addresses stay. If closing fails, call it again."""
+        self.follow_stream()
+        for rows in self.groups:
+            self._replaced += rows.replace([])
+        self.num_tokens, self.compacted_tokens, self.lineage, self._offloaded = 0, 0, None, None
+        self._indices.clear()
+        self._close_replaced()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Are the rows in host memory?"""
+        return self._offloaded is not None and self._offloaded.released
+
+    def offload(self) -> None:
+        """Move all rows to host memory. On failure all is as before. Cost and errors: see VmmCache.offload."""
+        self.follow_stream()
+        self._close_replaced()
+        batches = [rows.live_slots for rows in self.groups if rows.sequences]
+        if batches and not self.is_offloaded:
+            self._offloaded = Offloaded(batches)
+            self._offloaded.release()
+
+    def restore(self) -> None:
+        """Bring offloaded rows back to their addresses. On failure they stay offloaded. Raises: OutOfPages, DriverError."""
+        if self._offloaded is not None and self.is_offloaded:
+            self._check_room(self._offloaded.num_pages, "come back from host memory")
+            self._offloaded.restore()
+        self._offloaded = None
+
+    def fill(self, batch: SavedBatch, read: Callable[[list[tuple[list[LiveSlot], int]]], None]) -> None:
+        """Open the sequences of a saved batch, and have `read` fill so many rows of each. On failure call `end`."""
+        for rows, (num_dropped, states) in zip(self.groups, batch.windows, strict=True):
+            num_sequences = batch.lineage.num_sequences
+            self._take_slots(rows, functools.partial(rows.open, *states, num_sequences, dropped=num_dropped))
+        read([(rows.live_slots, batch.num_tokens - rows.num_dropped) for rows in self.groups])
+        for rows in self.groups:
+            rows.opened_for_file()
+        self.num_tokens, self.compacted_tokens, self.lineage = batch.num_tokens, batch.compacted_tokens, batch.lineage
+
+    # copies, and the end
+
+    def fork(self) -> "BatchRows":
+        """The same batch in slots of its own: full pages are shared. Raises: as KVCache.fork_batch."""
+        self.follow_stream()
+        self.restore()
+        lineage = self.lineage
+        forked = self._fork(range(0 if lineage is None else lineage.num_sequences))
+        if lineage is not None:
+            self.lineage = lineage.share(self.num_tokens)
+        other = copy.copy(self)
+        other._set_groups([rows.beside(sequences) for rows, sequences in zip(self.groups, forked, strict=True)])
+        other._replaced, other._indices = [], {}
+        return other
+
+    @property
+    def closed(self) -> bool:
+        """Is there no cache to be closed?"""
+        return all(rows.closed for rows in self.groups)
+
+    def close(self) -> None:
+        """Close the caches in which no other batch has slots, after `end`. Idempotent, also after a failure."""
+        for rows in self.groups:
+            rows.close()
+
+    def leave(self) -> bool:
+        """Leave all sequences to the other copies, which close them; False if there is none for some.
+
+        Takes no lock and calls no driver: garbage collection may run it within any other call.
+        """
+        left = [rows for rows in self.groups if rows.leave()]
+        self._collected += [*self._replaced, *(sequence for rows in left for sequence in rows.sequences)]
+        return len(left) == len(self.groups)
+
+    def check(self) -> None:
+        """Recount the laws of all arenas and of the pool. See KVCache.check."""
+        for rows in self.groups:
+            if not rows.closed:
+                rows.cache.check()

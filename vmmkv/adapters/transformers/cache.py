@@ -24,22 +24,17 @@ A forward pass:
 Between passes nothing is copied: a batch that is repeated, selected or reordered changes its `Lineage` at once, and memory
 follows before the next token. A pass that is not finished counts for nothing.
 
-Legend: B rows of the batch; K kv heads; T tokens; D head dim; E elements of a row of all layers.
+Legend: B rows of the batch; K kv heads; T tokens; D head dim.
 """
 
-import copy
 import functools
-import gc
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Self
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -47,20 +42,16 @@ from transformers import AutoModelForCausalLM, cache_utils
 from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention, registry, saved
-from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
+from vmmkv.adapters.transformers.batch import BatchRows, Lineage, WindowRows, prompts
 from vmmkv.adapters.transformers.calls import PassCalls
-from vmmkv.adapters.transformers.eviction import Eviction
+from vmmkv.adapters.transformers.registry import AttendedCache
 from vmmkv.arguments import whole
-from vmmkv.errors import Closed, LayoutError, OutOfPages, OutOfSlots
-from vmmkv.eviction import KVPolicy, turn
+from vmmkv.errors import Closed, LayoutError
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.model_config import WITH_SINKS, Attention, Latent, ModelConfig, beside_rows, described, read
-from vmmkv.saved import Offloaded, fill_batches, read_batches_header, save_batches
-from vmmkv.sequence import Sequence
+from vmmkv.saved import fill_batches, read_batches_header, save_batches
 from vmmkv.units import counted
-
-T = TypeVar("T")
 
 _UNFINISHED: Final = (
     "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; crop(0) "
@@ -68,7 +59,7 @@ _UNFINISHED: Final = (
 )
 
 
-class VmmCache(Cache, Closing):  # type: ignore[misc]
+class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
     """Keys and values of one batch at a time, for `past_key_values` of a model of transformers.
 
     `config` is the model's. `max_tokens` bounds a sequence, padding included; it costs addresses only, and is the model's
@@ -77,16 +68,6 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
 
     `share_prompts` keeps equal prompts side by side once. They are recognised by the keys and values of the first layer. Say
     False if rows of equal tokens differ past it (a hook or an adapter for one row), or in the attention mask alone.
-
-    `policy` drops rows in layers of full attention at the end of a pass that leaves more than its budget, or an eighth more in
-    steps of one token; each sequence has its own. `max_tokens` then bounds rows. The model must attend by "vmmkv", which shows
-    the queries. Refused with a message: padding, dropout, arguments that attention does not know, graphs of torch.compile,
-    layers that read others' rows, taking tokens back and so drafts of tokens.
-
-    Tokens keep their positions, unless `inv_freq` is given: the model's angles for one position, as Llama's
-    `model.model.rotary_emb.inv_freq`. Positions in these layers are then those of rows: keys that move are turned back, and so
-    are the keys and queries of new tokens. So a sequence may go past the length that the model was trained for. For models that
-    turn elements j and j + D / 2 of a head together, by the same angle at any length.
 
     `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. One that is collected as garbage gives its
     memory back at the next call of this cache or another copy that takes some. Several caches can share a pool. `close` gives
@@ -98,22 +79,15 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        config: Any,
-        pool: Pool,
-        *,
-        max_tokens: int | None = None,
-        slots: int = 64,
-        share_prompts: bool = True,
-        policy: KVPolicy | None = None,
-        inv_freq: Tensor | None = None,
+        self, config: Any, pool: Pool, *, max_tokens: int | None = None, slots: int = 64, share_prompts: bool = True
     ) -> None:
         if not isinstance(pool, Pool):
-            raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
+            raise TypeError(f"{type(self).__name__}(config, pool, ...) takes a Pool, not {type(pool)}")
         _check_pool(pool)
         if not hasattr(config, "get_text_config"):
             raise TypeError(
-                f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}"
+                f"{type(self).__name__}(config, pool, ...) takes a model's configuration, such as model.config, "
+                f"not {type(config)}"
             )
         model = read(config)
         super().__init__(layers=layers_of(self, model))
@@ -132,46 +106,16 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self.max_tokens = max_tokens
         self._config = config
         self._share_prompts = share_prompts
-        if policy is not None and None not in by_window:
-            raise ValueError(f"{config.model_type} has windows in all layers: policy={policy} finds no rows to drop")
-        if inv_freq is not None and policy is None:
-            raise ValueError("inv_freq is for a policy, which moves rows: give both, or neither")
-        self._eviction = None if policy is None else Eviction(policy)
-        self._inv_freq_R = None if inv_freq is None else inv_freq.to(pool.device)
-        self._is_unattended = False
-        """With a policy: have all layers been written, and has the last one's attention not shown its queries yet?"""
         rows_of = functools.partial(WindowRows, pool=pool, slots=slots, max_tokens=max_tokens)
-        self._set_groups([rows_of(tuple(indices), window) for window, indices in by_window.items()])
-        self._num_tokens = 0
-        """Of each sequence, in all layers."""
+        self._batch = BatchRows(pool, [rows_of(tuple(indices), window) for window, indices in by_window.items()])
         self._num_new = 0
-        """Of the pass under way, if there is one."""
+        """New tokens of each sequence in the pass under way, or in the last one."""
         self._written: set[int] = set()
-        """Layers that it has written."""
+        """Layers that the pass under way has written; empty between passes."""
         self._calls = PassCalls()
         """The model's calls in which all layers were written last."""
-        self._compacted_tokens = 0
-        """How many tokens there were at the last compaction."""
-        self._record_past = False
-        """Do windows keep the rows that they have passed until `crop`?"""
-        self._lineage: Lineage | None = None
-        """None as long as there are no sequences."""
-        self._replaced: list[Sequence] = []
-        """Sequences that are no longer of the batch, and not closed yet: the driver may have refused it."""
-        self._collected: list[Sequence] = []
-        """Those of deep copies that were collected as garbage; one list of all copies, the next of which closes them."""
-        self._offloaded: Offloaded | None = None
-        """The rows in host memory, if they were offloaded since the last pass."""
-        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        """Rows of the lineage on the device: every layer of every pass asks for them."""
-        self._stream: torch.Stream | None = None
-        """The current stream at the last use of the cache, on CUDA."""
         self._number = registry.enter(self)
         self._closed = False
-
-    def _set_groups(self, groups: list[WindowRows]) -> None:
-        self._groups = groups
-        self._rows_of = {layer: rows for rows in groups for layer in rows.layers}
 
     # a forward pass
 
@@ -190,10 +134,10 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
             )
         if not torch.compiler.is_compiling():
             return self.append(key_states, value_states, layer_idx)
-        if self._eviction is not None:
-            raise NotImplementedError(f"{self._eviction.policy} in a graph of torch.compile: leave the model uncompiled")
         if self._is_attended_by_vmmkv:
-            return attention.PendingRows(key_states, value_states, self._number, layer_idx, self._num_tokens), value_states
+            return attention.PendingRows(
+                key_states, value_states, self._number, layer_idx, self._batch.num_tokens
+            ), value_states
         seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
         return seen
 
@@ -213,87 +157,43 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor, layer: int, num_past: int | None = None) -> tuple[Tensor, Tensor]:
         """`update` outside a graph, or when a graph runs: `num_past` is the number of tokens that its positions begin at."""
         self._check_open()
+        batch = self._batch
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
                 "outside the capture"
             )
-        if num_past is not None and num_past != self._num_tokens:
+        if num_past is not None and num_past != batch.num_tokens:
             raise RuntimeError(
-                f"this graph was entered with {num_past} tokens in the VmmCache, and now there are {self._num_tokens}: "
+                f"this graph was entered with {num_past} tokens in the VmmCache, and now there are {batch.num_tokens}: "
                 f"what is compiled can run the model once over a cache, and change it in no other way; compile the model, not "
                 f"the loop around it"
             )
-        rows = self._rows(layer)
-        k_BKTD = self.turned(layer, k_BKTD)
+        rows = batch.rows(layer)
         if layer in self._written:
             raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}")
         self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
-        lineage = self._lineage if self._written else self._begin(k_BKTD, v_BKTD)
-        assert lineage is not None, "a pass has begun"
+        if not self._written:
+            self._begin(k_BKTD, v_BKTD)
         if not rows.sequences:
-            self._open(rows, k_BKTD, v_BKTD, lineage.num_sequences)
-        if lineage.settled:
-            rows.write(layer, self._num_tokens, k_BKTD, v_BKTD)
-        else:
-            leaders = self._index(lineage.leaders, k_BKTD.device)
-            rows.write(layer, self._num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
+            try:
+                batch.open(rows, k_BKTD, v_BKTD)
+            except BaseException:
+                self._end()  # as before the first pass
+                raise
+        batch.write(rows, layer, k_BKTD, v_BKTD)
         self._written.add(layer)
-        seen = self._seen(rows, layer, self._num_new) if self._num_tokens else (k_BKTD, v_BKTD)
-        if self._eviction is not None:
-            setattr(seen[0], attention.PLACE, (self._number, layer))
-        if len(self._written) == len(self._rows_of):
-            self._num_tokens += self._num_new
-            for each in self._groups:
-                each.advance(self._num_tokens)
+        seen = batch.seen(layer, self._num_new) if batch.num_tokens else (k_BKTD, v_BKTD)
+        if len(self._written) == len(batch.rows_of):
+            batch.advance(self._num_new)
             self._written.clear()
             self._calls = PassCalls(self)
-            self._is_unattended = self._eviction is not None
         return seen
 
-    def turned(self, layer: int, new_BHTD: Tensor) -> Tensor:
-        """Queries or keys of new tokens, turned back from the tokens seen to the rows held; as they are without `inv_freq`."""
-        rows = self._rows(layer)
-        if self._inv_freq_R is None or rows.window is not None or not rows.num_dropped:
-            return new_BHTD
-        back_1 = torch.full((1,), rows.num_dropped, device=new_BHTD.device)
-        return turn(new_BHTD.flatten(0, 1), back_1, self._inv_freq_R).view(new_BHTD.shape)
-
-    def attended(
-        self, layer: int, q_BHND: Tensor, k_BKTD: Tensor, scale: float | None, softcap: float | None, *, is_plain: bool
-    ) -> None:
-        """A layer has attended to keys that `append` gave: of a cache with a policy, which drops rows after the last layer.
-
-        Raises: NotImplementedError for a mask that is not causal attention with or without a window.
-        """
-        eviction, (full,) = self._eviction, (rows for rows in self._groups if rows.window is None)
-        assert eviction is not None, "else the keys would not say where they are from"
-        if not is_plain:
-            raise NotImplementedError(
-                f"{eviction.policy} drops rows of tokens, and an attention_mask would then hide others: give prompts of one "
-                f"length, without padding"
-            )
-        if layer in full.layers:
-            eviction.observe(layer, q_BHND, k_BKTD, attention.Scoring(scale, None, softcap))
-        if self._written or layer != max(self._rows_of):
-            return
-        self._is_unattended = False
-        if eviction.is_due(full.sequences[0].length, self._num_new):
-            assert self._lineage is not None, "there are tokens"
-            keys = {layer: self._seen(full, layer, 0)[0] for layer in full.layers}
-            self._drop(eviction.choose(keys, self._lineage.parents))
-
-    def _rows(self, layer: int) -> WindowRows:
-        """The rows with this layer. Raises: ValueError naming the layers there are."""
-        rows = self._rows_of.get(layer)
-        if rows is None:
-            raise ValueError(f"layer {layer} keeps no keys and values by the configuration; layers {[*self._rows_of]} do")
-        return rows
-
     def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
-        """Are these of the rows and the tokens of the pass under way, or of one that can begin? Else LayoutError."""
+        """Check that a layer has the rows and tokens of the pass under way, or of one that can begin. Raises: LayoutError."""
         num_rows, num_tokens = of_keys[0], of_keys[2]
-        wanted = (self._size, self._num_new) if self._written else (num_rows, num_tokens)
+        wanted = (self._batch.size, self._num_new) if self._written else (num_rows, num_tokens)
         if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
             raise LayoutError(
                 f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
@@ -301,171 +201,24 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
                 f"all keep the same tokens; use DynamicCache(config=model.config) here"
             )
 
-    def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> Lineage:
+    def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Begin a pass by the keys and values of its first layer: memory follows the batch, and grows for the new tokens."""
         self._check_finished()
-        self._follow_stream()
+        batch = self._batch
+        batch.follow_stream()
         size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
-        if self._eviction is not None and not self._is_attended_by_vmmkv:
-            raise NotImplementedError(
-                f'policy={self._eviction.policy} sees queries in attention by "{attention.NAME}" alone: '
-                f'model.set_attn_implementation("{attention.NAME}"). No layer may read another one\'s rows, keep latents '
-                f"or have sinks"
-            )
-        if self._inv_freq_R is not None and 2 * len(self._inv_freq_R) != k_BKTD.shape[3]:
-            raise LayoutError(
-                f"inv_freq has {len(self._inv_freq_R)} angles, and heads of {k_BKTD.shape[3]} want half as many: models that "
-                f"turn a part of each head go without it"
-            )
-        if self._lineage is None or not self._num_tokens:
+        if batch.lineage is None or not batch.num_tokens:
             self._end()  # a first pass may have failed
             may_share = self._share_prompts and size > 1 and self._num_new > 1
-            self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
-            return self._lineage
-        if self._size != size:
+            batch.lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
+            return
+        if batch.size != size:
             raise ValueError(
-                f"the cache has a batch of {self._size}, and the model computes one of {size}: reset() begins anew, "
+                f"the cache has a batch of {batch.size}, and the model computes one of {size}: reset() begins anew, "
                 f"batch_repeat_interleave and batch_select_indices change it"
             )
-        self.restore()
-        if self._is_unattended:
-            raise RuntimeError(
-                f"the last pass did not show its queries to the VmmCache, whose policy needs them: all layers are to attend by "
-                f'"{attention.NAME}", over the keys that the cache gives; reset() begins anew'
-            )
-        # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
-        lineage = self._lineage
-        if not (lineage.settled or (self._num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
-            self._settle(lineage)
-        self._close_replaced()
-        if not self._record_past:
-            for rows in self._groups:
-                rows.slide(self._num_tokens)
-        self._grow(self._groups, self._num_tokens + self._num_new)
-        return self._lineage
-
-    def _settle(self, lineage: Lineage) -> None:
-        """Let memory follow the batch. All or none: no row is written before all groups have read theirs."""
-        moves = lineage.moves()
-        if moves is not None:
-            copies = [each for rows in self._groups for each in rows.copies(*moves, self._num_tokens)]
-            for place_BTE, targets_B, source_BTE in copies:
-                place_BTE.index_copy_(0, targets_B, source_BTE)
-        else:
-            for rows, forks in zip(self._groups, self._fork(lineage.parents), strict=True):
-                self._replaced += rows.replace(forks)
-        self._indices.clear()
-        self._lineage = lineage.settle(self._num_tokens, forked=moves is None)
-
-    def _close_replaced(self) -> None:
-        """If this fails, the next pass or `reset` goes on."""
-        for sequences in (self._replaced, self._collected):
-            while sequences:
-                sequence = sequences.pop()  # at once, for a copy can be collected at any time
-                try:
-                    sequence.close()
-                except BaseException:
-                    sequences.append(sequence)
-                    raise
-
-    def _with_room(self, take: Callable[[], T]) -> T:
-        """Take slots or pages; where they are short, end copies that are garbage and try once more."""
-        self._close_replaced()
-        try:
-            return take()
-        except (OutOfPages, OutOfSlots):
-            gc.collect()  # a cache and its layers refer to each other
-            if not self._collected:
-                raise
-        self._close_replaced()
-        return take()
-
-    def _take_slots(self, rows: WindowRows, take: Callable[[], T]) -> T:
-        try:
-            return self._with_room(take)
-        except OutOfSlots:
-            raise OutOfSlots(
-                f"this VmmCache and its deep copies have {counted(rows.cache.num_slots, 'slot')}, and "
-                f"{len(rows.cache.sequences)} of them hold rows: close() copies that are no longer needed, or give VmmCache "
-                f"more slots"
-            ) from None
-
-    def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
-        later_pages = sum(
-            num_sequences * later.pages_like(k_BKTD, v_BKTD, self._num_new - self._dropped(later))
-            for later in self._groups
-            if later is not rows and not later.sequences
-        )
-        try:
-            self._take_slots(rows, lambda: rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows)))
-            self._grow([rows], self._num_new, later_pages=later_pages)
-        except BaseException:
-            self._end()  # as before the first pass
-            raise
-
-    def _dropped(self, rows: WindowRows) -> int:
-        """How many first tokens of a first prompt longer than the window are seen in this pass alone."""
-        return 0 if self._record_past else rows.first_token(self._num_new)
-
-    def _grow(self, groups: Seq[WindowRows], num_tokens: int, *, later_pages: int = 0) -> None:
-        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
-
-        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
-        the growth, some rows may have grown when this raises; they keep that.
-        """
-        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
-        for rows in groups:
-            rows.grow(num_tokens)
-
-    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
-        """Can the whole batch have so many pages now? Else OutOfPages."""
-        if not num_pages:
-            return
-        remedy = "give the model fewer rows in a batch, offload() or reset() another cache of this pool"
-
-        def check() -> None:
-            with self.pool.lock:
-                self.pool.check_room(num_pages, remedy, later_pages=later_pages)
-
-        try:
-            self._with_room(check)
-        except OutOfPages as error:
-            raise OutOfPages(f"a batch of {counted(self._size or 0, 'row')} cannot {what}: {error}") from None
-
-    def _fork(self, parents: Seq[int]) -> list[list[Sequence]]:
-        """For each group a fork of the sequence that each entry names. All or none."""
-        self._check_room(sum(rows.fork_pages(parents) for rows in self._groups), "be forked, so that each goes its own way")
-        forked: list[list[Sequence]] = []
-        with ExitStack() as undo:
-            for rows in self._groups:
-                forked.append(self._take_slots(rows, functools.partial(rows.fork, parents)))
-                for sequence in forked[-1]:
-                    undo.callback(sequence.close)
-            undo.pop_all()
-        return forked
-
-    def _seen(self, rows: WindowRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        assert self._lineage is not None, "there are tokens"
-        k_BKTD, v_BKTD = rows.view(layer, self._num_tokens, self._num_tokens + num_new)
-        if self._lineage.settled:
-            return k_BKTD, v_BKTD
-        parents = self._index(self._lineage.parents, k_BKTD.device)
-        return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
-
-    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
-        index = self._indices.get((rows, device))
-        if index is None:
-            with torch.inference_mode(False):  # it may outlive the mode of this pass
-                index = self._indices[rows, device] = torch.tensor(rows, device=device)
-        return index
-
-    def _follow_stream(self) -> None:
-        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
-        current = _current_stream(self.pool.device)
-        if self._stream is not None and current != self._stream:
-            self._indices.clear()
-            for rows in self._groups:
-                rows.change_streams(self._stream, current)
-        self._stream = current
+        batch.restore()
+        batch.extend(k_BKTD, v_BKTD)
 
     # what transformers and its users ask
 
@@ -477,61 +230,52 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         Views of several sequences raise ViewNotCloned there. `save` writes the cache to a file.
         """
         self._check_open()
-        if not self._num_tokens:
+        if not self._batch.num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
-        self._follow_stream()
-        self.restore()
-        rows = self._rows(layer_idx)
-        assert self._lineage is not None, "there are tokens"
-        is_alone = self._lineage.settled and self._lineage.num_sequences == 1
-        return rows.view_alone(layer_idx, self._num_tokens) if is_alone else self._seen(rows, layer_idx, 0)
+        self._batch.follow_stream()
+        self._batch.restore()
+        return self._batch.seen_alone(layer_idx)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Of each layer keys, values (see `states`; None before the first token) and window, as a DynamicCache gives them."""
+        """Keys, values (see `states`; None before the first token) and window of each layer, as a DynamicCache gives them."""
         for layer in self.layers:
             window = getattr(layer, "sliding_window", None)
             yield layer.keys, layer.values, None if window is None else torch.tensor(window, device=self.pool.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence, padding included, in this layer."""
-        return self._num_tokens + (self._num_new if layer_idx in self._written else 0)
+        return self._batch.num_tokens + (self._num_new if layer_idx in self._written else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys a layer gives the next `query_length` tokens, and the number of the first.
+        """Number of keys that a layer gives the next `query_length` tokens, and number of the first of these tokens.
 
         Raises: ValueError for no tokens, which is what generate leaves of a prompt half as long as what the cache holds.
         """
-        num_tokens = self._num_tokens
+        num_tokens = self._batch.num_tokens
         if query_length == 0:
             if not num_tokens:
                 raise ValueError("no token is new, and the cache has none: give the model a prompt")
             raise ValueError(
-                f"no token is new: the cache has a batch of {self._size} with {num_tokens} tokens each, and generate "
+                f"no token is new: the cache has a batch of {self._batch.size} with {num_tokens} tokens each, and generate "
                 f"takes a prompt for these and what follows them. reset() begins anew, with a batch of any size; to go on, "
                 f"give all {num_tokens} tokens and those behind them"
             )
-        first = self._rows(layer_idx).first_token(num_tokens)
+        first = self._batch.rows(layer_idx).first_token(num_tokens)
         return num_tokens - first + query_length, first
 
     @property
     def is_initialized(self) -> bool:
         """Has it tokens? Models in which a prompt's tokens see each other both ways ask whether this pass is the first."""
-        return self._num_tokens > 0
-
-    @property
-    def _size(self) -> int | None:
-        """Rows of the model's batch, if there is one."""
-        return None if self._lineage is None else len(self._lineage.parents)
+        return self._batch.num_tokens > 0
 
     @property
     def batch_size(self) -> int:
         """Rows of the model's batch, or -1 if there is none yet, as transformers says it."""
-        return -1 if self._size is None else self._size
+        return -1 if self._batch.size is None else self._batch.size
 
     def activate_past_recording(self) -> None:
-        """From now on windows keep what they have passed until `crop`, so that it can go back there. For drafts of tokens."""
-        self._check_uncut("drafts of tokens")
-        self._record_past = True
+        """Keep rows that windows have passed until `crop`, from now on, so that it can go back there. For drafts of tokens."""
+        self._batch.record_past = True
 
     # between passes
 
@@ -545,33 +289,25 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """
         self._check_open()
         removed = whole("tokens_to_remove", tokens_to_remove)
-        num_tokens = self._num_tokens - (self._num_new if self._calls.have_failed() else 0)
+        num_tokens = self._batch.num_tokens - (self._num_new if self._calls.have_failed() else 0)
         if not -num_tokens <= removed <= 0:
             raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
         num_tokens += removed
         if not num_tokens:
             self._end()
             return
-        if num_tokens < self._num_tokens or self._written:
-            self._check_uncut(f"crop({removed})")
-        if num_tokens < self._compacted_tokens:
-            raise ValueError(
-                f"crop({removed}): it would go back before {self._compacted_tokens} tokens, of which rows were dropped then; "
-                f"crop to these at least, or reset()"
-            )
-        self._follow_stream()
-        self.restore()
-        assert self._lineage is not None, "there are tokens"
-        for rows in self._groups:
-            rows.check_kept(num_tokens)
-        for rows in self._groups:
-            rows.own_from(num_tokens)  # all that can fail, before anything is cut
+        self._check_crop(removed, num_tokens)
+        self._batch.truncate(num_tokens)
         self._written.clear()
         self._calls = PassCalls()
-        for rows in self._groups:
-            rows.truncate(num_tokens)
-            rows.slide(num_tokens)
-        self._num_tokens, self._lineage = num_tokens, self._lineage.cut(num_tokens)
+
+    def _check_crop(self, removed: int, num_tokens: int) -> None:
+        """Check that rows are still there to go back to `num_tokens` tokens. Raises: ValueError."""
+        if num_tokens < self._batch.compacted_tokens:
+            raise ValueError(
+                f"crop({removed}): it would go back before {self._batch.compacted_tokens} tokens, of which rows were dropped "
+                f"then; crop to these at least, or reset()"
+            )
 
     def compact(self, keep: npt.ArrayLike | Tensor) -> None:
         """Drop all rows but these in the layers of full attention, and give their memory back. See Sequence.compact.
@@ -582,28 +318,14 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         All or none. Raises: ValueError for no tokens, or no layer of full attention; else as Sequence.compact.
         """
         self._check_between_passes()
-        self._check_uncut("compact")
-        full = [rows for rows in self._groups if rows.window is None and rows.sequences]
-        if not full:
+        full = self._batch.full_rows()
+        if full is None:
             raise ValueError("the cache has no tokens yet, or every layer has a window: there are no rows to drop")
-        self._follow_stream()
-        self.restore()
-        kept = full[0].sequences[0].rows_to_keep(keep)
-        if len(kept) < full[0].sequences[0].length:
-            self._drop([kept] * len(full[0].sequences))
-
-    def _drop(self, kept: Seq[npt.NDArray[np.int64]]) -> None:
-        """All rows but these of each sequence, in the layers of full attention."""
-        assert self._lineage is not None, "there are tokens"
-        (full,) = (rows for rows in self._groups if rows.window is None)
-        full.compact(kept)
-        if self._inv_freq_R is not None:
-            full.turn_keys(kept, self._num_tokens, self._inv_freq_R)
-        self._compacted_tokens, self._lineage = self._num_tokens, self._lineage.share(self._num_tokens)
-
-    def _check_uncut(self, what: str) -> None:
-        if self._eviction is not None:
-            raise ValueError(f"{what}: this cache has policy={self._eviction.policy}, which alone drops rows; reset() ends all")
+        self._batch.follow_stream()
+        self._batch.restore()
+        kept = full.sequences[0].rows_to_keep(keep)
+        if len(kept) < full.sequences[0].length:
+            self._batch.compact([kept] * len(full.sequences))
 
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
@@ -611,17 +333,9 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._end()
 
     def _end(self) -> None:
-        self._follow_stream()
-        for rows in self._groups:
-            self._replaced += rows.replace([])
-        self._num_tokens, self._compacted_tokens, self._lineage, self._offloaded = 0, 0, None, None
-        if self._eviction is not None:
-            self._eviction.clear()
-        self._is_unattended = False
         self._written.clear()
         self._calls = PassCalls()
-        self._indices.clear()
-        self._close_replaced()
+        self._batch.end()
 
     def offload(self) -> None:
         """Move all rows to host memory: their pages go back to the pool, the addresses stay. The next pass restores them.
@@ -633,33 +347,23 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         Raises: BudgetError if the host lacks the memory; DriverError; RuntimeError for an unfinished pass.
         """
         self._check_between_passes()
-        self._follow_stream()
-        self._close_replaced()
-        batches = [rows.live_slots for rows in self._groups if rows.sequences]
-        if batches and not self._is_offloaded:
-            self._offloaded = Offloaded(batches)
-            self._offloaded.release()
+        self._batch.offload()
 
     def save(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> None:
         """Write the batch to a file, for `restore(path)` of a VmmCache of this model, also in another process.
 
         The file is there whole or, after a failure, as before; only its owner may read it. `fingerprint` tells models apart
-        whose layers are alike. The tokens are the caller's to keep. Rows that a policy ranks are not saved.
+        whose layers are alike. The tokens are the caller's to keep.
         Cost: blocks while the rows are copied and written; offloaded rows are restored first.
-        Raises: OSError; ValueError for no tokens, or a cache with a policy; DriverError; RuntimeError for an unfinished pass.
+        Raises: OSError; ValueError for no tokens; DriverError; RuntimeError for an unfinished pass.
         """
         self._check_between_passes()
-        self._check_saved(f"save({str(path)!r})")
-        if self._lineage is None or not self._num_tokens:
+        if not self._batch.num_tokens:
             raise ValueError(f"save({str(path)!r}): the cache has no tokens yet")
-        self._follow_stream()
-        self.restore()
-        header = saved.header(self._config, self._num_tokens, self._compacted_tokens, self._lineage, self._groups)
-        save_batches([rows.live_slots for rows in self._groups], Path(path), fingerprint, header)
-
-    def _check_saved(self, what: str) -> None:
-        if self._eviction is not None:
-            raise ValueError(f"{what}: this cache has policy={self._eviction.policy}, and files have nothing of how rows rank")
+        self._batch.follow_stream()
+        self._batch.restore()
+        header = saved.header(self._config, self._batch)
+        save_batches([rows.live_slots for rows in self._batch.groups], Path(path), fingerprint, header)
 
     def restore(self, path: str | os.PathLike[str] | None = None, *, fingerprint: str = "") -> None:
         """Bring rows back: offloaded ones to the same addresses, or with `path` those that `save` wrote to a file.
@@ -672,39 +376,22 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """
         if path is not None:
             self._restore_file(Path(path), fingerprint)
-            return
-        self._check_open()
-        if self._offloaded is not None and self._is_offloaded:
-            self._check_room(self._offloaded.num_pages, "come back from host memory")
-            self._offloaded.restore()
-        self._offloaded = None
+        else:
+            self._check_open()
+            self._batch.restore()
 
     def _restore_file(self, path: Path, fingerprint: str) -> None:
         self._check_between_passes()
-        self._check_saved(f"restore({str(path)!r})")
-        if self._num_tokens:
-            raise ValueError(f"restore({str(path)!r}): the cache has {counted(self._num_tokens, 'token')}; reset() it first")
+        if num_tokens := self._batch.num_tokens:
+            raise ValueError(f"restore({str(path)!r}): the cache has {counted(num_tokens, 'token')}; reset() it first")
         self._end()  # a first pass may have failed
         with open(path, "rb") as file:
-            batch = saved.read(read_batches_header(file, path), path, self._config, self._groups)
+            batch = saved.read(read_batches_header(file, path), path, self._config, self._batch.groups)
             try:
-                for rows, (num_dropped, states) in zip(self._groups, batch.windows, strict=True):
-                    open_rows = functools.partial(rows.open, *states, batch.lineage.num_sequences, dropped=num_dropped)
-                    self._take_slots(rows, open_rows)
-                num_rows = [batch.num_tokens - rows.num_dropped for rows in self._groups]
-                fill_batches(
-                    file, path, [(rows.live_slots, num) for rows, num in zip(self._groups, num_rows, strict=True)], fingerprint
-                )
+                self._batch.fill(batch, lambda slots: fill_batches(file, path, slots, fingerprint))
             except BaseException:
                 self._end()
                 raise
-        for rows in self._groups:
-            rows.opened_for_file()
-        self._num_tokens, self._compacted_tokens, self._lineage = batch.num_tokens, batch.compacted_tokens, batch.lineage
-
-    @property
-    def _is_offloaded(self) -> bool:
-        return self._offloaded is not None and self._offloaded.released
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch goes on from row `beam_idx[i]`. Rows that the two do not share are copied before the next token.
@@ -714,47 +401,38 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
+        """Repeat each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
         repeats = whole("repeats", repeats)
-        self._select([row for row in range(self._size or 0) for _ in range(repeats)])
+        self._select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
-        rows = torch.arange(self._size or 0)
+        """Keep these rows alone of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
+        rows = torch.arange(self._batch.size or 0)
         self._select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
 
     def _select(self, rows: list[int]) -> None:
         """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
         self._check_between_passes()
-        if self._lineage is None:
+        size, lineage = self._batch.size, self._batch.lineage
+        if size is None or lineage is None:
             return
-        size = len(self._lineage.parents)
         if not rows or not all(0 <= row < size for row in rows):
             raise ValueError(f"rows {rows} of a batch of {size}: they are from 0 on, and at least one")
-        self._lineage = self._lineage.select(rows)
-        if self._eviction is not None:
-            self._eviction.select(rows)
+        self._batch.lineage = lineage.select(rows)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
         self._check_between_passes()
-        self._follow_stream()
-        self.restore()
-        lineage = self._lineage
-        forked = self._fork(range(0 if lineage is None else lineage.num_sequences))
-        if lineage is not None:
-            self._lineage = lineage.share(self._num_tokens)
+        batch = self._batch.fork()
         memo[id(self)] = other = type(self).__new__(type(self))
         other.__dict__.update(vars(self))
         other.layers = [RowLayer(other, index, layer.sliding_window) for index, layer in enumerate(self.layers)]
-        other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
-        other._written, other._indices, other._replaced, other._calls = set(), {}, [], PassCalls()
-        other._eviction = copy.copy(self._eviction)
+        other._batch, other._written, other._calls = batch, set(), PassCalls()
         other._number = registry.enter(other)
         return other
 
     def __reduce__(self) -> NoReturn:
-        """Neither pickled nor copied by `copy.copy`. Raises: TypeError."""
+        """Refuse to be pickled, and to be copied by `copy.copy`. Raises: TypeError."""
         raise TypeError(
             "a VmmCache can be neither pickled nor copied as it is: its memory belongs to this process and this object; "
             "cache.save(path) writes it to a file, from which restore(path) of another one reads it, and copy.deepcopy forks it"
@@ -767,14 +445,11 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         """
         self._closed = True
         self._end()
-        for rows in self._groups:
-            rows.close()
+        self._batch.close()
 
     def check(self) -> None:
         """Recount the laws from scratch, of all arenas and the pool. See KVCache.check."""
-        for rows in self._groups:
-            if not rows.closed:
-                rows.cache.check()
+        self._batch.check()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -788,33 +463,25 @@ class VmmCache(Cache, Closing):  # type: ignore[misc]
         self._check_finished()
 
     def _check_finished(self) -> None:
-        """Raises RuntimeError if the last pass failed behind its last layer."""
+        """Check that the last pass did not fail behind its last layer. Raises: RuntimeError."""
         if self._calls.have_failed():
             raise RuntimeError(_UNFINISHED)
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or all(rows.closed for rows in self._groups):
-            return
-        # Without a lock or a driver call: this can run within any other call.
-        left = [rows for rows in self._groups if rows.leave()]
-        self._collected += [*self._replaced, *(sequence for rows in left for sequence in rows.sequences)]
-        if len(left) < len(self._groups):
+        if not getattr(self, "_closed", True) and not self._batch.closed and not self._batch.leave():
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         if self._closed or self.pool.closed:
-            return f"<VmmCache on {self.pool.device}, closed>"
-        where = "the host, offloaded" if self._is_offloaded else self.pool.device
-        return f"<VmmCache on {where}: a batch of {self._size or 0} with {counted(self._num_tokens, 'token')} each>"
+            return f"<{type(self).__name__} on {self.pool.device}, closed>"
+        where = "the host, offloaded" if self._batch.is_offloaded else self.pool.device
+        tokens = counted(self._batch.num_tokens, "token")
+        return f"<{type(self).__name__} on {where}: a batch of {self._batch.size or 0} with {tokens} each>"
 
 
 def _check_pool(pool: Pool) -> None:
     if pool.closed:
         raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")
-
-
-def _current_stream(device: torch.device) -> torch.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 # the layers of a model
@@ -852,14 +519,14 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def record_past(self) -> bool:
         """Are rows kept that the window has passed, until `crop`?"""
-        return self._cache._record_past
+        return self._cache._batch.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._cache._record_past = value
+        self._cache._batch.record_past = value
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """See VmmCache.update."""
+        """Write the new tokens of this layer, as VmmCache.update does."""
         return self._cache.update(key_states, value_states, self._index)
 
     def get_seq_length(self) -> int:
@@ -867,7 +534,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self._cache.get_seq_length(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next `query_length` tokens see, and the number of the first."""
+        """Number of keys that the next `query_length` tokens see, and number of the first of these tokens."""
         return self._cache.get_mask_sizes(query_length, self._index)
 
     def get_max_length(self) -> int:

@@ -2,24 +2,34 @@
 
 import itertools
 import weakref
-from typing import Protocol
 
 from torch import Tensor
 
 
-class AttendedCache(Protocol):
-    """The methods of a VmmCache that attention calls; see there for shapes and errors."""
+class AttendedCache:
+    """What attention calls on a cache. A cache overrides `append`, and the other two if it observes queries.
+
+    Legend: B rows of the batch; H heads of queries or keys; K kv heads; N queries; T tokens; D head dim.
+    """
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor, layer: int, num_past: int | None = None) -> tuple[Tensor, Tensor]:
-        """New rows, where a graph runs that `num_past` tokens went before."""
+        """Write a layer's keys and values of new tokens; returns those that the tokens see.
+
+        `num_past`: the number of tokens before them that a graph was made for.
+        """
+        raise NotImplementedError
 
     def turned(self, layer: int, new_BHTD: Tensor) -> Tensor:
-        """Queries of new tokens at the rows that they see."""
+        """Queries or keys of new tokens, turned to the positions of the rows held. By default as they are."""
+        return new_BHTD
 
     def attended(
         self, layer: int, q_BHND: Tensor, k_BKTD: Tensor, scale: float | None, softcap: float | None, *, is_plain: bool
     ) -> None:
-        """A layer has attended, which the cache's policy sees."""
+        """Observe the queries with which a layer has attended to the keys. By default nothing is done.
+
+        `is_plain`: there was no mask but the causal one, with or without a window.
+        """
 
 
 _caches: weakref.WeakValueDictionary[int, AttendedCache] = weakref.WeakValueDictionary()

@@ -8,13 +8,13 @@ Legend: B rows of the batch; S sequences; K kv heads; D head dim.
 import hashlib
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
 
 from vmmkv import model_config
-from vmmkv.adapters.transformers.batch import Lineage, WindowRows
+from vmmkv.adapters.transformers.batch import BatchRows, Lineage, SavedBatch, SavedWindow, WindowRows
 
 _DTYPES: Final = {
     str(dtype): dtype
@@ -26,33 +26,16 @@ _MOST_ROWS: Final = 65_536
 """Of a batch."""
 
 
-class OfWindow(NamedTuple):
-    """What a file says of the sequences of one window."""
-
-    num_dropped: int
-    states: tuple[torch.Tensor, torch.Tensor]
-    """Keys and values of no token, as a model would give them: [B, K, 0, D], on the meta device."""
-
-
-class SavedBatch(NamedTuple):
-    """What a file says of a batch."""
-
-    num_tokens: int
-    compacted_tokens: int
-    lineage: Lineage
-    windows: list[OfWindow]
-    """By window, in the order of the cache's groups."""
-
-
 def layers_digest(config: Any) -> str:
     """What tells models apart whose layers keep other rows."""
     return hashlib.sha256(repr(model_config.read(config).layers).encode()).hexdigest()
 
 
-def header(config: Any, num_tokens: int, compacted_tokens: int, lineage: Lineage, groups: Seq[WindowRows]) -> dict[str, Any]:
-    """What is written of a batch of a model with that configuration."""
+def header(config: Any, batch: BatchRows) -> dict[str, Any]:
+    """The header of a file with a batch of a model with that configuration."""
+    assert batch.lineage is not None, "there are tokens"
     windows: list[dict[str, Any]] = []
-    for rows in groups:
+    for rows in batch.groups:
         planes = {
             name: [plane.heads, plane.dim, str(plane.dtype)]
             for name in ("k", "v")
@@ -61,10 +44,10 @@ def header(config: Any, num_tokens: int, compacted_tokens: int, lineage: Lineage
         windows.append({"layers": rows.layers, "window": rows.window, "num_dropped": rows.num_dropped, **planes})
     return {
         "model": layers_digest(config),
-        "num_tokens": num_tokens,
-        "compacted_tokens": compacted_tokens,
-        "parents": lineage.parents,
-        "common": lineage.common.tolist(),
+        "num_tokens": batch.num_tokens,
+        "compacted_tokens": batch.compacted_tokens,
+        "parents": batch.lineage.parents,
+        "common": batch.lineage.common.tolist(),
         "windows": windows,
     }
 
@@ -100,7 +83,7 @@ def read(fields: Any, path: Path, config: Any, groups: Seq[WindowRows]) -> Saved
     wanted = [(list(rows.layers), rows.window) for rows in groups]
     if [(each.get("layers"), each.get("window")) if isinstance(each, dict) else None for each in windows] != wanted:
         refuse("its layers have other windows than those of its model")
-    of_window: list[OfWindow] = []
+    windows_of_file: list[SavedWindow] = []
     for each in windows:
         states: list[torch.Tensor] = []
         for name in ("k", "v"):
@@ -109,5 +92,5 @@ def read(fields: Any, path: Path, config: Any, groups: Seq[WindowRows]) -> Saved
                 refuse(f"{name}={kind!r:.80} says no heads, head dim and type")
             heads, dim = whole("heads", kind[0], 2**20, 1), whole("dim", kind[1], 2**20, 1)
             states.append(torch.empty(len(parents), heads, 0, dim, dtype=_DTYPES[kind[2]], device="meta"))
-        of_window.append(OfWindow(whole("num_dropped", each.get("num_dropped"), num_tokens), (states[0], states[1])))
-    return SavedBatch(num_tokens, compacted_tokens, Lineage(tuple(parents), common_SS), of_window)
+        windows_of_file.append(SavedWindow(whole("num_dropped", each.get("num_dropped"), num_tokens), (states[0], states[1])))
+    return SavedBatch(num_tokens, compacted_tokens, Lineage(tuple(parents), common_SS), windows_of_file)
