@@ -175,55 +175,87 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> int:
     """Print the plan on stdout."""
-    _check_one_is_given(model, {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "window": window})
-    config = None if model is None else _read_config(model)
-    dtype = _kv_cache_dtype(kv_cache_dtype, kv_scale, config)
-    if config is None:
-        layout = _uniform(layers, kv_heads, head_dim, window, dtype)
-        memory_of = _Memory(groups=layout.groups, num_layers=len(layout.group_of))
-    else:
-        memory_of = _Memory.of(config, dtype)
-    asked = _parse_lengths(lengths)
-    model_tokens = None if config is None else config.max_tokens
-    memory_bytes = _parse_size("--memory", memory)
-    max_tokens = (model_tokens or max(asked)) if max_tokens is None else max_tokens
-    tiers = _parse_tiers(host_budget, disk_budget, bandwidths)
-    for option, value, least in (
-        ("--max-tokens", max_tokens, 1),
-        ("--guard-tokens", guard_tokens, 0),
-        ("--tensor-parallel-size", tensor_parallel_size, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{option} {value}: it must be at least {least}")
-    if tensor_parallel_size > 1 and "disk" in tiers:
-        raise ValueError("--disk-budget: a disk does not work with several GPUs; leave out one of the two")
-    num_heads = tensor_parallel_size if config is None else config.num_heads
-    if tensor_parallel_size > num_heads:
-        raise ValueError(
-            f"--tensor-parallel-size {tensor_parallel_size}: this model has {num_heads} attention heads to share; "
-            f"lower it to {num_heads} or less"
-        )
-    memory_of = memory_of.of_rank(tensor_parallel_size)
-    if model_tokens is not None and max_tokens > model_tokens:
-        raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
-    if prefill_rate is not None and not prefill_rate > 0:
-        raise ValueError(f"--prefill-rate {prefill_rate:g}: tokens a second are more than 0")
-    memory_pages, least_pages = memory_bytes // PAGE_BYTES, memory_of.pages_for(1, 0)
-    if not least_pages:
-        raise ValueError("this model keeps nothing of the tokens: there is no KV cache to plan")
-    if memory_pages < least_pages:
-        raise ValueError(
-            f"{format_bytes(memory_bytes)} is less than a sequence of one token takes, {counted(least_pages, 'page')} of "
-            f"{format_bytes(PAGE_BYTES)}; give at least {format_bytes(least_pages * PAGE_BYTES)}"
-        )
-    if tiers and not memory_of.row_bytes:
-        raise ValueError("this model keeps nothing by token, and tiers keep rows of tokens: leave out their budgets")
-    fitting = memory_of.tokens_in(memory_pages, guard_tokens)
+    config, dtype, memory_of = _read_model(model, (layers, kv_heads, head_dim, window), kv_cache_dtype, kv_scale)
+    asked = _Asked(
+        config=config,
+        dtype=dtype,
+        memory_of=memory_of,
+        memory_bytes=_parse_size("--memory", memory),
+        lengths=_parse_lengths(lengths),
+        max_tokens=max_tokens,
+        guard_tokens=guard_tokens,
+        tensor_parallel_size=tensor_parallel_size,
+        tiers=_parse_tiers(host_budget, disk_budget, bandwidths),
+        prefill_rate=prefill_rate,
+    )
+    plan = make_plan(asked)
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The options of `vmmkv plan`, parsed and checked."""
+
+    config: ModelConfig | None
+    """The model's, or None if its numbers were given."""
+    dtype: "torch.dtype | KVType"
+    memory_of: "_Memory"
+    """Memory of sequences on one GPU."""
+    memory_bytes: int
+    lengths: tuple[int, ...]
+    max_tokens: int | None
+    guard_tokens: int
+    tensor_parallel_size: int
+    tiers: Mapping[str, tuple[int, float]]
+    """Budget in bytes and GB/s, by name."""
+    prefill_rate: float | None
+
+    def __post_init__(self) -> None:
+        """Check the options by themselves, and beside the model. Raises: ValueError."""
+        for option, value, least in (
+            ("--max-tokens", self.longest, 1),
+            ("--guard-tokens", self.guard_tokens, 0),
+            ("--tensor-parallel-size", self.tensor_parallel_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{option} {value}: it must be at least {least}")
+        if self.tensor_parallel_size > 1 and "disk" in self.tiers:
+            raise ValueError("--disk-budget: a disk does not work with several GPUs; leave out one of the two")
+        num_heads = self.tensor_parallel_size if self.config is None else self.config.num_heads
+        if self.tensor_parallel_size > num_heads:
+            raise ValueError(
+                f"--tensor-parallel-size {self.tensor_parallel_size}: this model has {num_heads} attention heads to share; "
+                f"lower it to {num_heads} or less"
+            )
+        if self.model_tokens is not None and self.longest > self.model_tokens:
+            raise ValueError(f"--max-tokens {self.longest} is more than this model's positions reach, {self.model_tokens}")
+        if self.prefill_rate is not None and not self.prefill_rate > 0:
+            raise ValueError(f"--prefill-rate {self.prefill_rate:g}: tokens a second are more than 0")
+
+    @property
+    def model_tokens(self) -> int | None:
+        """The longest sequence that the model can have; None if that is not known."""
+        return None if self.config is None else self.config.max_tokens
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence allowed: `max_tokens`, else the model's, else the longest length asked for."""
+        return (self.model_tokens or max(self.lengths)) if self.max_tokens is None else self.max_tokens
+
+
+def make_plan(asked: _Asked) -> Plan:
+    """The plan of some options. Raises: ValueError if not even one token fits, or the model keeps nothing of tokens."""
+    config, model_tokens, max_tokens = asked.config, asked.model_tokens, asked.longest
+    memory_of = asked.memory_of.of_rank(asked.tensor_parallel_size)
+    memory_pages = asked.memory_bytes // PAGE_BYTES
+    _check_fits(memory_of, asked)
+    fitting = memory_of.tokens_in(memory_pages, asked.guard_tokens)
     most = min(fitting, model_tokens or fitting)
-    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked))
-    plan = Plan(
-        kv_cache_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
-        kv_scale=getattr(dtype, "scale", None),
+    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked.lengths))
+    return Plan(
+        kv_cache_dtype=str(getattr(asked.dtype, "kind", asked.dtype)).removeprefix("torch."),
+        kv_scale=getattr(asked.dtype, "scale", None),
         layers=memory_of.num_layers,
         model_layers=memory_of.num_layers if config is None else len(config.layers),
         groups=len(memory_of.groups),
@@ -233,19 +265,33 @@ def run(
         state_bytes=memory_of.state_bytes,
         state_kinds={} if config is None else _state_kinds(config),
         not_run=None if config is None else obstacles(config, on_gpu=True) or None,
-        tensor_parallel_size=tensor_parallel_size,
-        memory_bytes=memory_bytes,
+        tensor_parallel_size=asked.tensor_parallel_size,
+        memory_bytes=asked.memory_bytes,
         memory_pages=memory_pages,
-        guard_tokens=guard_tokens,
+        guard_tokens=asked.guard_tokens,
         max_tokens=max_tokens,
         model_tokens=model_tokens,
         longest_sequence_tokens=None if most == _ANY_LENGTH else most,
-        lengths=tuple(_plan_length(memory_of, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
-        lengths_beyond_model=tuple(num_tokens for num_tokens in asked if num_tokens > (model_tokens or num_tokens)),
-        sources=_plan_sources(memory_of, planned, tiers, prefill_rate),
+        lengths=tuple(
+            _plan_length(memory_of, num_tokens, memory_pages, asked.guard_tokens, max_tokens) for num_tokens in planned
+        ),
+        lengths_beyond_model=tuple(each for each in asked.lengths if each > (model_tokens or each)),
+        sources=_plan_sources(memory_of, planned, asked.tiers, asked.prefill_rate),
     )
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
-    return 0
+
+
+def _check_fits(memory_of: "_Memory", asked: _Asked) -> None:
+    """Check that the memory holds a sequence of one token, and that tiers have rows to keep. Raises: ValueError."""
+    least_pages = memory_of.pages_for(1, 0)
+    if not least_pages:
+        raise ValueError("this model keeps nothing of the tokens: there is no KV cache to plan")
+    if asked.memory_bytes // PAGE_BYTES < least_pages:
+        raise ValueError(
+            f"{format_bytes(asked.memory_bytes)} is less than a sequence of one token takes, {counted(least_pages, 'page')} of "
+            f"{format_bytes(PAGE_BYTES)}; give at least {format_bytes(least_pages * PAGE_BYTES)}"
+        )
+    if asked.tiers and not memory_of.row_bytes:
+        raise ValueError("this model keeps nothing by token, and tiers keep rows of tokens: leave out their budgets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -459,6 +505,17 @@ def _check_one_is_given(model: str | None, numbers: Mapping[str, int | None]) ->
         )
 
 
+def _read_model(
+    model: str | None, sizes: Sequence[int | None], kv_cache_dtype: str, kv_scale: str | None
+) -> "tuple[ModelConfig | None, torch.dtype | KVType, _Memory]":
+    """The configuration of --model, if it was given, the type of K and V, and the memory of sequences. Raises: ValueError."""
+    numbers = dict(zip(("layers", "kv-heads", "head-dim", "window"), sizes, strict=True))
+    _check_one_is_given(model, numbers)
+    config = None if model is None else _read_config(model)
+    dtype = _kv_cache_dtype(kv_cache_dtype, kv_scale, config)
+    return config, dtype, _uniform(numbers, dtype) if config is None else _Memory.of(config, dtype)
+
+
 def _read_config(model: str) -> ModelConfig:
     """The configuration of a directory or a file, or else of a name of KNOWN_CONFIGS."""
     given_path = Path(model).expanduser()
@@ -477,12 +534,13 @@ def _read_config(model: str) -> ModelConfig:
     return read(config)
 
 
-def _uniform(
-    layers: int | None, kv_heads: int | None, head_dim: int | None, window: int | None, dtype: "torch.dtype | KVType"
-) -> KVLayout:
+def _uniform(numbers: Mapping[str, int | None], dtype: "torch.dtype | KVType") -> _Memory:
+    """Memory of a model of layers that are alike, by the options in place of --model."""
+    layers, kv_heads, head_dim, window = numbers.values()
     assert layers is not None and kv_heads is not None and head_dim is not None, "the numbers have been checked"
     check_num_layers(layers)
-    return KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, windows=[window] * layers)
+    layout = KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, windows=[window] * layers)
+    return _Memory(groups=layout.groups, num_layers=len(layout.group_of))
 
 
 def _kv_cache_dtype(name: str, scale: str | None, config: ModelConfig | None) -> "torch.dtype | KVType":
