@@ -1,4 +1,4 @@
-"""How the bytes of a token are laid out: groups of layers, planes in a row, rows in pages; and the capacity maths.
+"""Layout of a token's bytes: groups of layers, planes in a row, rows in pages; and the capacity maths.
 
     slot    | row 0 | row 1 | row 2 | ...                                one sequence's addresses in one group
     pages   |    2 MiB    |    2 MiB    | ...                            rows may straddle pages
@@ -38,7 +38,7 @@ _PAYLOAD_DTYPES: Final = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8
 
 KV_KINDS: Final = tuple(_PAYLOAD_DTYPES)
 KV_KIND_ALIASES: Final = {"fp8_e4m3": "fp8"}
-"""What vLLM calls them too, where users name one."""
+"""vLLM's other names of kinds, for options of users."""
 KV_SCALES: Final = ("token", "head")
 
 
@@ -68,7 +68,7 @@ class KVType:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the payload's elements."""
+        """Type of the payload's elements."""
         import torch  # the command line knows the kinds without it
 
         dtype: torch.dtype = getattr(torch, _PAYLOAD_DTYPES[self.kind])
@@ -91,7 +91,7 @@ PLANE_ALIGNMENT_BYTES = 16
 """A plane starts on this: the widest load of a GPU thread, and what the attention kernels ask of strides."""
 
 SECTOR_BYTES = 32
-"""What a GPU reads of memory at the least: no trailing part of a layer lies in more of these than it must."""
+"""Smallest read of a GPU's memory: no trailing part of a layer lies in more of these than it must."""
 
 SCALES: Final = "scales"
 """The plane of the scales of quantised K and V: [heads, 2], K's first."""
@@ -108,7 +108,7 @@ _WHAT_WORKS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """One named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
+    """A named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
 
     Elements of one byte begin each head on PLANE_ALIGNMENT_BYTES, as all others do by themselves in the sizes that models have.
 
@@ -181,7 +181,7 @@ class Group:
 
     @functools.cached_property
     def plane_offsets(self) -> Mapping[str, int]:
-        """Where each plane starts in its layer's part of the row, in bytes; a trailing one in the layer's trailing part."""
+        """Offset of each plane in its layer's part of the row, in bytes; of a trailing one in the layer's trailing part."""
         offsets, leading_bytes, trailing_bytes = {}, 0, 0
         for plane in self.planes:
             if plane.trailing:
@@ -194,14 +194,14 @@ class Group:
 
     @functools.cached_property
     def leading_bytes(self) -> int:
-        """From one layer's planes to the next one's, without the trailing planes."""
+        """Distance in bytes from one layer's planes to the next one's, without the trailing planes."""
         size_bytes = self._end_bytes(trailing=False)
         # What trails begins on a sector; K and V of one width are a multiple of it anyhow.
         return round_up(size_bytes, SECTOR_BYTES if self.trailing_bytes else PLANE_ALIGNMENT_BYTES)
 
     @functools.cached_property
     def trailing_bytes(self) -> int:
-        """From one layer's trailing planes to the next one's; 0 if there are none.
+        """Distance in bytes from one layer's trailing planes to the next one's; 0 if there are none.
 
         A power of two up to 16, then a multiple of 16: so that they cross no more borders of sectors than their size asks.
         """
@@ -230,7 +230,7 @@ class Group:
         return len({plane.dtype for plane in self.planes}) > 1
 
     def offset_bytes(self, layer: int, plane: str) -> int:
-        """Where a layer's plane starts in the row. Raises LayoutError naming the layers and planes there are."""
+        """Offset of a layer's plane in the row. Raises: LayoutError naming the layers and planes there are."""
         trailing = self.plane(plane).trailing
         if layer not in self.layers:
             raise LayoutError(f"no layer {layer} in this group; it has {', '.join(map(str, self.layers))}")
@@ -320,7 +320,7 @@ class KVLayout:
 
     @classmethod
     def of_rows(cls, rows: Mapping[int, tuple[tuple[Plane, ...], int | None]]) -> KVLayout:
-        """The layout of layers by their planes and their window: layers that are alike in both are a group.
+        """The layout of layers by their planes and their window. Layers that are alike in both are a group.
 
         They are several groups of about equal size where a row of them all would be more than a page.
         """
@@ -425,7 +425,7 @@ class KVLayout:
 
 
 def kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:
-    """K and V, and the scales of those that have them in the row."""
+    """Planes of K and V, and of their scales if these are in the row."""
     import torch  # the command line reads this module without it
 
     dims = {"k": k_dim, "v": v_dim}

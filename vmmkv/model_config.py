@@ -27,7 +27,7 @@ from vmmkv.arguments import whole
 from vmmkv.errors import LayoutError
 
 MAX_LAYERS: Final = 65_536
-"""No model has more; a wrong number would fill the memory with lists of layers."""
+"""Most layers of a model; a wrong number would fill the memory with lists of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """No rows of its own: the layer attends to those of layer `layer`."""
+    """A layer without rows of its own: it attends to those of layer `layer`."""
 
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One vector of `dim` elements for each token: multi-head latent attention."""
+    """Multi-head latent attention: a vector of `dim` elements for each token."""
 
     dim: int
     window: int | None = None
@@ -84,13 +84,13 @@ class CrossAttention:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a sequence keeps whatever its length. `kind`: its name in sentences."""
+    """State of a recurrent layer, whose size does not depend on the length. `kind`: its name in sentences."""
 
     kind: str
     num_elements: int
-    """Of the recurrent state."""
+    """Elements of the recurrent state."""
     dtype: str
-    """Its type in torch."""
+    """Type of the recurrent state, by its name in torch."""
     num_conv_elements: int = 0
     """Inputs of a convolution that its next output needs, in the type of K and V."""
 
@@ -106,20 +106,20 @@ _ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What was read of a configuration: that of the text decoder, for a model of several kinds of input."""
+    """A configuration as far as vmmkv reads it: of the text decoder, for a model of several kinds of input."""
 
     family: str | None
     """The `model_type`."""
     layers: tuple[tuple[Part, ...], ...]
-    """By layer what it keeps; nothing of a layer without attention and state."""
+    """Parts that each layer keeps; none for a layer without attention and state."""
     num_heads: int
     """Attention heads of queries, of the layer that has the fewest; the most that ranks can share."""
     max_tokens: int | None
     """The longest sequence that the model was made for; None if the file does not say."""
     dtype: str | None
-    """That of the weights, by its name in torch."""
+    """Type of the weights, by its name in torch."""
     has_sinks: bool = False
-    """Is attention also to sinks, which are no tokens?"""
+    """Has attention sinks, which are no tokens?"""
     needs_code: bool = False
     """Does the file name code for a type that transformers has no class for?"""
 
@@ -152,12 +152,12 @@ def read(config: Any) -> ModelConfig:
 
 
 def shared_rows(layers: Sequence[Sequence[Part]]) -> dict[int, int]:
-    """Layers that read the rows of another, and which."""
+    """Layers that read another layer's rows, with that layer."""
     return {layer: part.layer for layer, parts in enumerate(layers) for part in parts if isinstance(part, SharedRows)}
 
 
 def beside_rows(layers: Iterable[Sequence[Part]]) -> dict[str, list[int]]:
-    """What layers keep beside the keys and values of all tokens or of a window: the layers, by its name in sentences."""
+    """Layers that keep more than keys and values of all tokens or of a window, by the name of that in sentences."""
     others: dict[str, list[int]] = {}
     for layer, parts in enumerate(layers):
         for name in dict.fromkeys(filter(None, map(_name_beside_rows, parts))):
@@ -184,7 +184,7 @@ def _name_beside_rows(part: Part) -> str:
 
 
 def described(others: Mapping[str, Sequence[int]]) -> str:
-    """What `beside_rows` gave, as words: `latents (kv_lora_rank) in layers 0 to 3, 5`."""
+    """The result of `beside_rows` as words: `latents (kv_lora_rank) in layers 0 to 3, 5`."""
     return "; ".join(
         f"{name} in {'layer' if len(layers) == 1 else 'layers'} {_runs(layers)}" for name, layers in others.items()
     )
@@ -261,7 +261,7 @@ _NUM_KV_NAMES: Final = frozenset({
 """Other names of num_key_value_heads, or of what it follows from, in files of types that transformers does not know."""
 
 _RECURRENT_NAMES: Final = re.compile("hybrid|hyena|lightning|linear|mamba|retnet|rwkv|ssm|xlstm")
-"""In the names of such types: their layers keep states, whatever fields they have."""
+"""Parts of the names of recurrent types: their layers keep states, whatever fields they have."""
 
 
 _READ_BY_CLASS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -292,7 +292,7 @@ class _Fields:
 
     @classmethod
     def of(cls, config: Any) -> _Fields:
-        """Those of the text decoder. Raises: LayoutError if transformers' class of its type cannot read it."""
+        """Fields of the text decoder. Raises: LayoutError if transformers' class of its type cannot read it."""
         if not isinstance(config, Mapping):
             nested = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else _nested(config)
             return cls(nested, getattr(nested, "model_type", None))
@@ -373,11 +373,11 @@ class _Fields:
 
     @property
     def of_transformers(self) -> bool:
-        """Has a class of transformers filled in what the file leaves out?"""
+        """Has a class of transformers filled in the fields that the file leaves out?"""
         return type(self._config).__module__.startswith("transformers.models.")
 
     def check_all_read(self) -> None:
-        """Raises: LayoutError for fields that say what layers keep, and that were not read."""
+        """Check that all fields were read that say what layers keep. Raises: LayoutError."""
         if self._was_read & _KINDS_OF_LAYERS:
             self._was_read |= _KINDS_OF_LAYERS
         known = self._was_read.union(_READ_BY_CLASS.get(self.family or "", ()))
@@ -407,7 +407,7 @@ def _has_transformers() -> bool:
 
 
 def _needs_code(config: Mapping[str, Any]) -> bool:
-    """As transformers decides it. False where it is not installed: then that is not known."""
+    """Does transformers need the repository's own code for the model? False if transformers is not installed."""
     code = config.get("auto_map")
     if not isinstance(code, Mapping) or "AutoConfig" not in code or not _has_transformers():
         return False
@@ -455,7 +455,7 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
 
 
 def check_num_layers(num_layers: Any) -> None:
-    """Before anything is made for each of them. Raises: LayoutError."""
+    """Check a number of layers before anything is made for each. Raises: LayoutError."""
     if isinstance(num_layers, int) and not 1 <= num_layers <= MAX_LAYERS:
         raise LayoutError(f"layers={num_layers}; a model has at least 1 layer, and at most {MAX_LAYERS}")
 
@@ -726,7 +726,7 @@ _STATES: Final[Mapping[str, Callable[[_Fields], State]]] = {
     "zamba": _mamba_1,
     "zamba2": _mamba_2,
 }
-"""What a layer's state takes, by type of model. A convolution keeps the inputs of its kernel but the newest."""
+"""State of a layer, by type of model. A convolution keeps the inputs of its kernel but the newest."""
 
 _PARTS: Final[Mapping[str, Callable[[_Fields, int], Iterable[Part]]]] = {
     "full_attention": _full,
@@ -742,4 +742,4 @@ _PARTS: Final[Mapping[str, Callable[[_Fields, int], Iterable[Part]]]] = {
     "moe": lambda fields, layer: (),
     "mlp": lambda fields, layer: (),
 }
-"""What a layer keeps, by its kind."""
+"""Parts that a layer keeps, by its kind."""

@@ -1,4 +1,4 @@
-"""What every launcher checks before it launches, and how it launches.
+"""Checks that every launcher makes before it launches, and the launch itself.
 
 A refusal is a ValueError that names the argument, what was given and what would work. A kernel launched on wrong strides or on
 the wrong device reads other memory, or unmapped memory: then the CUDA context is lost. So the checks are always on, and cheap:
@@ -23,7 +23,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""The kernels run in Triton's interpreter. Decided when they are imported."""
+"""Do the kernels run in Triton's interpreter? Decided when they are imported."""
 
 INT32_END = 2**31
 NO_WINDOW = INT32_END - 1
@@ -85,7 +85,7 @@ def exactly(argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
 
 
 def output(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`out`, checked; a new tensor if it is None."""
+    """The output tensor: `out`, checked, or a new one if it is None."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     vectors("out", out, shape, dtype, device)
@@ -160,7 +160,7 @@ class AttentionOptions:
     scale_log2: float
     """Factor from a dot product to the score; with a cap, to twice the score over the cap."""
     softcap_log2: float
-    """0 for no cap."""
+    """The cap in base-2 logarithms; 0 for no cap."""
     rows_seen: int
     """The window; NO_WINDOW for none."""
 

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vmmkv_kernels import checks
 
 MAX_WIDTH = 16_384
-"""Elements of a row, which one program keeps in its registers."""
+"""Most elements of a row, which one program keeps in its registers."""
 
 _MAX_WARPS = 16
 _LINE_BYTES = tl.constexpr(128)

@@ -27,7 +27,7 @@ QMAX: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 """The largest payload; its negative is the smallest."""
 
 INT4_ZERO = 8
-"""A nibble is its element plus this, so that it is never negative."""
+"""Offset of a nibble from its element, by which it is never negative."""
 
 TOKEN_SCALE_DTYPE = torch.float16
 TOKEN_SCALE_MIN = 2.0**-24

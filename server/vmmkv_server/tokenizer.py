@@ -35,7 +35,7 @@ TemplateVariable: TypeAlias = str | float | bool | None
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES: Final = 4
 _MAX_PENDING_TOKENS: Final = 16
-"""After so many tokens without text, bytes that are no character become replacement characters."""
+"""Most tokens without text: after these, bytes that are no character become replacement characters."""
 _CONTEXT_TOKENS: Final = 8
 """Tokens before a text that its decoding can depend on, with room to spare."""
 _SPACE: Final = "▁"
@@ -66,7 +66,7 @@ class Tokenizer:
             raise ValueError(f"{type(tokenizer).__name__} has no fast form: save the model with a tokenizer.json")
         self._tokenizer = tokenizer
         self.rust: RustTokenizer = tokenizer.backend_tokenizer
-        """May be shared between threads, since its settings change only here."""
+        """The Rust tokenizer. Threads may share it, since its settings change only here."""
         self.rust.no_truncation()
         self.rust.no_padding()
         self.vocab_size = len(tokenizer)
@@ -199,7 +199,7 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; the text ends before it."""
+        """Was a stop string found? The text ends before it."""
         return self._stops.stopped
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -334,9 +334,9 @@ class _Automaton:
         self._shorter = [0]
         """The state of the next shorter start at the end of the text."""
         self.complete = [0]
-        """By state: characters of the longest stop string that ends here; 0 if none does."""
+        """Characters of the longest stop string that ends in each state; 0 if none does."""
         self.incomplete = [0]
-        """By state: characters of the longest start of a stop string that is not yet a whole one."""
+        """Characters of the longest start of a stop string that is not yet whole, in each state."""
         for stop in stops:
             state = 0
             for letter in stop:
@@ -396,16 +396,16 @@ def decode_all(tokenizer: RustTokenizer, answers: Sequence[tuple[Sequence[int], 
 
 @dataclass(frozen=True, slots=True)
 class TokenSizes:
-    """How few tokens a text can have: a tokenizer takes hundreds of bytes of memory for each byte of a text."""
+    """Lower bound on the tokens of a text: a tokenizer takes hundreds of bytes of memory for each byte of a text."""
 
     most: int
-    """Characters of a text that one token can stand for."""
+    """Most characters of a text that one token can stand for."""
     lost: str
     """Characters that may leave no token."""
 
     @classmethod
     def of(cls, tokenizer: RustTokenizer) -> Self | None:
-        """None if any number of characters can become one token, as with words that are not in a vocabulary."""
+        """The bounds of a tokenizer; None if any number of characters can become one token, as unknown words can."""
         normal, split, model = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer), tokenizer.model
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         kinds = {step["type"] for step in (*normal, *split)}
@@ -425,7 +425,7 @@ class TokenSizes:
         return cls(composed * max(map(len, vocabulary)), lost)
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """Fewer tokens than these a text cannot have. Lost characters are counted only if it may be more than `enough`."""
+        """Lower bound on the tokens of a text. Lost characters are counted only if it may be more than `enough`."""
         if len(text) <= enough * self.most:
             return -(-len(text) // self.most)
         return -(-(len(text) - sum(map(text.count, self.lost))) // self.most)
@@ -446,14 +446,14 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether a step of a normalizer leaves no character out, but for composing them."""
+    """Does a step of a normalizer keep all characters, but for composing them?"""
     if step["type"] == "Replace":
         return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
     return step["type"] in {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel"}
 
 
 def _cuts_only(step: dict[str, Any]) -> bool:
-    """Whether a step before the model leaves no character out."""
+    """Does a step before the model keep all characters?"""
     return step.get("behavior", "Removed" if step["type"] not in _KEEP_ALL else None) != "Removed"
 
 
@@ -474,7 +474,7 @@ class TokenTexts:
         self._is_sentencepiece = bool(kinds & {"Metaspace", "ByteFallback"})
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Its UTF-8, or a part of a character's; None if there is no such token."""
+        """Bytes of a token in UTF-8, perhaps a part of a character's; None if there is no such token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -489,7 +489,7 @@ class TokenTexts:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def text_of(self, token_id: int) -> str:
-        """Its text, or its bytes if these are no whole characters."""
+        """Text of a token, or its bytes if these are no whole characters."""
         data = self.bytes_of(token_id)
         if data is None:
             return f"token_id:{token_id}"

@@ -467,8 +467,8 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(
 
 
 def test_beams_know_how_far_they_are_the_same() -> None:
-    lineage = Lineage.of_prompts([0, 0, 0]).settle(10, forked=True)
-    lineage = lineage.select([0, 0, 2]).settle(13, forked=False)  # 1 goes on from 0
+    lineage = Lineage.of_prompts([0, 0, 0]).followed(10, forked=True)
+    lineage = lineage.select([0, 0, 2]).followed(13, forked=False)  # 1 goes on from 0
     assert lineage.common[0, 1] == 13 and lineage.common[0, 2] == lineage.common[1, 2] == 10
     assert lineage.select([1, 0, 2]).moves() == ([1, 0], [0, 1], 13)
     assert lineage.select([0, 1, 1]).moves() == ([1], [2], 10)
@@ -477,7 +477,7 @@ def test_beams_know_how_far_they_are_the_same() -> None:
 
 
 def test_rows_of_other_prompts_are_forked_and_not_copied() -> None:
-    lineage = Lineage.of_prompts([0, 0, 1, 1]).settle(10, forked=True)
+    lineage = Lineage.of_prompts([0, 0, 1, 1]).followed(10, forked=True)
     assert lineage.select([0, 1, 1, 3]).moves() is None  # row 2 has nothing in common with row 1, and its pages are shared
     assert Lineage.of_prompts([0, 1]).select([1, 0]).moves() is not None  # no page of these is shared
 

@@ -160,7 +160,7 @@ def flash_2_decode(
 def flash_2_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin."""
+    """FlashAttention-2, a call for each sequence: its variable-length function takes no lengths apart from sequence starts."""
     out_NHD = torch.zeros_like(q_NHD)
     for b, (start, end) in enumerate(itertools.pairwise(query_starts.tolist())):
         if end > start:
@@ -180,7 +180,7 @@ def flash_3_decode(
 def flash_3_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """The same, with packed queries."""
+    """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx` and packed queries."""
     packed = {"cu_seqlens_q": query_starts, "max_seqlen_q": len(q_NHD)}
     return _flash_in_slots("flash_attn_interface", q_NHD, k_STKD, v_STKD, lengths_B, slots_B, **packed)
 
@@ -259,7 +259,7 @@ def _sdpa(q_BNHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bias: Tensor | None = 
 
 @functools.cache
 def _flex(device_type: str) -> Callable[..., Tensor]:
-    """Compiled on a GPU alone: on a CPU it runs without a compiler, and that is what is tested."""
+    """FlexAttention, compiled on a GPU alone; on a CPU it runs, and is tested, without a compiler."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attend: Callable[..., Tensor] = flex_attention

@@ -25,7 +25,7 @@ def run(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="fetch and convert it even if it is there")] = False,
 ) -> int:
-    """Fetch; the directory goes to stdout, progress to stderr."""
+    """Fetch a model; the directory goes to stdout, progress to stderr."""
     from vmmkv.config import read_environment
     from vmmkv_server.config import VARIABLES
     from vmmkv_server.models import KNOWN_MODELS, fetch

@@ -33,7 +33,7 @@ def run(
         str, typer.Option("--device", metavar="NAME", help="auto (a GPU if there is one), cpu, cuda or cuda:INDEX")
     ] = "auto",
 ) -> int:
-    """Hold until SIGTERM or Ctrl-C; what happens is told on stderr, a line each."""
+    """Hold memory until SIGTERM or Ctrl-C. Each event is a line on stderr."""
     from vmmkv.units import parse_bytes
 
     budget_bytes = parse_bytes(budget)

@@ -1,4 +1,4 @@
-"""Parsing the command line, and what every command does with errors."""
+"""The command line: parsing, and errors of all commands."""
 
 import functools
 import importlib.metadata
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """`vmmkv`, as a process."""
+    """Run `vmmkv` as a process."""
     end(main())
 
 
@@ -79,11 +79,11 @@ def _all_commands(
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """The options of `vmmkv` itself."""
+    """Take the options of `vmmkv` itself."""
 
 
 def _guarded(name: str, module: ModuleType) -> Callable[..., None]:
-    """A command whose errors are a line each, and whose status is the process's."""
+    """Wrap a command: its errors are a line each, and its status is the process's."""
 
     @functools.wraps(module.run)
     def run(*args: object, **options: object) -> None:

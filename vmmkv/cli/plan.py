@@ -1,4 +1,4 @@
-"""`vmmkv plan`: what a model's KV cache takes, and how many sequences fit in some memory."""
+"""`vmmkv plan`: the memory of a model's KV cache, and the number of sequences that fit."""
 
 import dataclasses
 import json
@@ -46,10 +46,10 @@ is allocated and no GPU is needed.
 DEFAULT_LENGTHS = "1024,4096,32768"
 
 DEFAULT_BANDWIDTHS = "50,5"
-"""A GPU on 16 lanes of PCIe 5, and a fast NVMe disk."""
+"""GB/s of loads to a GPU on 16 lanes of PCIe 5, and from a fast NVMe disk."""
 
 _ANY_LENGTH = 2**31 - 1
-"""What KVLayout.tokens_in gives if all layers have windows."""
+"""Result of KVLayout.tokens_in if all layers have windows."""
 
 _SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 DTYPE_NAMES = {name: dtype for dtype, short in _SHORT_NAMES.items() for name in (dtype, short)}
@@ -58,36 +58,36 @@ DTYPE_NAMES = {name: dtype for dtype, short in _SHORT_NAMES.items() for name in 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LengthPlan:
-    """What sequences of one length take, mapped page by page and reserved at the maximum."""
+    """Memory of sequences of one length, mapped page by page and reserved at the maximum."""
 
     num_tokens: int
     num_pages: int
     """Pages of one sequence, those of its guard among them."""
     token_bytes: int
-    """Bytes that its tokens need."""
+    """Bytes that the tokens of one sequence need."""
     num_sequences: int
     """Sequences of this length that fit in the memory."""
     waste_fraction: float
-    """Part of its pages that holds neither its tokens nor its guard."""
+    """Part of a sequence's pages that holds neither its tokens nor its guard."""
     num_sequences_reserved: int | None
-    """The same if each sequence has the maximum allocated; None if this length is beyond it."""
+    """Sequences that fit if each has the maximum allocated; None if this length is beyond it."""
     waste_fraction_reserved: float | None
-    """Part of the maximum that holds none of its tokens."""
+    """Part of the maximum that holds no token of the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePlan:
-    """Where a known prefix can come from: a tier, or computing it."""
+    """A source of a known prefix: a tier, or computing it."""
 
     name: str
     held_tokens: int | None
     """Tokens that the tier has room for; None for computing."""
     gb_per_s: float
-    """Of loads; of computing what a tier must pass to be faster."""
+    """Rate of loads; for computing, the rate that a tier must exceed to be faster."""
     tokens_per_s: float
-    """At the longest length: a model with windows loads fewer rows."""
+    """Rate at the longest length: a model with windows loads fewer rows."""
     seconds: tuple[float, ...]
-    """For a prefix of each length."""
+    """Time for a prefix of each length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +96,26 @@ class Plan:
 
     kv_cache_dtype: str
     kv_scale: str | None
-    """Of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
+    """Scales of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
     layers: int
-    """Those that keep something."""
+    """Layers that keep something."""
     model_layers: int
-    """All that the model has."""
+    """All layers of the model."""
     groups: int
     row_bytes: int
     """Bytes of a token over all groups."""
     growing_bytes: int
     """Bytes of a token that stay as a sequence grows: those without a window."""
     tokens_per_page: float | None
-    """In the mean, over all groups; None for a model that keeps nothing by token."""
+    """Mean over all groups; None for a model that keeps nothing by token."""
     state_bytes: int
-    """What a sequence keeps whatever its length."""
+    """Bytes that a sequence keeps whatever its length."""
     state_kinds: dict[str, int]
     """Layers that keep a state, by its kind."""
     not_run: str | None
-    """What the model has that the engine does not run; None if it runs all, as far as the configuration says."""
+    """Parts of the model that the engine does not run; None if it runs all, as far as the configuration says."""
     tensor_parallel_size: int
-    """GPUs that share the model. What follows is of each."""
+    """GPUs that share the model. The fields below are of each GPU."""
     memory_bytes: int
     memory_pages: int
     guard_tokens: int
@@ -126,7 +126,7 @@ class Plan:
     """The longest single sequence that fits and that the model can have; None if it can have any length."""
     lengths: tuple[LengthPlan, ...]
     lengths_beyond_model: tuple[int, ...]
-    """Those that were asked for and that the model cannot have: the longest that it can have is planned in their place."""
+    """Lengths asked for that the model cannot have: the longest that it can have is planned in their place."""
     sources: tuple[SourcePlan, ...]
     """The tiers asked for, and computing if its rate was given."""
 
@@ -296,7 +296,7 @@ def _check_fits(memory_of: "_Memory", asked: _Asked) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Memory(KVLayout):
-    """What sequences take: rows by token, in no group of a model that keeps nothing by token, and a state for each."""
+    """Memory of sequences: rows by token, in no group if the model keeps nothing by token, and a state for each."""
 
     num_layers: int
     """Layers that keep something."""
@@ -308,7 +308,7 @@ class _Memory(KVLayout):
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: "torch.dtype | KVType") -> "_Memory":
-        """That of all that the layers keep of tokens, whether the engine runs them or not.
+        """Memory of a model by its configuration, whether the engine runs its layers or not.
 
         Vectors of latent attention, index keys and compressed rows are counted by bytes, as one layer for each window.
         """
@@ -334,7 +334,7 @@ class _Memory(KVLayout):
         return cls(groups=groups, num_layers=num_layers, state_bytes=state_bytes)
 
     def of_rank(self, num_ranks: int) -> Self:
-        """That of one of several ranks: heads and states are shared, and vectors are on each."""
+        """Memory on one of several ranks: heads and states are shared, and vectors are on each."""
         return dataclasses.replace(super().of_rank(num_ranks), state_bytes=ceil_div(self.state_bytes, num_ranks))
 
     @property
@@ -379,7 +379,7 @@ def _parse_tiers(host_budget: str | None, disk_budget: str | None, bandwidths: s
 
 
 def _parse_size(option: str, text: str) -> int:
-    """Bytes. Raises: ValueError for no size, and for so few bytes without a unit that one is missing."""
+    """Bytes of a size. Raises: ValueError for no size, and for so few bytes without a unit that one is missing."""
     size_bytes, given = parse_bytes(text), text.strip()
     if size_bytes < PAGE_BYTES and given[-1].isdigit():
         raise ValueError(f"{option} {given} has no unit, and as bytes it is less than a page: write {given}GiB, or {given}MiB")
@@ -492,7 +492,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _check_one_is_given(model: str | None, numbers: Mapping[str, int | None]) -> None:
-    """Is it a model or its numbers, and all of these but the window?"""
+    """Check that either a model is given or its numbers, all but the window. Raises: ValueError."""
     if model is None:
         missing = [f"--{name}" for name, value in numbers.items() if value is None and name != "window"]
         if missing:

@@ -65,7 +65,7 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
 
 
 def flags(option: Option) -> list[str]:
-    """The option's flags: a switch has two, since the file may have set either."""
+    """Flags of an option. A switch has two, since the file may have set either."""
     return [option.flag, f"--no-{option.flag.removeprefix('--')}"] if option.kind is bool else [option.flag]
 
 
@@ -90,7 +90,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
 
 
 def _switch(text: str) -> bool:
-    """What a switch's variable says. Raises: typer.BadParameter."""
+    """Value of a switch's environment variable. Raises: typer.BadParameter."""
     if text.lower() not in ConfigParser.BOOLEAN_STATES:
         raise typer.BadParameter(f"{text!r} is not known; use true or false")
     return ConfigParser.BOOLEAN_STATES[text.lower()]

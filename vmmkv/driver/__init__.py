@@ -1,4 +1,4 @@
-"""Drivers: what a device's virtual memory can do (base), how CUDA and the host do it, and pinned host memory.
+"""Drivers of virtual memory: the protocol (base), CUDA, the host, and pinned host memory.
 
 The tests' driver is in `vmmkv.testing`.
 """

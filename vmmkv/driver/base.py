@@ -1,4 +1,4 @@
-"""What vmmkv needs of a device's virtual memory, and nothing more.
+"""The driver protocol: a device's virtual memory, as far as vmmkv needs it.
 
 Handle table
 
@@ -40,7 +40,7 @@ Handle: TypeAlias = int
 
 
 class Access(enum.Enum):
-    """What the device may do with a mapping."""
+    """Access of the device to a mapping."""
 
     READ = "read"
     READ_WRITE = "read_write"
@@ -54,7 +54,7 @@ class MemoryInfo(NamedTuple):
 
 
 def check_budget(budget_bytes: int, driver: "Driver", remedy: str) -> None:
-    """Raises: BudgetError for more than the device, or this process on a host, has in all. Cost: as `Driver.memory`."""
+    """Check that the device, or this process on a host, has so much in all. Raises: BudgetError. Cost: as `Driver.memory`."""
     total_bytes = driver.memory().total_bytes
     if budget_bytes > total_bytes:
         owner = "this machine, or its container," if driver.device.type == "cpu" else driver.device
@@ -69,14 +69,14 @@ class Fence(Protocol):
         """Has that work finished? Never blocks."""
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until that work has finished."""
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """Make the caller's current stream, and `streams`, wait for it. Does not block the caller."""
+        """Make the caller's current stream, and `streams`, wait for that work. Does not block the caller."""
 
 
 class _Done:
-    """See Fence."""
+    """A fence that has passed."""
 
     def done(self) -> bool:
         return True
@@ -101,7 +101,7 @@ class Reservations:
         """Addresses by size, the oldest first: a stale view goes on faulting as long as possible."""
 
     def take(self, size_bytes: int, reserve: Callable[[int], int]) -> int:
-        """The reservation of this size that was given back first; if there is none, a new one by `reserve`."""
+        """Take the reservation of this size that was given back first; if there is none, a new one by `reserve`."""
         try:
             address = self._free[size_bytes].popleft()
         except IndexError:  # asked for and taken in one step: pools of several threads share this
@@ -114,7 +114,7 @@ class Reservations:
         return bool(self._free.get(size_bytes))
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """A reservation is free for reuse."""
+        """Free a reservation for reuse."""
         self._used_bytes -= size_bytes
         self._free[size_bytes].append(address)
 
@@ -127,7 +127,7 @@ class Reservations:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """A driver call for which no failure can be undone: made again if it fails. If it fails twice, the device is lost."""
+    """Make a driver call whose failure cannot be undone; once more if it fails. If it fails twice, the device is lost."""
     try:
         return call()
     except DriverError:
@@ -140,12 +140,12 @@ def span_text(address: int, size_bytes: int) -> str:
 
 
 class DriverBase:
-    """What the drivers of devices share: the count of calls, the process that they belong to, refusals, and `gather`."""
+    """Base of the devices' drivers: the count of calls, the process that they belong to, refusals, and `gather`."""
 
     _invalid = "EINVAL"
     """The driver's own name for a bad argument."""
     _forked = ""
-    """What a child made by fork() lacks and can do instead, and the code of this error."""
+    """End of the message to a child made by fork(): what it lacks, and can do instead."""
     _forked_code = "EPERM"
 
     def __init__(self) -> None:
@@ -153,12 +153,12 @@ class DriverBase:
         self._pid = os.getpid()
 
     def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
-        """See Driver.gather. Cost: one launch, which does not block; on a host it is done when this returns."""
+        """Copy rows by their numbers. Cost: one launch, which does not block; on a host it is done when this returns."""
         self._enter("gather")
         torch.index_select(source_SE, 0, rows_T, out=target_TE)
 
     def _enter(self, call: str) -> None:
-        """Every call begins with this. Raises: ForkedProcess."""
+        """Check that a call comes from the driver's own process. Raises: ForkedProcess."""
         if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"{call}: this driver belongs to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "
@@ -190,16 +190,16 @@ class Driver(Protocol):
     calls: Counter[str]
 
     def reserve(self, size_bytes: int) -> int:
-        """Addresses, aligned to a page, with nothing under them. They stay reserved until the process ends.
+        """Reserve addresses, aligned to a page, with nothing mapped. They stay reserved until the process ends.
 
         The oldest reservation of the same size that was given back is reused first.
         """
 
     def has_addresses(self, size_bytes: int) -> bool:
-        """Could so many be reserved now? None stay reserved. Cost: two calls."""
+        """Could so many bytes of addresses be reserved now? None stay reserved. Cost: two calls."""
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """A whole reservation is free for reuse: nothing is mapped there, and no work touches it. Cannot fail."""
+        """Free a whole reservation for reuse: nothing is mapped there, and no work touches it. Cannot fail."""
 
     def create(self, size_bytes: int) -> Handle:
         """Take physical memory from the device. Raises OutOfDeviceMemory when there is none."""
@@ -235,13 +235,13 @@ class Driver(Protocol):
         """A stream besides the caller's, for copies that run beside its work. It lasts as long as the process."""
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """A stream is the caller's current one within."""
+        """Make a stream the caller's current one within."""
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """Write elements of a contiguous int32 device tensor, by index, in order on the control stream."""
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
-        """The same in order on the caller's current stream and `streams`: behind what is launched so far on any of them.
+        """Write as `write`, in order on the caller's current stream and `streams`: behind all work launched so far on them.
 
         What is launched later on any of them comes behind it. Returns a fence, as `fence` does, behind that too.
         """

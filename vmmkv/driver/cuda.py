@@ -117,7 +117,7 @@ class EventPool:
         self._idle: list[torch.cuda.Event] = []
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """An event behind all work so far on a stream of this device."""
+        """Record an event behind all work so far on a stream of this device."""
         try:
             event = self._idle.pop()
         except IndexError:
@@ -131,7 +131,7 @@ class EventPool:
 
 
 class CudaFence:
-    """All work launched on some streams of one device by the time it was made. See Fence."""
+    """A fence of all work launched on some streams of one device by the time it was made."""
 
     __slots__ = ("_events", "_pool")
 
@@ -140,14 +140,14 @@ class CudaFence:
         self._events = [pool.record(stream) for stream in streams]
 
     def done(self) -> bool:
-        """See Fence.done. Cost: a query of the events that had not passed when last asked; none once all have."""
+        """Has the work before the fence finished? Cost: a query of each event that had not passed when last asked."""
         with self._pool.lock:
             while self._events and self._events[-1].query():  # type: ignore[no-untyped-call]
                 self._pool.give(self._events.pop())
             return not self._events
 
     def wait(self) -> None:
-        """See Fence.wait. Blocks the thread, not the interpreter."""
+        """Block until the work before the fence has finished. Blocks the thread, not the interpreter."""
         with self._pool.lock:
             events = list(self._events)
         # An event that another thread gave back meanwhile may be in use anew: then this waits a little too long.
@@ -155,7 +155,7 @@ class CudaFence:
             event.synchronize()
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Fence.order."""
+        """Order streams behind the work before the fence."""
         if self.done():
             return
         with self._pool.lock:
@@ -171,7 +171,7 @@ _reservations = Reservations()  # of the process: addresses belong to no device
 
 
 class CudaDriver(DriverBase):
-    """Driver over one GPU. See Driver for what each method does.
+    """Driver over one GPU, with the methods and laws of Driver.
 
     Works from any thread, whichever device is current there. Errors carry CUDA's own name as `code`. Handles can be
     exported as file descriptors, which costs nothing and cannot be added later.
@@ -212,7 +212,7 @@ class CudaDriver(DriverBase):
         """Was anything put on the control stream since it was last seen empty?"""
 
     def reserve(self, size_bytes: int) -> int:
-        """See Driver.reserve. Cost: 4 us, whatever the size."""
+        """Reserve addresses. Cost: 4 us, whatever the size."""
         self._enter("reserve")
         self._whole_pages("reserve", size_bytes=size_bytes)
         what = f"{format_bytes(size_bytes)} of addresses; {_reservations}"
@@ -227,7 +227,7 @@ class CudaDriver(DriverBase):
         return address
 
     def has_addresses(self, size_bytes: int) -> bool:
-        """See Driver.has_addresses. Cost: some 8 us."""
+        """Could so many bytes of addresses be reserved now? Cost: some 8 us."""
         self._enter("reserve")
         if size_bytes > ADDRESS_SPACE_BYTES:
             return False
@@ -240,11 +240,11 @@ class CudaDriver(DriverBase):
         return True
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """See Driver.give_back."""
+        """Free a reservation for reuse."""
         _reservations.give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
-        """See Driver.create. Cost: 14 us; does not wait for kernels."""
+        """Create a handle. Cost: 14 us; does not wait for kernels."""
         self._enter("create")
         self._whole_pages("create", size_bytes=size_bytes)
         status, handle = self._cu.cuMemCreate(size_bytes, self._allocation, 0)
@@ -263,13 +263,13 @@ class CudaDriver(DriverBase):
         return int(handle)
 
     def release(self, handle: Handle) -> None:
-        """See Driver.release. Cost: 17 us."""
+        """Release a handle. Cost: 17 us."""
         self._enter("release")
         checked(self._cu, "release", self._cu.cuMemRelease(handle), f"handle {handle:#x}")
         self.calls["release"] += 1
 
     def map(self, address: int, handle: Handle, size_bytes: int) -> None:
-        """See Driver.map. Cost: 3 us, whatever the size; does not wait for kernels."""
+        """Map a handle. Cost: 3 us, whatever the size; does not wait for kernels."""
         self._enter("map")
         (status,) = self._cu.cuMemMap(address, size_bytes, 0, handle, 0)
         if status != self._success:
@@ -277,7 +277,7 @@ class CudaDriver(DriverBase):
         self.calls["map"] += 1
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
-        """See Driver.set_access. Cost: 25 to 40 us, whatever the size; does not wait for kernels."""
+        """Set the access to a mapping. Cost: 25 to 40 us, whatever the size; does not wait for kernels."""
         self._enter("set_access")
         (status,) = self._cu.cuMemSetAccess(address, size_bytes, self._access[access], 1)
         if status != self._success:
@@ -285,7 +285,7 @@ class CudaDriver(DriverBase):
         self.calls["set_access"] += 1
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """See Driver.unmap. Cost: 24 us; does not wait for kernels, so a kernel that still reads this loses the context."""
+        """Remove a mapping. Cost: 24 us; does not wait for kernels, so a kernel that still reads this loses the context."""
         self._enter("unmap")
         (status,) = self._cu.cuMemUnmap(address, size_bytes)
         if status != self._success:
@@ -293,7 +293,7 @@ class CudaDriver(DriverBase):
         self.calls["unmap"] += 1
 
     def zero(self, address: int, size_bytes: int) -> None:
-        """See Driver.zero. Cost: one memset, launched on the control stream."""
+        """Fill mapped memory with zeroes. Cost: one memset, launched on the control stream."""
         self._enter("zero")
         self._unordered = True
         # torch.cuda.device() would not do: where its device is current already it leaves a new thread without a context.
@@ -306,7 +306,7 @@ class CudaDriver(DriverBase):
         self.calls["zero"] += 1
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """See Driver.copy. Cost: one copy, launched on torch's current stream of this device; does not block."""
+        """Copy bytes between two addresses. Cost: one copy on torch's current stream of this device; does not block."""
         self._enter("copy")
         stream = torch.cuda.current_stream(self.device)
         checked(self._cu, "copy", self._cu.cuCtxPushCurrent(self._context))
@@ -317,7 +317,7 @@ class CudaDriver(DriverBase):
         checked(self._cu, "copy", answer, f"{span_text(source, size_bytes)} to {target:#x}")
 
     def new_stream(self) -> torch.cuda.Stream:
-        """See Driver.new_stream. It waits for no other, not even for the default one.
+        """Make a stream. It waits for no other, not even for the default one.
 
         torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
         then what waits for this stream waits for the user's kernels.
@@ -331,11 +331,11 @@ class CudaDriver(DriverBase):
         return torch.cuda.ExternalStream(pointer, device=self.device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """See Driver.on."""
+        """Make a stream the current one within."""
         return torch.cuda.stream(_as_cuda_stream(stream))
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
-        """See Driver.write. Cost: a stream memory operation for each element, which needs no kernel; does not block.
+        """Write elements of a device tensor. Cost: a stream memory operation for each, without a kernel; does not block.
 
         It is ordered after nothing but the control stream: what filled `tensor` before must be over.
         """
@@ -346,7 +346,7 @@ class CudaDriver(DriverBase):
         self.calls["write"] += 1
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.write_behind. Cost: as `write`, two events for each stream, and a fence; does not block."""
+        """Write elements behind all work so far. Cost: as `write`, two events for each stream, and a fence; does not block."""
         self._enter("write")
         current = torch.cuda.current_stream(self.device)
         others = [_as_cuda_stream(stream) for stream in streams]
@@ -373,7 +373,7 @@ class CudaDriver(DriverBase):
             self._cu.cuCtxPopCurrent()
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Driver.order. Cost: a few us a stream while the control stream has work, else one query, or none."""
+        """Order streams behind the control stream. Cost: a few us a stream while that has work, else one query, or none."""
         self._enter("order")
         if not self._unordered:
             return
@@ -384,14 +384,14 @@ class CudaDriver(DriverBase):
                 _as_cuda_stream(stream).wait_stream(self._control)
 
     def synchronize(self) -> None:
-        """See Driver.synchronize. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
+        """Wait for the control stream. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
         self._enter("synchronize")
         if self._unordered:
             self._control.synchronize()
             self._unordered = False
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.fence. Not under graph capture.
+        """Make a fence. Not under graph capture.
 
         Cost: one event record for each stream. Raises: ValueError for a stream of another device.
         """
@@ -407,7 +407,7 @@ class CudaDriver(DriverBase):
         return CudaFence(self._events, {torch.cuda.current_stream(self.device), self._control, *streams})
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
-        """See Driver.is_capturing. Cost: some 2 us, and 1 us more for each of `streams`."""
+        """Is one of these streams being captured? Cost: some 2 us, and 1 us more for each of `streams`."""
         self._enter("is_capturing")
         none = self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         # The legacy default stream cannot be asked while another one captures.
@@ -423,13 +423,13 @@ class CudaDriver(DriverBase):
         return False
 
     def memory(self) -> MemoryInfo:
-        """See Driver.memory. What torch keeps in its own cache counts as used."""
+        """Physical memory of the device. What torch keeps in its own cache counts as used."""
         self._enter("memory")
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         return MemoryInfo(free_bytes, total_bytes)
 
     def export_fd(self, handle: Handle) -> int:
-        """See Driver.export_fd. Cost: 0.8 ms."""
+        """Export a handle as a file descriptor. Cost: 0.8 ms."""
         self._enter("export_fd")
         if not self._exports:
             self._refuse("export_fd", f"{self.device} cannot export memory as a file descriptor", "CUDA_ERROR_NOT_SUPPORTED")
@@ -439,7 +439,7 @@ class CudaDriver(DriverBase):
         return fd
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
-        """See Driver.import_fd. Cost: 0.4 ms. A wrong `size_bytes` shows when it is mapped: CUDA does not tell it here."""
+        """Import a handle. Cost: 0.4 ms. A wrong `size_bytes` shows when it is mapped: CUDA does not tell it here."""
         self._enter("import_fd")
         self._whole_pages("import_fd", size_bytes=size_bytes)
         answer = self._cu.cuMemImportFromShareableHandle(fd, self._fd_type)
@@ -498,7 +498,7 @@ def _load_bindings() -> Any:
 
 
 def _as_cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:
-    """The same stream by the type that CUDA's events ask for."""
+    """A stream by the type that CUDA's events ask for."""
     if isinstance(stream, torch.cuda.Stream):
         return stream
     identity = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}

@@ -41,7 +41,7 @@ _CGROUP_V1_ROOTS: Final[tuple[Path, ...]] = (Path("/sys/fs/cgroup/memory"),)
 
 @dataclass(frozen=True, slots=True)
 class _ControlGroup:
-    """One control group with a memory limit, by the files that tell."""
+    """A control group with a memory limit, by its files."""
 
     limit_bytes: int
     usage: Path
@@ -49,7 +49,7 @@ class _ControlGroup:
     stat_prefix: str
 
     def free_bytes(self) -> int:
-        """What the group may still take; its cached files count as free, since the kernel drops them first."""
+        """Bytes that the group may still take; cached files count as free, since the kernel drops them first."""
         try:
             kept = dict(line.split(maxsplit=1) for line in self.stat.read_text().splitlines())
             usage_bytes = int(self.usage.read_text())
@@ -60,7 +60,7 @@ class _ControlGroup:
 
 
 class HostMemory:
-    """Free and total memory as this process may use it. Limits are read once, when it is made; usage at each call."""
+    """Reader of free and total memory for this process. Limits are read once, when it is made; usage at each call."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._meminfo = proc / "meminfo"
@@ -68,7 +68,7 @@ class HostMemory:
         self._groups = tuple(group for group in _control_groups(proc) if group.limit_bytes < machine_bytes)
 
     def read(self) -> MemoryInfo:
-        """Cost: one small file, and two for each control group with a limit: some 30 us in all."""
+        """Read free and total memory. Cost: one small file, and two for each control group with a limit: some 30 us in all."""
         free_bytes, total_bytes = self._read_machine()
         for group in self._groups:
             free_bytes, total_bytes = min(free_bytes, group.free_bytes()), min(total_bytes, group.limit_bytes)
@@ -138,7 +138,7 @@ _fallocate = _function("fallocate", _INT, _INT, _OFFSET, _OFFSET)
 
 
 def fallocate(fd: int, mode: int, offset_bytes: int, size_bytes: int) -> None:
-    """fallocate(2), again when a signal breaks it off: the kernel has then taken back what it had done."""
+    """Call fallocate(2), again when a signal breaks it off: the kernel has then undone its part."""
     while True:
         with suppress(InterruptedError):
             _fallocate(fd, mode, offset_bytes, size_bytes)
@@ -173,7 +173,7 @@ def reserve(size_bytes: int) -> int:
 
 
 def clear(address: int, size_bytes: int) -> None:
-    """Take away whatever is mapped at reserved addresses; they stay reserved. Raises OSError, and has changed nothing."""
+    """Remove all mappings at reserved addresses; they stay reserved. On failure nothing has changed. Raises: OSError."""
     try:
         _map_nothing(address, size_bytes, MAP_FIXED)
     except OSError:
@@ -198,7 +198,7 @@ def close_hole(address: int, size_bytes: int) -> bool:
 
 
 def hold_ballast() -> None:
-    """Have some mappings of nothing, to be thrown off when unmapping needs more than the kernel allows. Raises OSError.
+    """Make some empty mappings, to be dropped when unmapping needs more than the kernel allows. Raises: OSError.
 
     At `vm.max_map_count` Linux refuses even the mmap that takes a mapping away, and what it splits needs one or two more.
     """
@@ -226,13 +226,13 @@ def _throw_ballast() -> bool:
 
 
 def count_mappings() -> tuple[int, int]:
-    """How many mappings the process has, and how many the kernel allows. Cost: the kernel writes a line for each."""
+    """Number of mappings of the process, and the most that the kernel allows. Cost: the kernel writes a line for each."""
     with open("/proc/self/maps", "rb") as maps:
         return sum(b"[vsyscall]" not in line for line in maps), int(_MAX_MAP_COUNT.read_text())
 
 
 def _reserve_in_child() -> None:
-    """After fork(): keep the child's own memory away from the addresses that MADV_DONTFORK left open."""
+    """Keep a fork's own memory away from the addresses that MADV_DONTFORK left open."""
     for address, size_bytes in _reserved:
         with suppress(OSError):
             _map_nothing(address, size_bytes, MAP_FIXED)
@@ -258,7 +258,7 @@ class MemfdPiece:
     offset_bytes: int
     size_bytes: int
     borrowed: bool = False
-    """From another driver's memfd; `fd` is then this piece's own."""
+    """A piece of another driver's memfd; `fd` is then this piece's own."""
     num_mappings: int = 0
     released: bool = False
 
@@ -276,7 +276,7 @@ class Memfd:
         self._leaving: list[MemfdPiece] = []  # given back here, but another process still has it
 
     def take(self, size_bytes: int) -> MemfdPiece:
-        """Zeroed memory, all of it there. Raises OSError: ENOSPC or ENOMEM when the kernel has none left to give."""
+        """Take zeroed memory, all of it there. Raises: OSError: ENOSPC or ENOMEM when the kernel has none left to give."""
         self.reap()
         free = self._free_offsets[size_bytes]
         offset_bytes = free[-1] if free else self._end_bytes
@@ -297,7 +297,7 @@ class Memfd:
         self._leaving = [piece for piece in self._leaving if not self._punched(piece)]
 
     def lend(self, piece: MemfdPiece) -> int:
-        """A descriptor that carries a piece: its position is the offset, its lock tells the length and that it is in use."""
+        """Make a descriptor that carries a piece: its position is the offset, its lock tells the length and keeps it."""
         if piece.borrowed:
             return os.dup(piece.fd)  # the same open file description, so the same position and lock
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -321,7 +321,7 @@ class Memfd:
 
 
 def borrow(fd: int, size_bytes: int) -> MemfdPiece:
-    """The piece that a descriptor made by `lend` carries; `fd` stays the caller's.
+    """Borrow the piece that a descriptor made by `lend` carries; `fd` stays the caller's.
 
     Raises: ValueError when it carries none, or one of another size; OSError.
     """
@@ -346,7 +346,7 @@ def borrow(fd: int, size_bytes: int) -> MemfdPiece:
 
 
 def most_descriptors() -> int:
-    """Files that this process may have open at once: `ulimit -n`."""
+    """Most files that this process may have open at once: `ulimit -n`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
@@ -363,7 +363,7 @@ def _lent_range(fd: int, offset_bytes: int, size_bytes: int) -> tuple[int, int] 
 
 
 SPARE_DESCRIPTORS: Final = 16
-"""Left by `import_fd` to what else the process opens."""
+"""Descriptors that `import_fd` leaves to the rest of the process."""
 
 HEADROOM_BYTES: Final = 128 * MIB
 """Memory that `create` leaves to others: taking the last byte would summon the out-of-memory killer."""
@@ -382,7 +382,7 @@ class _Mapping:
 
 
 class HostDriver(DriverBase):
-    """Driver over this machine's own memory. See Driver for what each method does.
+    """Driver over this machine's own memory, with the methods and laws of Driver.
 
     Errors carry errno's name as `code`. `close` takes all memory away from under the addresses, which stay reserved.
     """
@@ -402,7 +402,7 @@ class HostDriver(DriverBase):
         self._pages: dict[int, _Mapping] = {}  # by page number: what stands there
 
     def reserve(self, size_bytes: int) -> int:
-        """See Driver.reserve. Cost: one mmap, and two munmap to align it."""
+        """Reserve addresses. Cost: one mmap, and two munmap to align it."""
         with self._calling("reserve", f"{format_bytes(size_bytes)} of addresses", f"; {_reservations}, less under `ulimit -v`"):
             self._whole_pages("reserve", size_bytes=size_bytes)
             if size_bytes > ADDRESS_SPACE_BYTES:
@@ -412,7 +412,7 @@ class HostDriver(DriverBase):
         return address
 
     def has_addresses(self, size_bytes: int) -> bool:
-        """See Driver.has_addresses."""
+        """Could so many bytes of addresses be reserved now?"""
         self._enter("reserve")
         if size_bytes > ADDRESS_SPACE_BYTES:
             return False
@@ -426,12 +426,12 @@ class HostDriver(DriverBase):
         return True
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """See Driver.give_back."""
+        """Free a reservation for reuse."""
         self._reserved.remove((address, address + size_bytes))
         _reservations.give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
-        """See Driver.create. Cost: one fallocate, which zeroes the memory (some 300 us for 2 MiB)."""
+        """Create a handle. Cost: one fallocate, which zeroes the memory (some 300 us for 2 MiB)."""
         with self._calling("create", format_bytes(size_bytes)):
             self._whole_pages("create", size_bytes=size_bytes)
             free_bytes, total_bytes = self._memory.read()
@@ -451,7 +451,7 @@ class HostDriver(DriverBase):
                 ) from error
 
     def release(self, handle: Handle) -> None:
-        """See Driver.release. Cost: one fallocate that punches the hole, at the last mapping's end if that comes later."""
+        """Release a handle. Cost: one fallocate that punches the hole, at the last mapping's end if that comes later."""
         with self._calling("release"):
             piece = self._piece("release", handle)
             del self._pieces[handle]
@@ -459,7 +459,7 @@ class HostDriver(DriverBase):
             self._give_if_gone(piece)
 
     def map(self, address: int, handle: Handle, size_bytes: int) -> None:
-        """See Driver.map. Cost: one mmap, one madvise."""
+        """Map a handle. Cost: one mmap, one madvise."""
         span = span_text(address, size_bytes)
         with self._calling("map", span):
             self._whole_pages("map", address=address, size_bytes=size_bytes)
@@ -486,21 +486,21 @@ class HostDriver(DriverBase):
             piece.num_mappings += 1
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
-        """See Driver.set_access. Cost: one mprotect."""
+        """Set the access to a mapping. Cost: one mprotect."""
         with self._calling("set_access", span_text(address, size_bytes)):
             mapping = self._mapping("set_access", address, size_bytes)
             mprotect(address, size_bytes, _PROTECTION[access])
             mapping.access = access
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """See Driver.unmap. Cost: one mmap, and a fallocate if this was the last of a released handle."""
+        """Remove a mapping. Cost: one mmap, and a fallocate if this was the last of a released handle."""
         with self._calling("unmap", span_text(address, size_bytes)):
             mapping = self._mapping("unmap", address, size_bytes)
             clear(address, size_bytes)
             self._forget(mapping)
 
     def zero(self, address: int, size_bytes: int) -> None:
-        """See Driver.zero. Cost: one memset, done when this returns."""
+        """Fill mapped memory with zeroes. Cost: one memset, done when this returns."""
         with self._calling("zero"):
             for page in range(address // PAGE_BYTES, -(-(address + size_bytes) // PAGE_BYTES)):
                 there = self._pages.get(page)
@@ -510,58 +510,58 @@ class HostDriver(DriverBase):
             ctypes.memset(address, 0, size_bytes)
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """See Driver.copy. Done when this returns."""
+        """Copy bytes between two addresses. Done when this returns."""
         self._enter("copy")
         ctypes.memmove(target, source, size_bytes)
 
     def new_stream(self) -> torch.Stream:
-        """See Driver.new_stream. The host has one, on which everything is done when its call returns."""
+        """Make a stream. The host has one, on which everything is done when its call returns."""
         return torch.Stream(stream_id=0, device_index=-1, device_type=0)
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """See Driver.on."""
+        """Make a stream the current one within."""
         return nullcontext()
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
-        """See Driver.write. Done when this returns, as whatever was launched before is."""
+        """Write elements of a device tensor. Done when this returns, as whatever was launched before is."""
         with self._calling("write"):
             tensor.numpy()[list(values)] = list(values.values())
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.write_behind. Done when this returns."""
+        """Write elements behind all work launched so far. Done when this returns."""
         self.write(tensor, values)
         return DONE
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Driver.order. Nothing to wait for."""
+        """Order streams behind the control stream. Nothing to wait for."""
         self._enter("order")
 
     def synchronize(self) -> None:
-        """See Driver.synchronize. Nothing to wait for."""
+        """Wait for the control stream. Nothing to wait for."""
         self._enter("synchronize")
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.fence. Always done: what the host launched has returned."""
+        """Make a fence. Always done: what the host launched has returned."""
         with self._calling("fence"):
             return DONE
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
-        """See Driver.is_capturing. Never: the host has no graphs."""
+        """Is one of these streams being captured? Never: the host has no graphs."""
         return False
 
     def memory(self) -> MemoryInfo:
-        """See Driver.memory. What this process may use, also by its control groups' limits. Cost: some 30 us."""
+        """Physical memory that this process may use, also by its control groups' limits. Cost: some 30 us."""
         self._enter("memory")
         self._file.reap()
         return self._memory.read()
 
     def export_fd(self, handle: Handle) -> int:
-        """See Driver.export_fd. The descriptor, and any mapping made from it, keeps the memory from going."""
+        """Export a handle as a file descriptor. The descriptor, and any mapping made from it, keeps the memory from going."""
         with self._calling("export_fd", f"handle {handle}"):
             return self._file.lend(self._piece("export_fd", handle))
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
-        """See Driver.import_fd. Keeps a descriptor of its own until release."""
+        """Import a handle. Keeps a descriptor of its own until release."""
         with self._calling("import_fd", f"file descriptor {fd}"):
             self._whole_pages("import_fd", size_bytes=size_bytes)
             try:
@@ -584,7 +584,7 @@ class HostDriver(DriverBase):
 
     @contextmanager
     def _calling(self, call: str, what: str = "", remedy: str = "") -> Iterator[None]:
-        """A call, which counts if nothing is raised within; OSError becomes DriverError."""
+        """Count a call if nothing is raised within; OSError becomes DriverError."""
         self._enter(call)
         try:
             yield
@@ -632,7 +632,7 @@ class HostDriver(DriverBase):
             self._file.give(piece)
 
     def _failure(self, call: str, error: OSError, what: str, remedy: str = "") -> DriverError:
-        """The kernel's error in our words. ENOMEM means two things: no memory, or no more mappings."""
+        """The kernel's error as a DriverError. ENOMEM means two things: no memory, or no more mappings."""
         code = errno.errorcode.get(error.errno or 0, "?")
         if error.errno == errno.ENOMEM:
             num_mappings, limit = count_mappings()

@@ -1,4 +1,4 @@
-"""The policies: which rows a sequence keeps. See the package.
+"""The policies that choose the rows that a sequence keeps.
 
 Legend: T rows of the sequence, in order; K kv heads, D head dim, R = D / 2 angles.
 """
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 MARGIN: Final = 8
-"""A compaction copies what it keeps. So rows are dropped again when there are this part of the budget more."""
+"""Divisor of the budget: rows are dropped again when there are that many more. A compaction copies the rows it keeps."""
 _SNAP_WINDOW: Final = 32
 
 
 class KVPolicy(Protocol):
-    """Which rows to keep. Rows are chosen once, for all layers and heads."""
+    """A policy that chooses the rows to keep, once for all layers and heads."""
 
     @property
     def budget(self) -> int:
-        """How many rows it keeps at most."""
+        """Most rows that are kept."""
 
     def num_queries(self, num_rows: int) -> int:
-        """How many of the last queries, of a sequence of so many rows, the scores are summed over; 0 if it needs none.
+        """Number of last queries that scores are summed over, of a sequence of so many rows; 0 if there are no scores.
 
         If these are not all queries, their own rows are among those that are kept.
         """
@@ -57,15 +57,15 @@ class StreamingLLM:
 
     @property
     def budget(self) -> int:
-        """See KVPolicy."""
+        """Most rows that are kept."""
         return self.sinks + self.window
 
     def num_queries(self, num_rows: int) -> int:
-        """See KVPolicy."""
+        """Number of last queries to score."""
         return 0
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
-        """See KVPolicy."""
+        """Row numbers to keep, ascending."""
         import torch
 
         rows_T = torch.arange(num_rows, device=None if scores_T is None else scores_T.device)
@@ -84,11 +84,11 @@ class H2O:
         _check("recent", self.recent, 0, self.budget)
 
     def num_queries(self, num_rows: int) -> int:
-        """See KVPolicy."""
+        """Number of last queries to score."""
         return num_rows
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
-        """See KVPolicy."""
+        """Row numbers to keep, ascending."""
         return _highest(_checked(num_rows, scores_T), self.budget, self.recent)
 
 
@@ -111,11 +111,11 @@ class SnapKV:
             raise ValueError(f"kernel={self.kernel}: give an odd number, so that a row is the middle of its neighbours")
 
     def num_queries(self, num_rows: int) -> int:
-        """See KVPolicy."""
+        """Number of last queries to score."""
         return min(self.window, num_rows)
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
-        """See KVPolicy."""
+        """Row numbers to keep, ascending."""
         from torch.nn.functional import avg_pool1d
 
         scores_T = _checked(num_rows, scores_T).float().clone()
@@ -135,16 +135,16 @@ class TOVA:
         _check("budget", self.budget, 1)
 
     def num_queries(self, num_rows: int) -> int:
-        """See KVPolicy."""
+        """Number of last queries to score."""
         return min(1, num_rows)
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
-        """See KVPolicy."""
+        """Row numbers to keep, ascending."""
         return _highest(_checked(num_rows, scores_T), self.budget, 1)
 
 
 def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> torch.Tensor:
-    """Rotary keys turned back by so many positions each, as if their tokens had stood there: of the keys' dtype.
+    """Rotary keys turned back by so many positions each, as if their tokens had stood there; in the keys' dtype.
 
     Elements j and j + D / 2 of a head are turned together, as in Llama. `inv_freq_R`: the model's angle for one position.
     """

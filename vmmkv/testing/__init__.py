@@ -1,4 +1,4 @@
-"""Is an attention kernel right on vmmkv memory? For authors and callers of kernels.
+"""Tests of attention kernels on vmmkv memory, for authors and callers of kernels.
 
     from vmmkv.testing import conformance
 

@@ -28,13 +28,13 @@ class KnownKernel:
     form: Form
     attention_fn: Callable[..., torch.Tensor]
     library: str | None = None
-    """The module that it imports when it is called, if that is none of vmmkv's requirements. Such libraries need a GPU."""
+    """Module that the function imports when called, if vmmkv does not require it. Such libraries need a GPU."""
     guard: Callable[[int, torch.dtype], int] | None = None
     """Rows of guard, by head dim and dtype; none if None."""
     capturable: bool = False
 
     def missing(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device; None if it can."""
+        """The reason why the kernel cannot run on this device; None if it can."""
         if self.library is None:
             return None
         if importlib.util.find_spec(self.library) is None:

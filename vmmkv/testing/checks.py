@@ -36,7 +36,7 @@ DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Wrong(Exception):
-    """What an attention function did is wrong; the message says what that was."""
+    """An attention function did something wrong; the message says what."""
 
 
 class Skip(Exception):
@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """Name of the function."""
         return getattr(self.attention_fn, "__name__", repr(self.attention_fn))
 
     def __str__(self) -> str:
@@ -93,17 +93,17 @@ class Subject:
 # memory
 
 BUDGET_BYTES: Final = 4 * GIB
-"""More than any check takes; handles are created as they are needed."""
+"""Budget of a check's pool, more than any takes; handles are created as they are needed."""
 
 ROW_BYTES: Final = 32 * KIB
-"""64 rows are a page, so that sequences of some hundred tokens have several."""
+"""Bytes of a row. 64 rows are a page, so that sequences of some hundred tokens have several."""
 
 _NUM_LAYERS: Final = 4
 _LAYER: Final = _NUM_LAYERS // 2
 """The layer that is attended to, in the middle of a row."""
 
 STALE: Final = 100.0
-"""What a row past the length may hold: another sequence's values. These are larger, so that they show."""
+"""Value of rows past the length, as of another sequence. Larger than all others, so that it shows."""
 
 _SPARE_PAGES: Final = 16
 """Free extents to shuffle, more than a check takes."""
@@ -113,7 +113,7 @@ _FAR_PAGES: Final = 7
 
 
 class MappedRows(NamedTuple):
-    """What is mapped under a slot from row `first` on: all bytes of its rows, of all layers, as int64 [rows, words]."""
+    """All mapped bytes of a slot from row `first` on, of all layers, as int64 [rows, words]."""
 
     slot: int
     first: int
@@ -141,10 +141,10 @@ class LayerMemory:
         self.page_rows = self.group.tokens_under(1)
         self._generator = torch.Generator().manual_seed(0)
         self._written: dict[int, vmmkv.Sequence] = {}
-        """By slot. Under the others nothing is mapped but the null page, which is read-only."""
+        """Rows written, by slot. Under other slots nothing is mapped but the null page, which is read-only."""
 
     def open(self, count: int) -> list[vmmkv.Sequence]:
-        """New sequences in every other slot, backwards."""
+        """Open sequences in every other slot, backwards."""
         return self.cache.open_batch(2 * count)[-1::-2]
 
     def write(self, sequence: vmmkv.Sequence, num_tokens: int, *, past: float = 0.0) -> None:
@@ -162,14 +162,14 @@ class LayerMemory:
         sequence.advance(num_tokens - start)
 
     def call(self, sequences: Sequence[vmmkv.Sequence], lengths: Sequence[int]) -> "AttentionCall":
-        """A call over sequences, and write them first, up to these lengths."""
+        """Write sequences up to these lengths, and prepare a call over them."""
         for sequence, length in zip(sequences, lengths, strict=True):
             self.write(sequence, max(length, sequence.length))
         slots = [sequence.slot for sequence in sequences]
         return AttentionCall(self.subject, self.k_STKD, self.v_STKD, slots, lengths, self.mapped)
 
     def mapped(self) -> list[MappedRows]:
-        """All that is mapped under all sequences, with guards and other layers."""
+        """Mapped bytes of all sequences, with guards and other layers."""
         k_STKD, row_bytes = self.k_STKD, self.group.row_bytes
         address = k_STKD.data_ptr() - self.group.offset_bytes(_LAYER, "k")
         found = []
@@ -189,7 +189,7 @@ class LayerMemory:
 def open_memory(
     subject: Subject, *, slots: int, max_tokens: int = 4096, row_bytes: int = ROW_BYTES, shuffled: bool = False
 ) -> Iterator[LayerMemory]:
-    """A cache of its own. shuffled: a growth gets physical pages in a random order."""
+    """Open a cache with a pool of its own. shuffled: a growth gets physical pages in a random order."""
     with Pool(subject.device, BUDGET_BYTES) as pool:
         if shuffled:
             extents = pool.acquire(_SPARE_PAGES)
@@ -203,7 +203,7 @@ def open_memory(
 
 @contextmanager
 def far_rows(subject: Subject, num_past: int) -> Iterator["AttentionCall"]:
-    """A call over slot 1, whose rows are a page each: the last `num_past` of them lie 2**31 elements from its first.
+    """Prepare a call over slot 1, whose rows are a page each: the last `num_past` lie 2**31 elements from the first.
 
     That would be gigabytes, so a few physical pages are mapped over and over; others under the last rows, whose larger keys
     draw most of the weight. What is mapped is given with each physical page once.
@@ -218,7 +218,7 @@ def far_rows(subject: Subject, num_past: int) -> Iterator["AttentionCall"]:
     mapped: list[int] = []
 
     def put(pages: Iterable[int]) -> None:
-        """One physical page under all of these."""
+        """Map one physical page under all of these addresses."""
         handles.append(driver.create(PAGE_BYTES))
         for page in pages:
             driver.map(address + page * PAGE_BYTES, handles[-1], PAGE_BYTES)
@@ -289,7 +289,7 @@ class AttentionCall:
         self.slots_B = torch.tensor(slots, dtype=torch.int32, device=device)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """The sequences have grown."""
+        """Set the lengths of the sequences, which have grown."""
         self.lengths = lengths
         self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
 
@@ -328,14 +328,14 @@ class AttentionCall:
         )
 
     def run(self) -> None:
-        """Call, see that it wrote nothing, and judge. Raises: Wrong."""
+        """Call the function, check that it wrote nothing, and judge its output. Raises: Wrong."""
         with self.writing_nothing():
             out_NHD = self.attend()
         self.judge(out_NHD)
 
     @contextmanager
     def writing_nothing(self) -> Iterator[None]:
-        """See that what is done within leaves all that is mapped bit for bit as it was. Raises: Wrong.
+        """Check that the code within changes no bit of mapped memory. Raises: Wrong.
 
         Cost: a copy of all that is mapped.
         """
@@ -362,15 +362,15 @@ def _first_line(error: BaseException) -> str:
 # checks
 
 _LENGTHS: Final = (1, 17, 63, 64, 65, 130)
-"""Around a tile, around a page (of 64 rows), and of several pages."""
+"""Lengths around a tile, around a page (of 64 rows), and of several pages."""
 
 _FEW_LENGTHS: Final = (7, 64, 130)
 
 _GROWN_LENGTHS: Final = ((10, 64, 100), (70, 65, 200))
-"""Of the same sequences, before and after they have crossed the borders of pages."""
+"""Lengths of the same sequences before and after they have crossed the borders of pages."""
 
 _LATE_CYCLES: Final = 100_000_000
-"""Some 50 ms of a GPU, in which the host has launched all there is."""
+"""Cycles of a delay, some 50 ms of a GPU, in which the host has launched all work."""
 
 
 def _attend_among(subject: Subject, lengths: tuple[int, ...], *, past: float, shuffled: bool = False) -> None:
@@ -391,27 +391,27 @@ def _attend_among(subject: Subject, lengths: tuple[int, ...], *, past: float, sh
 
 
 def strides(subject: Subject) -> None:
-    """Strided rows, odd lengths, slots in any order, behind them zeros as vmmkv maps them."""
+    """Check strided rows, odd lengths, and slots in any order, with zeros behind as vmmkv maps them."""
     _attend_among(subject, _LENGTHS, past=0.0)
 
 
 def stale_rows(subject: Subject) -> None:
-    """Large finite values past the length and in other slots reach no output."""
+    """Check that large finite values past the length and in other slots reach no output."""
     _attend_among(subject, _FEW_LENGTHS, past=STALE)
 
 
 def nan_rows(subject: Subject) -> None:
-    """Nor does NaN, which is still NaN after a product with a weight of zero."""
+    """Check that NaN past the length and in other slots reaches no output. NaN times a weight of zero is NaN."""
     _attend_among(subject, _FEW_LENGTHS, past=math.nan)
 
 
 def shuffled_pages(subject: Subject) -> None:
-    """Pages that follow one another by address lie anywhere in physical memory."""
+    """Check pages that follow one another by address and lie anywhere in physical memory."""
     _attend_among(subject, _FEW_LENGTHS, past=0.0, shuffled=True)
 
 
 def far_slots(subject: Subject) -> None:
-    """Slots 2**31 elements and more apart: the offset of a slot takes 64 bits."""
+    """Check slots 2**31 elements and more apart: the offset of a slot takes 64 bits."""
     row_elements = layout_of(subject).row_bytes // subject.dtype.itemsize
     with open_memory(subject, slots=3, max_tokens=ceil_div(2**31, row_elements)) as memory:
         assert memory.k_STKD.stride(0) >= 2**31, "the slots are to be far apart"
@@ -419,13 +419,13 @@ def far_slots(subject: Subject) -> None:
 
 
 def far_tokens(subject: Subject) -> None:
-    """Rows of one sequence 2**31 elements and more apart: the offset of a token takes 64 bits."""
+    """Check rows of one sequence 2**31 elements and more apart: the offset of a token takes 64 bits."""
     with far_rows(subject, num_past=7) as call:
         call.run()
 
 
 def unmapped_rows(subject: Subject) -> None:
-    """Nothing is mapped past the guard, to the byte; nor before the sequence, nor in any other slot."""
+    """Check over memory that ends with the guard, to the byte; nothing is mapped before the sequence or in other slots."""
     with open_memory(subject, slots=6, row_bytes=PAGE_BYTES) as memory:
         sequences = memory.open(3)
         call = memory.call(sequences, (1, 17, 33))
@@ -435,7 +435,7 @@ def unmapped_rows(subject: Subject) -> None:
 
 
 def aliased_prefix(subject: Subject) -> None:
-    """Sequences that begin with the very same physical rows, each at its own addresses, then go their own ways."""
+    """Check sequences that begin with the same physical rows, each at its own addresses, then have rows of their own."""
     with open_memory(subject, slots=8) as memory:
         parent = memory.cache.open()
         memory.write(parent, memory.page_rows + 9)
@@ -444,7 +444,7 @@ def aliased_prefix(subject: Subject) -> None:
 
 
 def growth(subject: Subject) -> None:
-    """Between two calls with the same tensors sequences grow over pages; what was there stays where it was."""
+    """Check two calls with the same tensors, between which sequences grow over pages and no row moves."""
     with open_memory(subject, slots=8) as memory:
         sequences = memory.open(3)
         call = memory.call(sequences, _GROWN_LENGTHS[0])
@@ -454,7 +454,7 @@ def growth(subject: Subject) -> None:
 
 
 def graph_replays(subject: Subject) -> None:
-    """The same between replays of one captured CUDA graph: a kernel reads lengths and slots on the device."""
+    """Check replays of one captured CUDA graph, which reads grown lengths and their slots on the device."""
     if subject.device.type != "cuda":
         raise Skip("there are no graphs on a CPU")
     if not subject.capturable:
@@ -486,7 +486,7 @@ def _grow(memory: LayerMemory, sequences: Sequence[vmmkv.Sequence], call: Attent
 
 
 def stream_order(subject: Subject) -> None:
-    """What it launches comes behind what the current stream has been given before, and before what it is given next.
+    """Check that launches come behind earlier work of the current stream, and before its later work.
 
     Its queries arrive late on that stream, and its output is read there at once. Work on a stream of its own that does not
     wait for them attends from NaN. If the stream does not wait for that work, what is read is what was in the output before:

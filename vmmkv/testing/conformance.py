@@ -25,7 +25,7 @@ from vmmkv.lifetime import Closing
 from vmmkv.testing.checks import CHECKS, Form, Skip, Subject, Wrong
 
 Status = Literal["passed", "failed", "crashed", "skipped"]
-"""crashed: the process did not survive it. skipped: the check does not apply, and `detail` says why."""
+"""Outcome of a check. crashed: its process ended. skipped: the check does not apply, and `detail` says why."""
 
 
 class ConformanceError(VmmkvError, AssertionError):
@@ -34,21 +34,21 @@ class ConformanceError(VmmkvError, AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one check went."""
+    """The result of one check."""
 
     check: str
     status: Status
     detail: str = ""
-    """Why, if it has not passed."""
+    """The reason, if the check has not passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How all checks of a kernel went. `str` of it is a table."""
+    """The results of all checks of a kernel. `str` makes a table of them."""
 
     kernel: str
     subject: str
-    """Its form and guard, and on what it was tested."""
+    """Form and guard of the function, and the shapes and device of the test."""
     results: tuple[Result, ...]
 
     @property
@@ -57,7 +57,7 @@ class Report:
         return not self._wrong()
 
     def raise_if_failed(self) -> None:
-        """Raises: ConformanceError with the lines of the checks that failed or crashed."""
+        """Raise an error if a check failed or crashed. Raises: ConformanceError with the lines of these checks."""
         if wrong := self._wrong():
             raise ConformanceError("\n".join([f"{self.kernel} ({self.subject}) is not right:", *self._lines(wrong)]))
 
@@ -106,7 +106,7 @@ _LOSSES: Final = (
 """CUDA's texts of what a kernel does that loses the context; torch, Triton and the driver all cite them."""
 
 _CUDA_ERRORS: Final = ("cuda error", "cuda_error_", "cudaerror", "error [cuda]")
-"""How errors of CUDA begin, in lower case: torch's, the driver's, the runtime's and Triton's."""
+"""Beginnings of CUDA errors in lower case: torch's, the driver's, the runtime's and Triton's."""
 
 _FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS)
 
@@ -184,7 +184,7 @@ class Worker(Closing):
 
 
 def _check_script(check: str) -> None:
-    """Can a child process import the script that runs here, as multiprocessing has it do? Raises CheckError."""
+    """Check that a child process can import the script that runs here, as multiprocessing makes it do. Raises: CheckError."""
     script = sys.modules["__main__"]
     path = getattr(script, "__file__", None)
     if getattr(script, "__spec__", None) is None and path is not None and not Path(path).exists():
@@ -205,7 +205,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(payload: bytes) -> tuple[Result | str, bool]:
-    """How the check went, or why it could not be done; and whether another process is to do the next."""
+    """The result of a check, or the reason why it could not be done; and whether the next check needs a new process."""
     try:
         check, subject = pickle.loads(payload)
     except Exception as error:

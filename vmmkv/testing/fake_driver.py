@@ -47,7 +47,7 @@ class Launch:
     finished: bool = False
 
     def finish(self) -> None:
-        """The device has done this work."""
+        """End this work, as the device does."""
         self.finished = True
 
 
@@ -106,16 +106,16 @@ class FakeDriver:
 
     @property
     def live_handles(self) -> int:
-        """Handles that were made and not released."""
+        """Number of handles that were made and not released."""
         return sum(not allocation.released for allocation in self._handles.values())
 
     @property
     def live_mappings(self) -> int:
-        """Mappings that stand."""
+        """Number of mappings that stand."""
         return len(self._mapped)
 
     def mappings_of(self, handle: Handle) -> int:
-        """At how many addresses a handle is mapped."""
+        """Number of addresses at which a handle is mapped."""
         return self._handles[handle].num_mappings
 
     def is_accessible(self, address: int, size_bytes: int) -> bool:
@@ -127,7 +127,7 @@ class FakeDriver:
         return self._accesses(address, size_bytes) <= {Access.READ}
 
     def launch(self, ranges: Sequence[tuple[int, int]]) -> Launch:
-        """A kernel starts that touches the byte ranges [start, end).
+        """Start a kernel that touches the byte ranges [start, end).
 
         All of them must be accessible now, and zeroes on their way to them ordered before (law 4).
         """
@@ -143,7 +143,7 @@ class FakeDriver:
     # the protocol
 
     def reserve(self, size_bytes: int) -> int:
-        """See Driver.reserve."""
+        """Reserve addresses."""
         self._pages_only(size_bytes)
 
         def reserve() -> int:
@@ -160,11 +160,11 @@ class FakeDriver:
         return address
 
     def has_addresses(self, size_bytes: int) -> bool:
-        """See Driver.has_addresses."""
+        """Could so many bytes of addresses be reserved now?"""
         return size_bytes <= ADDRESS_SPACE_BYTES if self.over is None else self.over.has_addresses(size_bytes)
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """See Driver.give_back. Law 4: nothing is mapped there, and no unfinished launch touches it."""
+        """Free a reservation for reuse. Law 4: nothing is mapped there, and no unfinished launch touches it."""
         if any(address <= page < address + size_bytes for page in self._pages):
             raise LawBroken(f"{span_text(address, size_bytes)} is given back, and something is mapped there")
         self._idle(address, size_bytes, "given back")
@@ -172,7 +172,7 @@ class FakeDriver:
         (self._reservations if self.over is None else self.over).give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
-        """See Driver.create."""
+        """Create a handle."""
         self._pages_only(size_bytes)
 
         def create() -> Handle:
@@ -191,14 +191,14 @@ class FakeDriver:
         return handle
 
     def release(self, handle: Handle) -> None:
-        """See Driver.release."""
+        """Release a handle."""
         allocation = self._live(handle)
         self._pass_on("release", handle)
         allocation.released = True
         self._forget_if_gone(handle)
 
     def map(self, address: int, handle: Handle, size_bytes: int) -> None:
-        """See Driver.map."""
+        """Map a handle."""
         self._pages_only(address, size_bytes)
         if self._live(handle).size_bytes != size_bytes:
             raise LawBroken(f"a handle of {self._handles[handle].size_bytes} bytes was mapped in part: {size_bytes} bytes")
@@ -218,13 +218,13 @@ class FakeDriver:
         self._handles[handle].num_mappings += 1
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
-        """See Driver.set_access."""
+        """Set the access to a mapping."""
         mapped = self._exactly(address, size_bytes)
         self._pass_on("set_access", address, size_bytes, access)
         mapped.access = access
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """See Driver.unmap. Law 4: not while a launch that touches it is unfinished."""
+        """Remove a mapping. Law 4: not while a launch that touches it is unfinished."""
         mapped = self._exactly(address, size_bytes)
         self._idle(address, size_bytes, "unmapped")
         self._pass_on("unmap", address, size_bytes)
@@ -235,7 +235,7 @@ class FakeDriver:
         self._forget_if_gone(mapped.handle)
 
     def zero(self, address: int, size_bytes: int) -> None:
-        """See Driver.zero. Nothing orders the control stream behind a launch, so none may be using this memory."""
+        """Fill mapped memory with zeroes. Nothing orders the control stream behind a launch, so none may use this memory."""
         if not self.is_accessible(address, size_bytes):
             raise LawBroken(f"{span_text(address, size_bytes)} is zeroed and not all mapped")
         self._idle(address, size_bytes, "zeroed")
@@ -243,7 +243,7 @@ class FakeDriver:
         self._unordered.append((address, address + size_bytes))
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """See Driver.copy. What of it lies in a reservation must be mapped, and the target writable."""
+        """Copy bytes between two addresses. Addresses of a reservation must be mapped, and the target writable."""
         for address, allowed in ((target, {Access.READ_WRITE}), (source, {Access.READ, Access.READ_WRITE})):
             if self._is_reserved(address, size_bytes) and not self._accesses(address, size_bytes) <= allowed:
                 raise LawBroken(f"a copy touches {span_text(address, size_bytes)}, which is not all mapped")
@@ -251,7 +251,7 @@ class FakeDriver:
             self.over.copy(target, source, size_bytes)
 
     def gather(self, target_TE: torch.Tensor, source_SE: torch.Tensor, rows_T: torch.Tensor) -> None:
-        """See Driver.gather. The rows must be mapped."""
+        """Copy rows by their numbers. The rows must be mapped."""
         row_bytes = source_SE.shape[1] * source_SE.itemsize
         for row in rows_T.tolist():
             address = source_SE.data_ptr() + row * row_bytes
@@ -261,19 +261,19 @@ class FakeDriver:
             self.over.gather(target_TE, source_SE, rows_T)
 
     def new_stream(self) -> torch.Stream:
-        """See Driver.new_stream."""
+        """Make a stream."""
         return torch.Stream(stream_id=0, device_index=-1, device_type=0) if self.over is None else self.over.new_stream()
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """See Driver.on."""
+        """Make a stream the current one within."""
         return nullcontext() if self.over is None else self.over.on(stream)
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
-        """See Driver.write."""
+        """Write elements of a device tensor."""
         self._call("write", lambda: write_to(tensor, values) if self.over is None else self.over.write(tensor, values))
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.write_behind."""
+        """Write elements behind all work launched so far."""
         over = self.over
         under = self._call(
             "write", lambda: write_to(tensor, values) if over is None else over.write_behind(tensor, values, streams)
@@ -281,19 +281,19 @@ class FakeDriver:
         return self._behind_launches(under)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Driver.order."""
+        """Order streams behind the control stream."""
         if self.over is not None:
             self.over.order(streams)
         self._unordered.clear()
 
     def synchronize(self) -> None:
-        """See Driver.synchronize."""
+        """Wait for the control stream."""
         if self.over is not None:
             self.over.synchronize()
         self._unordered.clear()
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
-        """See Driver.fence. `wait` finishes the launches, as the device would in time."""
+        """Make a fence. `wait` finishes the launches, as the device would in time."""
         return self._behind_launches(self._call("fence", lambda: None if self.over is None else self.over.fence(streams)))
 
     def _behind_launches(self, under: Fence | None) -> Fence:
@@ -301,15 +301,15 @@ class FakeDriver:
         return _LaunchFence(list(self._launches), under)
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
-        """See Driver.is_capturing. While `captures` is set."""
+        """Is one of these streams being captured? True while `captures` is set."""
         return self.captures or (self.over is not None and self.over.is_capturing(streams))
 
     def memory(self) -> MemoryInfo:
-        """See Driver.memory."""
+        """Physical memory of the device."""
         return MemoryInfo(self.memory_bytes - self.used_bytes, self.memory_bytes)
 
     def export_fd(self, handle: Handle) -> int:
-        """See Driver.export_fd."""
+        """Export a handle as a file descriptor."""
         self._live(handle)
         if self.over is None:
             raise DriverError("a fake device has no memory to export", call="export_fd", code="FAKE_NOT_SUPPORTED")
@@ -317,7 +317,7 @@ class FakeDriver:
         return self._call("export_fd", lambda: over.export_fd(handle))
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
-        """See Driver.import_fd."""
+        """Import a handle."""
         if self.over is None:
             raise DriverError("a fake device has no memory to import", call="import_fd", code="FAKE_NOT_SUPPORTED")
         over = self.over
@@ -328,7 +328,7 @@ class FakeDriver:
     # the laws
 
     def _accesses(self, address: int, size_bytes: int) -> set[Access | None]:
-        """What may be done with the pages of [address, address + size_bytes); None for one that is not mapped."""
+        """Accesses of the pages of [address, address + size_bytes); None for a page that is not mapped."""
         first = address // PAGE_BYTES * PAGE_BYTES
         pages = range(first, round_up(address + size_bytes, PAGE_BYTES), PAGE_BYTES)
         return {self._mapped[self._pages[page]].access if page in self._pages else None for page in pages}
@@ -346,7 +346,7 @@ class FakeDriver:
         return result
 
     def _pass_on(self, name: str, *arguments: object) -> None:
-        """A call that gives nothing back: the driver below makes it, if there is one."""
+        """Make a call that returns nothing by the driver below, if there is one."""
         self._call(name, lambda: None if self.over is None else getattr(self.over, name)(*arguments))
 
     def _pages_only(self, *values: int) -> None:

@@ -39,15 +39,15 @@ from vmmkv_kernels.attention.split_kv import EMPTY_PEAK, divisor_of, resident_sp
 from vmmkv_kernels.quantise import Kind, kind_of
 
 MAX_GROUPS = 4096
-"""Every program sums up the tiles of all groups in its registers."""
+"""Most groups of a launch: every program sums up the tiles of all groups in its registers."""
 
 _ALIGNMENT_ELEMENTS = 32
-"""The parts of a workspace begin at multiples of 128 bytes."""
+"""Alignment of the parts of a workspace, 128 bytes, in float32 elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeTiling:
-    """How a launch is cut. It depends on head counts, head dim and dtype, never on the batch."""
+    """Tile sizes of a launch. They depend on head counts, head dim and dtype, never on the batch."""
 
     queries: int = 128
     """Rows of a problem's dot: sequences times query heads of a kv head."""
@@ -62,7 +62,7 @@ class CascadeTiling:
     merged_elements: int = 1024
     """Elements of the output in a program of the last launch."""
     merged_parts: int = 4
-    """Parts that are loaded together there."""
+    """Parts that the last launch loads together."""
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def problems(
     p_group_starts, p_leaders, p_prefix_rows, p_limits, num_groups, num_sequences, num_slots, num_rows,
     GROUPS_PAD: tl.constexpr, SHARERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of each group: first and end sequence, leader, rows of the prefix, tiles of those, tiles of all its problems.
+    """Columns of each group: first and end sequence, leader, rows of the prefix, their tiles, tiles of all its problems.
 
     A group without sequences, or whose leader is no slot, has no rows and no tiles. From L2: see `span_inputs`.
     """
@@ -108,7 +108,7 @@ def problems(
 
 @triton.jit
 def only(values, m_one):
-    """The value where the mask is on; 0 if it is on nowhere."""
+    """Value at the place where the mask is on; 0 if it is on nowhere."""
     return tl.sum(tl.where(m_one, values, 0), 0)
 
 
@@ -340,7 +340,7 @@ class Parts:
 
     @classmethod
     def of(cls, q_BHD: torch.Tensor, num_kv_heads: int, kind: Kind | None) -> "Parts":
-        """The size that is enough for queries like these, whatever the groups."""
+        """Number of parts that is enough for queries like these, whatever the groups."""
         num_sequences, num_heads, head_dim = q_BHD.shape
         group = num_heads // num_kv_heads
         cut = cascade_tiling(group, head_dim, q_BHD.element_size(), kind)

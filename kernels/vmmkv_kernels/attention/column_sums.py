@@ -1,6 +1,6 @@
 """Column sums of attention's weights: how much the last queries of each sequence attend to each row, over all heads.
 
-Eviction ranks rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). Two launches:
+Eviction scores rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). Two launches:
 
 1. `_log_sum_exp` reduces the scores of each query, unless `prefill` has left its log-sum-exps.
 2. `_column_sums` then has a weight by one product and one exponential. A program owns a tile of rows and walks the queries that
@@ -27,7 +27,7 @@ _PART_ROWS = 2048
 """Rows that a program of the log-sum-exp walks at most where queries are few, as in split-KV decode."""
 
 _FEW_PROGRAMS = 512
-"""Fewer leave a GPU idle: an H200 has 132 multiprocessors."""
+"""Fewest programs that fill a GPU: an H200 has 132 multiprocessors."""
 
 
 @triton.jit

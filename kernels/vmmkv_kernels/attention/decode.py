@@ -63,7 +63,7 @@ from vmmkv_kernels.quantise import QMAX, Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How one shape is cut. It depends on head counts, head dim and dtypes, never on the batch."""
+    """Tile sizes of a shape. They depend on head counts, head dim and dtypes, never on the batch."""
 
     tile_rows: int
     """Rows in one step of the inner loop."""
@@ -72,11 +72,11 @@ class Tiling:
     short_tiles: int
     """Tiles of a sequence up to which a leaf is one tile (split_kv.py)."""
     max_chunks: int = 16
-    """A longer sequence has chunks of twice, three times, ... as many tiles, which bounds the workspace."""
+    """Most chunks of a sequence. A longer one has chunks of twice, three times, ... as many tiles."""
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
-    """Of a thread; None leaves it to the compiler."""
+    """Most registers of a thread; None leaves it to the compiler."""
     programs_per_sm: int = 1
     """Programs that are resident together: one that starts late ends late."""
     query_with_tiles: bool = False
@@ -127,7 +127,7 @@ def _padded_group(group: int, *, is_quantised: bool) -> int:
 
 
 _MAX_KEPT_LAUNCHES = 1024
-"""A key for each batch size; with tensors that grow with their tokens, one for each step."""
+"""Most launches that are kept. There is one for each batch size; with tensors that grow with their tokens, for each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class Workspace:
     max_apart: int
     """Leaves that a split keeps apart."""
     elements: int
-    """float32: output, peak and total of every query head of each partial."""
+    """Number of float32 elements: output, peak and total of every query head of each partial."""
 
     @classmethod
     def of(cls, cut: Tiling, num_splits: int, num_sequences: int, num_heads: int, head_dim: int, num_rows: int) -> "Workspace":
-        """The size that is enough for any lengths of the sequences."""
+        """The workspace that is enough for any lengths of the sequences."""
         most_tiles = ceil_div(num_rows, cut.tile_rows)
         max_chunks = max(1, min(cut.max_chunks, ceil_div(most_tiles, cut.chunk_tiles)))
         largest_chunk = cut.chunk_tiles * ceil_div(most_tiles, cut.chunk_tiles * max_chunks)
@@ -173,7 +173,7 @@ def launches_of(
     num_rows: int, block: int, kind: Kind | None, scale: str, has_paired_scales: bool, is_exact: bool, by_tma: bool,
     overlaps: bool, has_softcap: bool, settled: bool,
 ) -> Launches:  # fmt: skip
-    """What both kernels are launched with, besides tensors and strides, for checked shapes.
+    """Launch options of both kernels, besides tensors and strides, for checked shapes.
 
     width: elements of a payload as they are loaded. is_exact: the queries are float32. overlaps: the device has programmatic
     dependent launch, so a kernel is made ready while the one before it still runs, and waits inside. settled: see `decode`.
@@ -677,7 +677,7 @@ def attend_singles(
     *,
     settled: bool = False,
 ) -> None:
-    """The two launches, of checked arguments. With `query_starts` (B + 1), of the sequences that have one query in `q_NHD`.
+    """Launch both kernels with checked arguments. With `query_starts` (B + 1), for the sequences of one query in `q_NHD`.
 
     With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
     they must be mapped and finite, payloads of fp8 as well. `lse_BH` (a row for each sequence, not for each query) receives

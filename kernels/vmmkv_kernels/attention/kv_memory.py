@@ -21,18 +21,18 @@ from vmmkv_kernels.attention import MAX_HEAD_DIM
 from vmmkv_kernels.quantise import HEAD_SCALE_DTYPE, PAYLOAD_DTYPES, QMAX, TOKEN_SCALE_DTYPE, Kind, kind_of
 
 MAX_SEQUENCES = 4096
-"""Of a launch: every program sums up the tiles of all sequences in its registers."""
+"""Most sequences of a launch: every program sums up the tiles of all sequences in its registers."""
 MAX_GROUP = 64
 
 TMA_BLOCK = 128
-"""Blocks of a multiple of so many rows are loaded in whole tiles by the tensor memory accelerator."""
+"""Divisor of a block's rows by which the tensor memory accelerator loads blocks in whole tiles."""
 
 _TMA_STRIDE_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """One layer's K and V, and how a kernel finds a row in them.
+    """K and V of one layer, with the strides by which a kernel finds a row.
 
     Row t of slot s is at [s, t] of the views, or at [tables_SC[s, t // block], t % block] if there are tables.
     """
@@ -43,12 +43,12 @@ class LayerKV:
     v_scale: torch.Tensor | None
     tables_SC: torch.Tensor | None
     kind: Kind | None
-    """None: not quantised, of the query's dtype."""
+    """Quantised kind; None for K and V of the query's dtype."""
     head_dim: int
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Number of slots, S."""
         return (self.k if self.tables_SC is None else self.tables_SC).shape[0]
 
     @property
@@ -58,7 +58,7 @@ class LayerKV:
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """Number of kv heads, K."""
         return self.k.shape[2]
 
     @property
@@ -68,7 +68,7 @@ class LayerKV:
 
     @property
     def scale(self) -> str:
-        """Where the scales are: "token", "head", or "" for none."""
+        """Place of the scales: "token", "head", or "" for none."""
         if self.k_scale is None:
             return ""
         return "head" if self.k_scale.dim() == 1 else "token"
@@ -99,7 +99,7 @@ class LayerKV:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of a slot (or block), a row and a head of K; the same of V; slot and row of each scale; a head of both scales."""
+        """Strides of a slot (or block), a row and a head of K; of V too; slot and row of each scale; a head of both scales."""
         scales: tuple[int, ...] = (0, 0, 0, 0, 0)
         if self.k_scale is not None and self.v_scale is not None and self.scale == "token":
             scales = (*self.k_scale.stride()[:2], *self.v_scale.stride()[:2], self.k_scale.stride(2))

@@ -25,7 +25,7 @@ from vmmkv_kernels.attention.kv_memory import LayerKV, kv_memory, values_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiling:
-    """How a launch is cut. It depends on head dim and dtypes, never on the batch."""
+    """Tile sizes of a launch. They depend on head dim and dtypes, never on the batch."""
 
     tokens: int = 128
     """Queries in a program's tile."""

@@ -147,7 +147,7 @@ def _read(note):
 
 @gluon.jit
 def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
-    """Ask for the rows [row, row + TILE) of a head; those at and past `end` become zeros, and are not read."""
+    """Load the rows [row, row + TILE) of a head by TMA; those at and past `end` become zeros, and are not read."""
     mbarrier.expect(bar, TILE * HEAD_DIM * 2)
     is_whole = row + TILE <= end
     _ask(desc, [slot, row, column], bar, tile.reshape([1, TILE, HEAD_DIM]), pred=is_whole)

@@ -1,4 +1,4 @@
-"""How decode splits a batch's rows among programs, and merges what they sum up. For use inside kernels.
+"""Split of a batch's rows among the programs of decode, and merging of their sums. For use inside kernels.
 
     rows of a sequence   start                                                                                end
     tiles                |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  |  9  | 10  | 11  | 12  | 13  |14|
@@ -35,7 +35,7 @@ _INTERPRETED_SPLITS = 4
 
 @functools.cache
 def resident_splits(device: torch.device, num_kv_heads: int, programs_per_sm: int) -> int:
-    """As many splits as are resident together; a split is one program for each kv head."""
+    """Number of splits that are resident together; a split is one program for each kv head."""
     if device.type == "cpu":
         return _INTERPRETED_SPLITS
     resident = torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
@@ -153,7 +153,7 @@ def _sums(a, b, c, d, e, a_more, b_more, c_more, d_more, e_more):
 
 @triton.jit
 def sequence_of(i_tile, tile_ends, nums_tiles, slots, starts, ends, TILE: tl.constexpr):
-    """Of the sequence that has this tile: its index, where its tiles start and end, its slot and its rows.
+    """Index, first and end tile, slot and rows of the sequence that has this tile.
 
     Past the last tile it is sequence 0, of no rows. One reduction and no load, since it comes before the first rows.
     """

@@ -1,4 +1,4 @@
-"""Turns rotary keys back in place, where a compaction has moved their rows to the front.
+"""Turning of rotary keys in place, after a compaction has moved their rows to the front.
 
 Legend: L layers, T rows, K kv heads, D head dim, R = D / 2 angles. Prefixes: p_ pointer, i_ index, m_ mask.
 """
@@ -15,7 +15,7 @@ def _turn(
     p_keys, p_cos, p_sin, stride_l, stride_t, stride_k,
     K: tl.constexpr, R: tl.constexpr, K_PAD: tl.constexpr, R_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a row in one layer."""
+    """Turn the heads of a row in one layer."""
     i_t = tl.program_id(0).to(tl.int64)
     p_row = p_keys + i_t * stride_t + tl.program_id(1).to(tl.int64) * stride_l
     i_k, i_r = tl.arange(0, K_PAD), tl.arange(0, R_PAD)

@@ -30,7 +30,7 @@ NUM_ROUNDS: Final = 10
 _WORD: Final = 2**32 - 1
 
 SQRT_HALF_BITS: Final = 0x3F3504F3
-"""Of float32 sqrt(1/2): mantissas are taken from [sqrt(1/2), sqrt(2))."""
+"""Bits of float32 sqrt(1/2): mantissas are taken from [sqrt(1/2), sqrt(2))."""
 LN_2: Final = 0.6931471824645996
 LOG: Final = (
     0.08787265419960022, -0.1415964663028717, 0.148347869515419, -0.16588488221168518,
@@ -40,15 +40,15 @@ LOG: Final = (
 
 LOG2_E: Final = 1.4426950216293335
 LN_2_HIGH: Final = 0.693145751953125
-"""15 bits of log(2), so that its product with an exponent is exact."""
+"""The first 15 bits of log(2), whose product with an exponent is exact."""
 LN_2_LOW: Final = 1.428606765330187e-06
 EXP: Final = (0.0013926926767453551, 0.008363774046301842, 0.04166654869914055, 0.16666573286056519, 0.5)
 """exp(r) = 1 + r + r**2 * polynomial(r) for |r| <= log(2) / 2, highest power first; a Chebyshev interpolation."""
 COLDEST_EXPONENT: Final = -64.0
-"""exp of it has weight 0; smaller exponents are taken as this."""
+"""Smallest exponent: exp of it has weight 0, and smaller ones are taken as this."""
 
 WEIGHT_BITS: Final = 40
-"""A weight is an integer, 2**40 for the likeliest token: sums of integers do not depend on their order."""
+"""Bits of a weight, an integer of 2**40 for the likeliest token: sums of integers do not depend on their order."""
 
 
 def philox(counters: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor) -> tuple[torch.Tensor, ...]:

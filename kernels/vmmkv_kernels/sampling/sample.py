@@ -249,7 +249,7 @@ _COUNT_BITS = tl.constexpr(8)
 """Bits of one bin's count: a place of the tile has the counts of all bins in one int64."""
 _COUNT_MASK = tl.constexpr(2**8 - 1)
 MAX_TILES = 2**8 - 1
-"""The most that one place of the tile can count."""
+"""Most tiles that one place of the tile can count."""
 
 
 @triton.jit
@@ -423,7 +423,7 @@ def pick_tokens(
 
 
 MAX_VOCABULARY = 2**20
-"""The second launch keeps a number for each 1024 ids in registers."""
+"""Most token ids: the second launch keeps a number for each 1024 ids in registers."""
 
 _PROGRAMS = 1024
 """Programs of the first launch, about: 8 for each multiprocessor of an H200."""
@@ -528,13 +528,13 @@ def sample(
 
 
 def _parts(num_rows: int, num_units: int) -> tuple[int, int]:
-    """How a row is cut: units of a program, and programs."""
+    """Split of a row: units of a program, and number of programs."""
     part_units = ceil_div(num_units, max(1, min(_PROGRAMS // num_rows, num_units)))
     return part_units, ceil_div(num_units, part_units)
 
 
 def _check(logits_BV: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, torch.Tensor]:
-    """Returns B, V and where the tokens go."""
+    """Check the tensors of a launch. Returns B, V and the output."""
     num_rows, num_tokens = checks.logits(logits_BV)
     checks.floats("logits_BV", logits_BV.dtype)
     if not 0 < num_tokens <= MAX_VOCABULARY:

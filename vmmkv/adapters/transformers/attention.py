@@ -81,10 +81,10 @@ INERT_ARGUMENTS: Final = frozenset(
 """Arguments that do not change what is attended to. A call with an unknown one goes to sdpa here; the engine refuses it."""
 
 _CHOSEN: Final = ("indices", "block_indices")
-"""Which tokens, or blocks of them, each query sees. sdpa would ignore them."""
+"""Arguments that choose the tokens, or blocks of them, that each query sees. sdpa would ignore them."""
 
 _EVERYTHING: Final = 0
-"""Of a causal mask: there is no window."""
+"""The window of a causal mask without one."""
 
 
 def attention(
@@ -102,7 +102,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a model calls in each layer: queries [B, H, N, D] over keys and values [B, K, T, D], to [B, N, H, D].
+    """Attention of one layer, which the model calls: queries [B, H, N, D] over keys and values [B, K, T, D], to [B, N, H, D].
 
     With None for a mask each query sees its own token and what is before it, but for what the layer's window has passed: the
     queries are the last tokens. `mask` below says when there is one. Raises: NotImplementedError.
@@ -136,8 +136,9 @@ def attention(
         rows = pending.k_BKND, pending.v_BKND, attention_mask, pending.cache, pending.layer, pending.num_past
         return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
     if (place := getattr(key, PLACE, None)) is not None:
+        number, layer = place
         scoring = Scoring(scaling, sliding_window, softcap)
-        return _attend_observed(*place, reason, query, key, value, attention_mask, scoring), None
+        return _attend_observed(number, layer, reason, query, key, value, attention_mask, scoring), None
     if reason is None:
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
         return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
@@ -180,7 +181,7 @@ def _attend_observed(
 
 
 def mask(*, allow_is_causal_skip: bool = True, **given: Any) -> Tensor | None:
-    """What a model calls once a pass for each kind of mask: sdpa's, or None where `attention` needs none.
+    """The mask that `attention` needs, or None. The model calls this once a pass for each kind of mask.
 
     None for causal masks without padding, if the queries are the last tokens and no window cuts a key off. A mask of a window
     alone carries the window as an attribute, so that the kernels need not read its numbers.
@@ -206,7 +207,7 @@ def _plain_window(
     config: Any = None,
     **_: Any,
 ) -> int | None:
-    """The window of a causal mask for the last tokens without padding; None for any other mask.
+    """Window of a causal mask for the last tokens without padding; None for any other mask.
 
     `_EVERYTHING` if there is no window.
     """
@@ -252,7 +253,7 @@ def _window_in_graph(mask_function: Callable[..., Any], local_size: int | None, 
 
 
 def _captured(function: Callable[..., Any], code: CodeType) -> dict[str, Any]:
-    """What a closure of this code has captured; empty for another function."""
+    """Captured values of a closure of this code, by name; empty for another function."""
     if getattr(function, "__code__", None) is not code:
         return {}
     cells = getattr(function, "__closure__", None) or ()
@@ -288,16 +289,16 @@ _TALLEST_TILE: Final = 256
 
 
 class AttentionPlan(NamedTuple):
-    """How the layers of one shape and window attend in a pass by vmmkv's kernels."""
+    """Arguments of vmmkv's kernels for the layers of one shape and window in a pass."""
 
     options: Any
     """`checks.AttentionOptions`, for a decode step."""
     even_queries: bool
-    """Can loads of 16 bytes follow them as they are?"""
+    """Can loads of 16 bytes read the queries as they are?"""
     lengths_B: Tensor
     slots_B: Tensor
     query_starts: Tensor | None
-    """For more than one query."""
+    """First query of each sequence, if sequences have more than one query."""
 
 
 def attend_causally(
@@ -361,7 +362,7 @@ _plans: dict[tuple[Any, ...], AttentionPlan | str] = {}
 
 
 def plan_of(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> AttentionPlan | str:
-    """The plan of a call, or why vmmkv's kernels cannot do it.
+    """The plan of a call, or the reason why vmmkv's kernels decline it.
 
     Cost: for the first layer of a pass up to three small launches; else a look-up on the host.
     """
@@ -439,7 +440,7 @@ def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) 
 
 
 def _is_even(states: Tensor) -> bool:
-    """Can loads of 16 bytes follow it?"""
+    """Can loads of 16 bytes read the tensor?"""
     multiple = 16 // states.element_size()
     strides = states.stride()
     return (
@@ -454,7 +455,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _stream_of(device: torch.device) -> int:
-    """The current stream: a tensor that one stream writes may be read by another before it is written."""
+    """Number of the current stream; 0 on a CPU. Another stream might read a tensor before this one has written it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -462,7 +463,7 @@ def _stream_of(device: torch.device) -> int:
 
 
 def _mask_for_sdpa(q_BHND: Tensor, k_BKTD: Tensor, window: int | None) -> Tensor | None:
-    """What transformers' sdpa function needs for causal attention. With None it takes the queries for the first tokens."""
+    """The mask for causal attention by transformers' sdpa. Without one it takes the queries for the first tokens."""
     num_queries, num_tokens = q_BHND.shape[2], k_BKTD.shape[2]
     reaches = window is None or num_tokens <= window
     if reaches and num_queries in (1, num_tokens):
@@ -471,7 +472,7 @@ def _mask_for_sdpa(q_BHND: Tensor, k_BKTD: Tensor, window: int | None) -> Tensor
 
 
 def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> Tensor:
-    """[1, 1, N, T]: does the query, of the last ones, see the token?"""
+    """Mask [1, 1, N, T] of the last queries: does the query see the token?"""
     if _is_capturing(device):
         return _causal_mask.__wrapped__(device, 0, num_queries, num_tokens, window)
     return _causal_mask(device, _stream_of(device), num_queries, num_tokens, window)
@@ -479,7 +480,7 @@ def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window:
 
 @functools.lru_cache(maxsize=2)
 def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens: int, window: int | None) -> Tensor:
-    """Kept for the layers behind; a hybrid model has two."""
+    """A mask, kept for the next layers; a hybrid model has two."""
     i_token = torch.arange(num_tokens, device=device)
     i_query = i_token[num_tokens - num_queries :, None]
     seen = i_token <= i_query
@@ -537,14 +538,14 @@ def _attend_with_sinks(
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
-    """Takes the place of a layer's keys while a graph is made: rows that the operation in the graph appends."""
+    """Rows that an operation in a graph appends. They stand for a layer's keys while the graph is made."""
 
     k_BKND: Tensor
     v_BKND: Tensor
     cache: int
     layer: int
     num_past: int
-    """The tokens that the cache had when the graph began, by which the positions and the mask were made."""
+    """Number of tokens in the cache when the graph began; positions and mask were made by it."""
 
     def check(self, layer: int, obstacle: str | None) -> None:
         """Can this layer append and attend in a graph? `obstacle`: what is asked for besides causal attention."""
@@ -580,7 +581,7 @@ def _like(q_BHND: Tensor, _: Tensor, v_BKTD: Tensor, *__: Any) -> Tensor:
 
 
 def _define(operation: str, place: str, implementation: Callable[..., Tensor]) -> None:
-    """An operation without `custom_op`, whose checks of every call take as long on the host as a launch."""
+    """Define an operation, without `custom_op`: its checks of every call take as long on the host as a launch."""
     arguments = f"Tensor q, Tensor k, Tensor v, Tensor? mask, {place}float? scale, SymInt? window, float? softcap"
     # It may ask the host for what a captured graph would not ask again: how many tokens there are.
     torch.library.define(operation, f"({arguments}) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))

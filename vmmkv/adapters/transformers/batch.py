@@ -97,7 +97,7 @@ def _compare(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> li
 
 
 def _agree_in(one_PKTD: Tensor, other_PKTD: Tensor) -> Tensor:
-    """[P]: do the two agree in all numbers?"""
+    """Do the two agree in all numbers? [P]"""
     dtype = one_PKTD.dtype
     is_half = dtype.itemsize <= 2
     wide = torch.promote_types(dtype, torch.float32)
@@ -124,11 +124,11 @@ class Lineage:
     """
 
     parents: tuple[int, ...]
-    """For each row of the batch the sequence that has its tokens."""
+    """The sequence that has the tokens of each row of the batch."""
     common: npt.NDArray[np.int64]
     """[sequences, sequences] tokens that two have in common from the first on; meaningless on the diagonal."""
     own_from: int = 0
-    """From this token on no row of a sequence lies in a page that is shared."""
+    """First token from which on no row of a sequence lies in a shared page."""
 
     @classmethod
     def of_prompts(cls, parents: Seq[int]) -> "Lineage":
@@ -142,13 +142,13 @@ class Lineage:
         return len(self.common)
 
     @functools.cached_property
-    def settled(self) -> bool:
+    def is_identity(self) -> bool:
         """Is each row of the batch the sequence of its number? Every layer of every pass asks."""
         return self.parents == tuple(range(self.num_sequences))
 
     @functools.cached_property
     def leaders(self) -> tuple[int, ...]:
-        """For each sequence the first row of the batch that goes on from it; there is one if it is compact."""
+        """The first row of the batch that goes on from each sequence; there is one if the lineage is compact."""
         return tuple(self.parents.index(sequence) for sequence in range(self.num_sequences))
 
     @property
@@ -161,7 +161,7 @@ class Lineage:
         return Lineage(tuple(self.parents[row] for row in rows), self.common, self.own_from)
 
     def moves(self) -> tuple[list[int], list[int], int] | None:
-        """The copies that settle it: sources, their targets, and the first token to copy. All are read before any is written.
+        """Copies by which memory follows: sources, targets, and the first token to copy. All are read before any is written.
 
         None if it takes forks, for other sequences or rows that may not be written.
         """
@@ -172,19 +172,19 @@ class Lineage:
         first_token = int(self.common[targets, sources].min())
         return (sources, targets, first_token) if first_token >= self.own_from else None
 
-    def settle(self, num_tokens: int, *, forked: bool) -> "Lineage":
-        """After each row has become the sequence of its number, with `num_tokens` tokens, by copies or as a fork."""
+    def followed(self, num_tokens: int, *, forked: bool) -> "Lineage":
+        """The lineage after each row has become the sequence of its number, with `num_tokens` tokens, by copies or forks."""
         parents = np.array(self.parents)
         common = self.common[np.ix_(parents, parents)]
         common[parents[:, None] == parents] = num_tokens
         return Lineage(tuple(range(len(parents))), common, num_tokens if forked else self.own_from)
 
     def share(self, num_tokens: int) -> "Lineage":
-        """After another batch has forked all sequences at `num_tokens` tokens, or rows of them were dropped."""
+        """The lineage after another batch has forked all sequences at `num_tokens` tokens, or after rows were dropped."""
         return Lineage(self.parents, self.common, num_tokens)
 
     def cut(self, num_tokens: int) -> "Lineage":
-        """After all sequences were truncated, and shared last pages exchanged."""
+        """The lineage after all sequences were truncated, and shared last pages exchanged."""
         return Lineage(self.parents, np.minimum(self.common, num_tokens), min(self.own_from, num_tokens))
 
 
@@ -198,7 +198,7 @@ class _Rows(NamedTuple):
 
     of_layer: dict[int, tuple[Tensor, Tensor]]
     kinds: list[_Kind]
-    """Of keys and of values, in every layer."""
+    """Shape, type and device of keys and of values, in every layer."""
 
 
 class BatchViews:
@@ -310,7 +310,7 @@ class WindowRows:
 
     @property
     def cache(self) -> KVCache:
-        """Where the slots are."""
+        """The cache that has the slots."""
         assert self._shared is not None, "no keys and values have been seen"
         return self._shared.cache
 
@@ -362,7 +362,7 @@ class WindowRows:
         return [self.sequences[parent] for parent in parents] if self.sequences else []
 
     def replace(self, forks: list[Sequence]) -> list[Sequence]:
-        """These forks of the sequences, or none, take their place. Returns the sequences, which the caller closes."""
+        """Replace the sequences by these forks of them, or by none. Returns the sequences, which the caller closes."""
         replaced = self.sequences
         self._take(forks, self.num_dropped if forks else 0)
         return replaced
@@ -384,7 +384,7 @@ class WindowRows:
             self._shared = None
 
     def opened_for_file(self) -> None:
-        """The sequences got all rows from a file: its shapes are the model's."""
+        """Keep the cache, whose sequences got all rows from a file: its shapes are the model's."""
         assert self._shared is not None, "there are sequences"
         self._shared.is_written = True
 
@@ -445,12 +445,12 @@ class WindowRows:
         self._all_rows().write(layer, num_tokens - self.num_dropped + left_out, k_BKTD, v_BKTD)
 
     def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """What a token with `num_past` before it sees of a layer, up to `num_tokens`: keys and values, [B, K, T, D]."""
+        """Keys and values of a layer that a token with `num_past` before it sees, up to `num_tokens`: [B, K, T, D]."""
         first = self.first_token(num_past) - self.num_dropped
         return self._all_rows().rows(first, num_tokens - self.num_dropped - first).of_layer[layer]
 
     def view_alone(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """What the next token sees of a layer if there is one sequence: as `view`, over a storage of mapped rows alone."""
+        """Keys and values that the next token of the one sequence sees: as `view`, over a storage of mapped rows alone."""
         (sequence,) = self.sequences
         before = self.num_dropped + sequence.start(self.cache.layout.group_of[layer])
         rows = slice(self.first_token(num_tokens) - before, num_tokens - before)
@@ -463,18 +463,18 @@ class WindowRows:
         return self._views
 
     def first_token(self, num_past: int) -> int:
-        """The first token seen by one with `num_past` before it; as if those that were dropped had been the first."""
+        """Number of the first token that one with `num_past` before it sees, as if dropped tokens had been the first."""
         return self.num_dropped if self.window is None else max(0, num_past - self.window + 1)
 
     def advance(self, num_tokens: int) -> None:
-        """All layers have been written up to `num_tokens` tokens."""
+        """Count the tokens that all layers have written, `num_tokens` in all."""
         assert self._shared is not None, "there are sequences"
         slots = [sequence.slot for sequence in self.sequences]
         self._shared.cache.advance(slots, num_tokens - self.num_dropped - self.sequences[0].length)
         self._shared.is_written = True
 
     def change_streams(self, *streams: torch.Stream | None) -> None:
-        """Work on all of these touches the rows (see KVCache.record_stream); what was made on one is made anew on the next.
+        """Record that work on these streams touches the rows (see KVCache.record_stream), and make views anew.
 
         Where a copy is split, writing takes an index on the device. Another stream might read it before it is written, or
         torch's allocator reuse its memory on the first stream while the other still reads.
@@ -490,7 +490,7 @@ class WindowRows:
     def copies(
         self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """What copies rows from `first_token` on from each source to its target: arguments of `index_copy_` (dimension 0).
+        """Arguments of `index_copy_` (dimension 0) that copy rows from `first_token` on from each source to its target.
 
         The rows to be written must be in pages of one sequence alone. The rows of the sources are read here, which takes as
         much memory. Cost: a kernel for each group of the layout, and another to write.
@@ -571,7 +571,7 @@ class SavedBatch(NamedTuple):
     compacted_tokens: int
     lineage: Lineage
     windows: list[SavedWindow]
-    """By window, in the order of the cache's groups."""
+    """Sequences of each window, in the order of the cache's groups."""
 
 
 class BatchRows:
@@ -587,7 +587,7 @@ class BatchRows:
         self.compacted_tokens = 0
         """`num_tokens` at the last compaction."""
         self.lineage: Lineage | None = None
-        """None as long as there are no sequences."""
+        """The sequences behind the rows of the batch; None as long as there are none."""
         self.record_past = False
         """Do windows keep the rows that they have passed until `truncate`?"""
         self._replaced: list[Sequence] = []
@@ -649,15 +649,15 @@ class BatchRows:
         lineage, num_new = self.lineage, k_BKTD.shape[2]
         assert lineage is not None, "there are tokens"
         # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
-        if not (lineage.settled or (num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
-            self._settle(lineage)
+        if not (lineage.is_identity or (num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
+            self._follow(lineage)
         self._close_replaced()
         if not self.record_past:
             for rows in self.groups:
                 rows.slide(self.num_tokens)
         self._grow(self.groups, self.num_tokens + num_new)
 
-    def _settle(self, lineage: Lineage) -> None:
+    def _follow(self, lineage: Lineage) -> None:
         """Let memory follow the batch. All or none: no row is written before all groups have read theirs."""
         moves = lineage.moves()
         if moves is not None:
@@ -668,12 +668,12 @@ class BatchRows:
             for rows, forks in zip(self.groups, self._fork(lineage.parents), strict=True):
                 self._replaced += rows.replace(forks)
         self._indices.clear()
-        self.lineage = lineage.settle(self.num_tokens, forked=moves is None)
+        self.lineage = lineage.followed(self.num_tokens, forked=moves is None)
 
     def write(self, rows: WindowRows, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Write a layer's keys and values of new tokens, [B, K, T, D] by rows of the batch. Cost: two copies."""
         assert self.lineage is not None, "a pass has begun"
-        if not self.lineage.settled:
+        if not self.lineage.is_identity:
             leaders = self._index(self.lineage.leaders, k_BKTD.device)
             k_BKTD, v_BKTD = k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders)
         rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
@@ -691,7 +691,7 @@ class BatchRows:
         """
         assert self.lineage is not None, "there are tokens"
         k_BKTD, v_BKTD = self.rows(layer).view(layer, self.num_tokens, self.num_tokens + num_new)
-        if self.lineage.settled:
+        if self.lineage.is_identity:
             return k_BKTD, v_BKTD
         parents = self._index(self.lineage.parents, k_BKTD.device)
         return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
@@ -699,7 +699,7 @@ class BatchRows:
     def seen_alone(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the next token sees, as `seen`; of one sequence over a storage of mapped rows alone."""
         assert self.lineage is not None, "there are tokens"
-        is_alone = self.lineage.settled and self.lineage.num_sequences == 1
+        is_alone = self.lineage.is_identity and self.lineage.num_sequences == 1
         return self.rows(layer).view_alone(layer, self.num_tokens) if is_alone else self.seen(layer)
 
     def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
@@ -710,7 +710,7 @@ class BatchRows:
         return index
 
     def follow_stream(self) -> None:
-        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
+        """Follow the current stream: if it has changed, reclaimed memory waits for both, and indices are made anew."""
         device = self.pool.device
         current = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if self._stream is not None and current != self._stream:
@@ -780,7 +780,7 @@ class BatchRows:
             raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
 
     def _fork(self, parents: Seq[int]) -> list[list[Sequence]]:
-        """For each group a fork of the sequence that each entry names. All or none."""
+        """Fork, in each group, the sequence that each entry names. All or none."""
         self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
         forked: list[list[Sequence]] = []
         with ExitStack() as undo:

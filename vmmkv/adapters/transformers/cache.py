@@ -265,7 +265,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Has it tokens? Models in which a prompt's tokens see each other both ways ask whether this pass is the first."""
+        """Has the cache tokens? Models in which a prompt's tokens see each other both ways ask if this pass is the first."""
         return self._batch.num_tokens > 0
 
     @property
@@ -488,7 +488,7 @@ def _check_pool(pool: Pool) -> None:
 
 
 class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a VmmCache, which has the state. What concerns the batch is called on the cache, for all layers at once."""
+    """One layer of a VmmCache, which has the state. Methods for the batch are called on the cache, for all layers at once."""
 
     is_compileable = False
     is_croppable = True
@@ -503,7 +503,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Has it keys and values?"""
+        """Has the layer keys and values?"""
         return self.get_seq_length() > 0
 
     @property
@@ -513,7 +513,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def values(self) -> Tensor | None:
-        """Values, likewise."""
+        """Values that the next token sees, [batch, kv heads, tokens, head dim], or None."""
         return self._cache.states(self._index)[1] if self.is_initialized else None
 
     @property
@@ -542,7 +542,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self._cache.max_tokens if self.sliding_window is None else self.sliding_window
 
     def lazy_initialization(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported."""
+        """Refuse to take memory before tokens come. Raises: NotImplementedError."""
         raise NotImplementedError("a VmmCache takes memory as tokens come, none beforehand: just run the model")
 
     def _refuse_alone(self, *_: Any, **__: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Whether the calls of a model in which a pass was written have returned.
+"""Returns of a model's calls: did the calls in which a pass was written return?
 
 A model tells its cache nothing behind the last layer, and can still fail there: in an MLP, a norm, the logits. But a call drops
 its arguments when it returns, before its caller goes on; after an exception the traceback keeps them. So a mark is laid among
@@ -42,7 +42,7 @@ class PassCalls:
                 kwargs[f"_vmmkv_mark_{id(cache)}"] = _Mark(self._not_returned, frame.f_back)
 
     def have_failed(self) -> bool:
-        """Has one of them ended without returning? Cost: if so, or if a frame is kept, a walk through Python's objects."""
+        """Has one of the calls ended without returning? Cost: if so, or if a frame is kept, a walk through Python's objects."""
         if not self._not_returned or self._not_returned <= _marks(_calls_under_way()):
             return False
         self._not_returned -= _marks(_calls_kept_that_returned())
@@ -50,7 +50,7 @@ class PassCalls:
 
 
 class _Mark:
-    """Lies among the arguments of one call."""
+    """A mark among the arguments of one call."""
 
     def __init__(self, not_returned: set[int], caller: FrameType | None) -> None:
         self.number: Final = next(_numbers)

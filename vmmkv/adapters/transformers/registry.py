@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AttendedCache:
-    """What attention calls on a cache. A cache overrides `append`, and the other two if it observes queries.
+    """A cache, as attention calls it. Subclasses override `append`, and the other two if they observe queries.
 
     Legend: B rows of the batch; H heads of queries or keys; K kv heads; N queries; T tokens; D head dim.
     """

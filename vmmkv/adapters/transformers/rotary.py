@@ -32,7 +32,7 @@ def settle_rotary(model: torch.nn.Module, max_tokens: int) -> bool:
 
 
 def _depends_on_length(kind: Any) -> bool:
-    """Whether a rope type, or one of a dictionary by layers, is among those that transformers updates in a pass."""
+    """Is a rope type, or one of a dictionary by layers, among those that transformers updates in a pass?"""
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds)
 

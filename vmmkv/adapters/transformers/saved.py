@@ -1,4 +1,4 @@
-"""A batch in a file: what is written before its sequences, and what a cache takes from there.
+"""A batch in a file: the header before its sequences, written and read.
 
 The file may come from anywhere: each field is checked against what a batch of this model can be.
 
@@ -23,11 +23,11 @@ _DTYPES: Final = {
 """Types of keys and values, by their names in a file."""
 
 _MOST_ROWS: Final = 65_536
-"""Of a batch."""
+"""Most rows of a batch in a file."""
 
 
 def layers_digest(config: Any) -> str:
-    """What tells models apart whose layers keep other rows."""
+    """A digest of what a model's layers keep; models with other rows have another."""
     return hashlib.sha256(repr(model_config.read(config).layers).encode()).hexdigest()
 
 
@@ -53,7 +53,7 @@ def header(config: Any, batch: BatchRows) -> dict[str, Any]:
 
 
 def read(fields: Any, path: Path, config: Any, groups: Seq[WindowRows]) -> SavedBatch:
-    """A batch by the header of a file, for the groups of a cache of that model. Raises: ValueError."""
+    """Read a batch from the header of a file, for the groups of a cache of that model. Raises: ValueError."""
 
     def refuse(what: str) -> NoReturn:
         raise ValueError(f"{path} is damaged: {what}")

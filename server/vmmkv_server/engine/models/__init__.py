@@ -21,28 +21,28 @@ class EngineModel(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """Can a step of it be captured in a CUDA graph, and replayed for other tokens, slots and lengths?"""
+        """Can a step of the model be captured in a CUDA graph, and replayed for other tokens, slots and lengths?"""
 
     @property
     def vocabulary_size(self) -> int:
-        """Of the logits."""
+        """Number of logits of a token."""
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        """Append and attend to a step's tokens. Returns logits [B, V] behind those at `last_B` (all, if None)."""
 
     @property
     def has_states(self) -> bool:
-        """Can it compute in two halves, `states` and `logits`?"""
+        """Can the model compute in two halves, `states` and `logits`?"""
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
-        """Append and attend to a step's tokens; [W, E] of what `logits` makes logits, behind those at `rows_W`."""
+        """Append and attend to a step's tokens. Returns hidden states [W, E] behind those at `rows_W`, for `logits`."""
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """[W, V] of what the last `states` gave, or of some rows of it."""
+        """Logits [W, V] of the result of the last `states`, or of some of its rows."""
 
     @property
     def keys(self) -> RotaryKeys | None:
         """The keys of all layers; None if the model's own code alone knows how they are rotated."""
 
     def check(self) -> None:
-        """After a forward pass: is this a model that can be served at all? Raises ValueError."""
+        """Check, after a forward pass, that this model can be served. Raises: ValueError."""

@@ -22,7 +22,7 @@ FLOATS: Final = ("F64", "F32", "F16", "BF16")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 INSTEAD: Final = "use a checkpoint in bfloat16, float16 or float32, or in FP8 by blocks (quant_method fp8)"
-"""What would work in place of a quantised checkpoint."""
+"""Advice on what works in place of a quantised checkpoint."""
 
 _COMPUTED: Final = (".rotary_emb.inv_freq", ".masked_bias")
 """Older checkpoints have these tensors, which follow from the configuration or from the code."""
@@ -136,12 +136,12 @@ def refuse_codes(directory: Path, config: Any, *, is_random: bool) -> None:
 
 
 def _is_code(tensor: Stored) -> bool:
-    """Whether a tensor has codes: small floats, or integers in place of a weight. Masks and positions are integers too."""
+    """Has a tensor codes: small floats, or integers in place of a weight? Masks and positions are integers too."""
     return tensor.dtype not in FLOATS and (tensor.dtype.startswith(("F8", "F4")) or tensor.name.endswith("weight"))
 
 
 def _has_scale(name: str, stored: Mapping[str, Stored]) -> bool:
-    """Whether a tensor of codes by blocks has its scales beside it, or is scales itself."""
+    """Has a tensor of codes by blocks its scales beside it, or is it scales itself?"""
     is_scale = name.endswith(("_scale_inv", ".scale"))
     return is_scale or f"{name}_scale_inv" in stored or f"{name.removesuffix('weight')}scale" in stored
 
@@ -173,7 +173,7 @@ def load_by_transformers(directory: Path, config: Any, dtype: torch.dtype) -> An
 
 
 def _counts(name: str, model: Any) -> bool:
-    """Whether a tensor that a model did not take would change what it computes.
+    """Would a tensor that a model did not take change its results?
 
     It would in a module or a layer that the model has: a bias, a norm, a scale. It would not in another part, such as a vision
     tower or a layer that predicts further tokens, nor in place of a buffer that is computed.
@@ -193,13 +193,13 @@ def _is_of(root: torch.nn.Module, path: Sequence[str]) -> bool:
 
 
 def refuse_misfits(directory: Path, problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise WeightsMismatch if there are problems: what is wrong, and with which tensors."""
+    """Refuse tensors with problems, given as texts with the tensors' names. Raises: WeightsMismatch."""
     found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
     if found:
         raise WeightsMismatch(f"the tensors in {directory} are not those of the model in its config.json. {found}")
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """The first few names as text, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -81,7 +81,7 @@ class Frequencies:
     frequencies_R: tuple[float, ...] = field(repr=False)
     """Radians from one position to the next: float32 numbers."""
     scale: float
-    """Of all cosines and sines: yarn's attention factor, else 1."""
+    """Factor of all cosines and sines: yarn's attention factor, else 1."""
 
     @classmethod
     def of(cls, config: Any, head_dim: int) -> "Frequencies":
@@ -131,11 +131,11 @@ class DecoderConfig:
     tied: bool
     """Is the output matrix the embedding?"""
     head_first: int = 0
-    """The first token whose logit the output matrix gives: other ranks give those of others."""
+    """First token id of the output matrix: other ranks have other tokens."""
     head_size: int
-    """Tokens whose logits it gives."""
+    """Number of tokens of the output matrix."""
     windows: tuple[int | None, ...]
-    """By layer: rows that a token attends to at most, its own included; None for all."""
+    """Most rows that a token attends to in each layer, its own included; None for all."""
     rope: Frequencies
     initializer_range: float
     """Standard deviation of random weights."""
@@ -206,7 +206,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Matrices are [rows out, columns in], as torch's linear has them."""
+    """Weights of one layer. Matrices are [rows out, columns in], as torch's linear has them."""
 
     attention_norm_E: torch.Tensor
     qkv_CE: torch.Tensor
@@ -233,7 +233,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm_E: torch.Tensor
     head_WE: torch.Tensor
-    """Of W tokens: all, or a rank's part. Rows of the embedding if they are tied."""
+    """Output matrix of W tokens: all, or a rank's part. Rows of the embedding if they are tied."""
 
     def named(self, config: DecoderConfig) -> dict[str, torch.Tensor]:
         """Views of the tensors, and of the parts of fused ones, by the names that transformers saves them under."""
@@ -355,7 +355,7 @@ class Decoder:
         return stream.normed(weights.norm_E)
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """[B, V], in the weights' dtype; of ranks, all have to call it."""
+        """Logits [B, V], in the weights' dtype. With ranks all must call this."""
         logits_BW = self._linear(hidden_BE, self.weights.head_WE)
         return logits_BW if self._ranks is None else joined(self._ranks.gather(logits_BW), self.config.vocab_size)
 
@@ -374,7 +374,7 @@ def joined(logits_RBW: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 class DecoderModel:
-    """A decoder over the rows of a cache. See EngineModel."""
+    """An EngineModel: a decoder over the rows of a cache."""
 
     implementation: Final = "vmmkv"
     capturable: Final = True
@@ -389,25 +389,25 @@ class DecoderModel:
         self.vocabulary_size: Final = config.vocab_size
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """See EngineModel."""
+        """Append and attend to a step's tokens. Returns logits [B, V] behind those at `last_B`."""
         self._attention.begin(step)
         return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor | None) -> torch.Tensor:
-        """See EngineModel: the final, normed hidden states."""
+        """Append and attend to a step's tokens. Returns the final, normed hidden states [W, E]."""
         self._attention.begin(step)
         return self._decoder.forward(ids_N, self._attention, rows_W)
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See EngineModel."""
+        """Logits [W, V] of the result of the last `states`, or of some of its rows."""
         return self._decoder.logits(states_WE)
 
     @property
     def keys(self) -> RotaryKeys:
-        """See EngineModel."""
+        """The keys of all layers."""
         config = self._decoder.config
         inv_freq_R = torch.tensor(config.rope.frequencies_R, dtype=torch.float32, device=self._rows.limit.device)
         return RotaryKeys(self._rows, inv_freq_R, config.num_heads, self._decoder.weights.norm_E.dtype)
 
     def check(self) -> None:
-        """See EngineModel: it can be served."""
+        """Check nothing: a decoder can be served."""

@@ -22,12 +22,12 @@ def stream(x_NE: torch.Tensor, norm_eps: float, ranks: Collectives | None = None
 
 
 def linear(x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-    """[B, V]"""
+    """A linear map without activation: logits [B, V] in the decoder's head."""
     return (kernels.linear if x_BE.shape[0] <= kernels.MAX_ROWS else F.linear)(x_BE, weight_VE)
 
 
 class _NarrowStream(Stream):
-    """Of a few tokens: a kernel for each linear map, with all that happens around it."""
+    """Residual stream of a few tokens: a kernel for each linear map, with norm, activation and residual."""
 
     def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
         return kernels.linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps)
@@ -51,7 +51,7 @@ class _NarrowStream(Stream):
 
 
 class _WideStream(Stream):
-    """Of many tokens: the stream is `_x_NE`, plus `_due_NE` of all ranks until the next norm adds it."""
+    """Residual stream of many tokens: `_x_NE`, plus `_due_NE` of all ranks until the next norm adds it."""
 
     _due_NE: torch.Tensor | None = None
 

@@ -38,7 +38,7 @@ _OF_EXPERTS: Final = ("packed_colwise", "rowwise")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of a dimension: as much as each other, with zeroes behind the end. A view where there are none."""
+    """A rank's part of a dimension: of equal size on all, with zeroes behind the end. A view if there are no zeroes."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,40 +47,40 @@ class Share:
 
     @property
     def own_kv_heads(self) -> int:
-        """KV heads of a rank."""
+        """Number of a rank's KV heads."""
         return ceil_div(self.num_kv_heads * self._copies, self.num_ranks)
 
     @property
     def queries_each(self) -> int:
-        """Query heads of each KV head that a rank has."""
+        """Number of a rank's query heads for each of its KV heads."""
         return self.num_heads // self.num_kv_heads // self._copies
 
     def own_columns(self, size: int) -> int:
-        """Of the columns of an MLP."""
+        """Number of a rank's columns of an MLP."""
         return ceil_div(size, MULTIPLE * self.num_ranks) * MULTIPLE
 
     def of_queries(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of what query heads have."""
+        """Part of a dimension of query heads."""
         each = tensor.shape[dim] // (self.num_kv_heads * self._copies)
         return _part(tensor, dim, self.rank * self.own_kv_heads * each, self.own_kv_heads * each)
 
     def of_kv(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of what KV heads have."""
+        """Part of a dimension of KV heads."""
         each = tensor.shape[dim] // self.num_kv_heads
         return _part(tensor, dim, self.rank * self.own_kv_heads // self._copies * each, self.own_kv_heads * each)
 
     def of_columns(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of what the columns of an MLP have."""
+        """Part of a dimension of an MLP's columns."""
         count = self.own_columns(tensor.shape[dim])
         return _part(tensor, dim, self.rank * count, count)
 
     def of_joined(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of what `joined` joins: without zeroes."""
+        """Part of a dimension that `joined` joins, without zeroes."""
         return _part(tensor, dim, *head_part(self.rank, self.num_ranks, tensor.shape[dim]))
 
     @property
     def _copies(self) -> int:
-        """Ranks that share a KV head, each with some of its queries: as many as divide them, if there are ranks to spare."""
+        """Number of ranks that share a KV head, each with some of its queries. It divides the queries."""
         queries, most = self.num_heads // self.num_kv_heads, self.num_ranks // self.num_kv_heads
         return max((copies for copies in range(2, most + 1) if queries % copies == 0), default=1)
 
@@ -105,7 +105,7 @@ class Shard:
 
     @property
     def own(self) -> DecoderConfig:
-        """The decoder of this rank: its sizes are the same on all ranks."""
+        """Configuration of this rank's decoder, with the same sizes on all ranks."""
         share = self._share
         head_first, head_size = head_part(self.rank, self.num_ranks, self.whole.vocab_size)
         return replace(
@@ -139,7 +139,7 @@ class Shard:
 
 
 def split(model: Any, share: Share, ranks: Collectives) -> None:
-    """Leave this rank its part of a model of transformers, of which all ranks then have to make each forward pass.
+    """Reduce a model of transformers to this rank's part. All ranks must then make each forward pass.
 
     Its matrices become views of the whole ones. Raises: UnsupportedModel if its plan does not say how, or by unknown styles.
     """

@@ -14,7 +14,7 @@ class Stream:
     """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added."""
 
     def __init__(self, x_NE: torch.Tensor, norm_eps: float, ranks: Collectives | None = None) -> None:
-        """It begins as `x_NE`, which belongs to it from now on and may be written. With `ranks`, what is added is a part."""
+        """Begin as `x_NE`, which the stream owns from now on and may write. With `ranks`, each sum that is added is a part."""
         self._x_NE = x_NE
         self._norm_eps = norm_eps
         self._ranks = ranks

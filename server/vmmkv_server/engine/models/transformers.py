@@ -94,7 +94,7 @@ class TransformersModel:
         model.set_attn_implementation(NAME)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """See EngineModel."""
+        """Append and attend to a step's tokens. Returns logits [B, V] behind those at `last_B`."""
         return self._compute(ids_N, step, 0 if last_B is None else last_B)[0]
 
     def _compute(
@@ -117,11 +117,11 @@ class TransformersModel:
 
     @property
     def has_states(self) -> bool:
-        """See EngineModel. Only if the head calls the rest of the model as a whole; OPT's calls a part of it."""
+        """Can the model compute in two halves? Only if the head calls the rest as a whole; OPT's calls a part of it."""
         return self._model.base_model is not self._model if self._has_states is None else self._has_states
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
-        """See EngineModel: the output of the model without its head."""
+        """Append and attend to a step's tokens. Returns the output of the model without its head."""
         _, (given,) = self._compute(ids_N, step, rows_W[:1])
         states_1NE = given.last_hidden_state
         self._output = dataclasses.replace(given, last_hidden_state=states_1NE.new_empty(0))
@@ -129,7 +129,7 @@ class TransformersModel:
         return states_WE
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See EngineModel: by the whole model, in which the part without the head is replaced by these states.
+        """Logits [W, V] by the whole model, in which the part without the head is replaced by these states.
 
         So whatever the model does behind its states (a bias, a cap, a scale) is done by its own code.
         """
