@@ -196,7 +196,7 @@ class Group:
     def leading_bytes(self) -> int:
         """Distance in bytes from one layer's planes to the next one's, without the trailing planes."""
         size_bytes = self._end_bytes(trailing=False)
-        # What trails begins on a sector; K and V of one width are a multiple of it anyhow.
+        # Trailing planes begin on a sector; K and V of one width are a multiple of it anyhow.
         return round_up(size_bytes, SECTOR_BYTES if self.trailing_bytes else PLANE_ALIGNMENT_BYTES)
 
     @functools.cached_property

@@ -60,7 +60,7 @@ def token_scales(x_KD: torch.Tensor, kind: Kind) -> torch.Tensor:
     # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal, which rounds twice.
     wanted = (amax / torch.full_like(amax, QMAX[kind])).clamp(TOKEN_SCALE_MIN, TOKEN_SCALE_MAX)
     nearest = wanted.to(torch.float16)
-    # Of positive floats, the next larger one has the next larger bits.
+    # The next larger positive float has the next larger bits.
     bits_up = (nearest.float() < wanted).to(torch.int16)
     return (nearest.view(torch.int16) + bits_up).view(torch.float16)
 

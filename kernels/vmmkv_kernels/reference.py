@@ -296,7 +296,7 @@ def least_kept(
     kth_F1 = sorted_FV.gather(1, top_k_F1 - 1)
     weights_FV = noise.weights(sorted_FV, sorted_FV[:, :1], (1.0 / temperature_R[rows])[:, None])
     sums_FV = weights_FV.masked_fill(sorted_FV < kth_F1, 0).cumsum(dim=-1)
-    # Of equal logits the first has the fewest before it: if it is kept they all are, being at least the smallest kept.
+    # The first of equal logits has the fewest before it: if it is kept they all are, being at least the smallest kept.
     top_p_F1 = top_p_R[rows].double()[:, None]
     kept_FV = ((sums_FV - weights_FV).double() < top_p_F1 * sums_FV[:, -1:].double()) | (top_p_F1 >= 1.0)
     kept_FV = (kept_FV & (sorted_FV >= kth_F1)) | (sorted_FV == sorted_FV[:, :1])

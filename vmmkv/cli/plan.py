@@ -414,7 +414,7 @@ def _plan_length(memory_of: _Memory, num_tokens: int, memory_pages: int, guard_t
     num_pages = memory_of.pages_for(num_tokens, guard_tokens)
     token_bytes, state_bytes = memory_of.token_bytes(num_tokens), memory_of.state_bytes
     used_bytes = state_bytes + token_bytes + guard_tokens * memory_of.row_bytes
-    # What a static cache allocates for each sequence; it keeps every row, windows or not.
+    # A static cache allocates this for each sequence; it keeps every row, windows or not.
     reserved_bytes = state_bytes + max_tokens * memory_of.row_bytes
     fits = num_tokens <= max_tokens
     return LengthPlan(

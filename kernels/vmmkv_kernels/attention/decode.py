@@ -342,14 +342,14 @@ def attend_tiles(
     num_partials = num_chunks + num_splits * max_apart
     p_peaks = p_workspace + num_partials * (H * W * PARTS)
     p_totals = p_peaks + num_partials * H
-    # Of the sequence that the loop is at.
+    # State of the sequence that the loop is at.
     b, sequence_start, sequence_end, slot, start, end = sequence_of(
         split_start, tile_ends, nums_tiles, slots, starts, ends, TILE
     )
     bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
     i_q = tl.load(p_query_starts + b, cache_modifier=".cg") if p_query_starts is not None else b
-    # Of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
+    # State of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
     next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1, cache_modifier=".cg")
     later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1, cache_modifier=".cg")
     length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
@@ -378,7 +378,7 @@ def attend_tiles(
             next_slot = later_slot
             start, end = span_of(slot, length, limit, first, query, next_query, batch)
             if end <= start:
-                # It has no rows: on to the next that has some.
+                # The sequence has no rows: on to the next that has some.
                 b, sequence_start, sequence_end, slot, start, end = sequence_at(i_tile, tile_ends, batch, TILE)
                 next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
                 i_q = tl.load(p_query_starts + b) if p_query_starts is not None else b

@@ -283,7 +283,7 @@ def load_tile(p_rows, m_t, W: tl.constexpr, W_PAD: tl.constexpr):
     return tl.load(p_rows[:, None] + i_w, mask=m_t[:, None] & (i_w < W), other=0)
 
 
-# Of two int16 of a payload: the values of `parts_of`, two in a register.
+# Two int16 of a payload to the values of `parts_of`, two in a register.
 _FP8_TO_FP16 = tl.constexpr("""{
 .reg .b32 t;
 .reg .b16 even, odd;

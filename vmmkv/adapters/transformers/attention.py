@@ -583,7 +583,7 @@ def _like(q_BHND: Tensor, _: Tensor, v_BKTD: Tensor, *__: Any) -> Tensor:
 def _define(operation: str, place: str, implementation: Callable[..., Tensor]) -> None:
     """Define an operation, without `custom_op`: its checks of every call take as long on the host as a launch."""
     arguments = f"Tensor q, Tensor k, Tensor v, Tensor? mask, {place}float? scale, SymInt? window, float? softcap"
-    # It may ask the host for what a captured graph would not ask again: how many tokens there are.
+    # The operation may ask the host for the number of tokens, which a captured graph would not do again.
     torch.library.define(operation, f"({arguments}) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
     torch.library.impl(operation, "default", implementation)
     torch.library.register_fake(operation, _like)
