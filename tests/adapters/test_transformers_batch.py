@@ -30,7 +30,6 @@ from tests.adapters.models import (
 from vmmkv import GIB, MIB, DriverError, KVCache, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
-from vmmkv.adapters.transformers import cache as cache_module
 from vmmkv.adapters.transformers.batch import BatchRows, Lineage, WindowRows
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
@@ -699,7 +698,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
     recorded: list[Any] = []
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(cache_module, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         for stream in ("first", "second", "second", "first", "third"):
@@ -717,7 +716,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
 def test_a_deep_copy_on_another_stream_makes_indices_of_its_own(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: None)
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(cache_module, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         cache.states(2)

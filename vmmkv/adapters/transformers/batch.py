@@ -553,6 +553,10 @@ class WindowRows:
             sequence.truncate(max(0, num_tokens - self.num_dropped))
 
 
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 # the sequences of all windows
 
 
@@ -711,8 +715,7 @@ class BatchRows:
 
     def follow_stream(self) -> None:
         """Follow the current stream: if it has changed, reclaimed memory waits for both, and indices are made anew."""
-        device = self.pool.device
-        current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        current = _current_stream(self.pool.device)
         if self._stream is not None and current != self._stream:
             self._indices.clear()
             for rows in self.groups:
