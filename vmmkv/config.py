@@ -1,4 +1,4 @@
-"""What vmmkv takes from the environment, read in one function that rejects what it does not know.
+"""Environment variables of vmmkv, read in one function that refuses unknown ones.
 
     VMMKV_CACHE_DIR   where fetched models are kept; default $XDG_CACHE_HOME/vmmkv, else ~/.cache/vmmkv
 

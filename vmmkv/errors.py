@@ -12,7 +12,7 @@ _MOST_COMPARED: Final = 100
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say of a misspelt name: the nearest of those that are known; empty if none is near."""
+    """A hint at the known name that is nearest to a misspelt one; empty if none is near."""
     near = difflib.get_close_matches(name[:_MOST_COMPARED], list(known), n=1)
     return f"did you mean {near[0]}?" if near else ""
 

@@ -111,7 +111,7 @@ class Metrics(Collector):
 
 
 def _as_vllm(engine: EngineClient, model: str) -> Iterator[Metric]:
-    """What routers read of an engine, by vLLM's names and with its labels."""
+    """Metrics that routers read of an engine, by vLLM's names and with its labels."""
     labels = {"model_name": model, "engine": "0"}
     if (now := engine.snapshot) is not None:
         queries = now.prefix_hit_tokens + now.prefix_missed_tokens

@@ -14,8 +14,6 @@ DIALECT = re.compile(
 
 TO_DO = (
     "vmmkv/cache.py",
-    "vmmkv/config.py",
-    "vmmkv/errors.py",
     "vmmkv/holder",
     "vmmkv/memory",
     "vmmkv/prefix",
@@ -27,10 +25,8 @@ TO_DO = (
     "server/vmmkv_server/http",
     "server/vmmkv_server/launch.py",
     "server/vmmkv_server/llm.py",
-    "server/vmmkv_server/metrics.py",
     "server/vmmkv_server/protocol.py",
     "server/vmmkv_server/sampling_params.py",
-    "server/vmmkv_server/structured_output",
 )
 """Files and folders in which some docstrings still begin so. The list only shrinks."""
 

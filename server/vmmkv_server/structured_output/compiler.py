@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 START_S: Final = 300.0
-"""Of the clock: a machine that is busy with other things starts it late, and no grammar is to blame."""
+"""Time to start the worker, by the clock: a busy machine starts it late, and no grammar is to blame."""
 COMPILE_S: Final = 5.0
 """CPU time of a grammar, in whole seconds."""
 STARVED_S: Final = 120.0
-"""Of the clock: a child that has not even had its CPU time then is ended, and the request is told to try again."""
+"""Time after which a child without its CPU time is ended, by the clock. The request is told to try again."""
 MEMORY_BYTES: Final = 2 << 30
-"""That the worker may take for a grammar, beyond what it has when it is ready."""
+"""Memory that the worker may take for a grammar, beyond that of a ready worker."""
 MAX_COMPILED_BYTES: Final = 8 << 20
 CACHE_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 64
@@ -175,7 +175,7 @@ class _Worker:
         return self._is_killed or not all(process.is_alive() for process in self._processes)
 
     async def run(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-        """What `function` returns or raises. Raises: TimeoutError; BrokenProcessPool if the process ends."""
+        """Run a function in the process. Returns or raises its result; raises TimeoutError, BrokenProcessPool."""
         try:
             async with asyncio.timeout(limit_s):
                 return await asyncio.wrap_future(self._executor.submit(function, *arguments))
@@ -214,7 +214,7 @@ def _load_in_worker(model_dir: Path, vocabulary_size: int, end_tokens: Sequence[
 
 
 def _in_child(cpu_s: float, starved_s: float, function: Callable[..., bytes], *arguments: object) -> bytes:
-    """What `function` returns in a fork of this process, with limits.
+    """Run a function in a fork of this process, with limits; returns its result.
 
     Raises: ValueError, its own or naming the limit that it met; ChildProcessError if the machine gave it no CPU time.
     """
@@ -283,9 +283,9 @@ def _compiled_by_worker(kind: GrammarKind, source: str) -> bytes:
 
 TRIAL_TOKENS: Final = 64
 TRIAL_S: Final = 0.5
-"""For so many tokens: a hundred times what most grammars take. A few letters of an ambiguous one can take seconds each."""
+"""Time for these tokens: a hundred times that of most grammars. A few letters of an ambiguous one can take seconds each."""
 MAX_FORCED_BYTES: Final = 1 << 18
-"""Of the shortest text of any alternative of a rule: four bytes for each character that a source can have."""
+"""Most bytes of the shortest text of any alternative of a rule: four for each character that a source can have."""
 _TOO_SLOW: Final = "it takes too long to follow; make it simpler"
 
 
@@ -370,25 +370,25 @@ def with_own_automata(compiled: str) -> bytes:
 
 
 _RULE_OF_KEY, _STATE_OF_KEY = 0, 2
-"""Where a mask's key has the rule, and the state of its automaton."""
+"""Places in a mask's key of the rule, and of the state of its automaton."""
 
 
 class _Edges(msgspec.Struct, gc=False):
     data_: list[tuple[int, int, int]]
-    """Of all states, in order: the first and the last byte, and the state to which they lead. Below 0, they name a rule."""
+    """Edges of all states, in order: first and last byte, and the state to which they lead. Bytes below 0 name a rule."""
     indptr_: list[int]
-    """By state the first of its edges, and at the end their number."""
+    """First edge of each state, and at the end the number of edges."""
 
 
 class _States(msgspec.Struct):
-    """Of automata, as xgrammar 0.2.8 writes them."""
+    """States of automata, as xgrammar 0.2.8 writes them."""
 
     edges: _Edges
     edge_aux_data: msgspec.Raw
     edge_num: int
 
     def of(self, start: int) -> "tuple[_States, dict[int, int]]":
-        """Those that can be reached from one alone, and their new numbers by the old ones."""
+        """The states that can be reached from one, and their new numbers by the old ones."""
         edges, starts = self.edges.data_, self.edges.indptr_
         own, waiting = {start}, [start]
         while waiting:
@@ -483,7 +483,7 @@ class _Rules:
             yield name, max(self._min_bytes_of(each, rule) for each in (parts if kind == _CHOICES else [body]))
 
     def _min_bytes_of(self, expression: int, user: int) -> float:
-        """Of an expression of the rule `user`."""
+        """Fewest bytes of an expression of the rule `user`."""
         kind, parts = self._expressions[expression]
         if kind == _BYTES:
             return len(parts)

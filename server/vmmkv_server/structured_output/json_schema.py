@@ -24,17 +24,17 @@ from vmmkv_server.structured_output.numerals import MAX_DIGITS, Interval, intege
 from vmmkv_server.structured_output.text import FORMATS, MAX_REPETITIONS, UNSERVED_FORMATS, PatternRefused, quoted
 
 MAX_DEPTH: Final = 64
-"""Of values within values of a schema."""
+"""Most levels of values within values of a schema."""
 MAX_NODES: Final = 4096
-"""Values in a schema."""
+"""Most values in a schema."""
 MAX_GOALS: Final = 4096
-"""Rules that its goals become."""
+"""Most rules that the goals of a schema become."""
 MAX_STEPS: Final = 100_000
 """Schemas that are read for goals and compared with others. References make more of them than a schema has values."""
 MAX_PLACES: Final = 500_000
-"""Of texts of a schema, from which parts of its patterns are tried."""
+"""Most places in texts of a schema from which parts of its patterns are tried."""
 MAX_MULTIPLES: Final = 1024
-"""Of a `multipleOf` between bounds: they are listed."""
+"""Most multiples of a `multipleOf` between bounds: they are listed."""
 MAX_OTHER_KEYS: Final = 256
 """Characters of keys that further keys must differ from: each is a rule."""
 
@@ -96,7 +96,7 @@ class _Node(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a value must satisfy: a node's own keywords; one of its `anyOf` or `oneOf`; or to lack a property."""
+    """A condition on a value: a node's own keywords; one of its `anyOf` or `oneOf`; or the lack of a property."""
 
     node: _Node | None
     union: str = ""
@@ -131,7 +131,7 @@ class _Number:
 class _Array:
     prefix: tuple[Goal, ...]
     items: Goal | None
-    """Of the items behind. None if there can be none."""
+    """Goal of the items behind the prefix. None if there can be none."""
     minimum: int
     maximum: int | None
 
@@ -264,7 +264,7 @@ class _Schema:
         return _Node(value, place)
 
     def referred(self, node: _Node) -> tuple[Any, str]:
-        """What its `$ref` refers to, and its place."""
+        """The target of a node's `$ref`, and its place."""
         where, ref = node.place or "the schema", node.value["$ref"]
         if not isinstance(ref, str):
             raise SchemaRefused(f"{where} has $ref {ref!r}; wanted a text, as #/$defs/name")
@@ -353,7 +353,7 @@ class _Empty(Exception):
 
 
 class _Reader:
-    """What values satisfy goals of a schema."""
+    """Reader of goals of a schema: the values that satisfy them."""
 
     def __init__(self, root: Any) -> None:
         self.schema = _Schema(root)
@@ -601,7 +601,7 @@ class _Reader:
     # Does a schema allow a value?
 
     def holds(self, value: Any, schema: Any, place: str, depth: int = 0) -> bool | None:
-        """Whether a schema allows a value. None if that is not known."""
+        """Does a schema allow a value? None if that is not known."""
         node = self.schema.node(schema, place)
         if isinstance(node, bool):
             return node
@@ -1241,7 +1241,7 @@ class _Grammar(_Reader):
 
 
 _WORD: Final = re.compile(r'\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"|[a-z]+[0-9]*')
-"""Of GBNF: a set of characters, a text, or a name."""
+"""A word of GBNF: a set of characters, a text, or a name."""
 _NAME: Final = re.compile("[a-z]+[0-9]*")
 
 

@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar, which tokens may come next, and threads that compute it within a time limit.
+"""The place of an answer in its grammar, the tokens that may come next, and threads that compute it within a time limit.
 
 Legend: G rows with a grammar, W words of a mask.
 """
@@ -35,7 +35,7 @@ DIGEST_BYTES: Final = 32
 """In front of a compiled grammar: its SHA-256, by which the engine knows it again without hashing megabytes in its loop."""
 
 _CONTEXT_TOKENS: Final = 8
-"""Of the answer, tokenised with the forced text behind them."""
+"""Tokens of the answer that are tokenised with the forced text behind them."""
 
 
 class Vocabulary:
@@ -220,7 +220,7 @@ class CallOverran(Exception):
 
 
 class CallResult(NamedTuple, Generic[T]):
-    """What one call returned or raised."""
+    """The result or error of one call."""
 
     value: T | None
     error: BaseException | None
@@ -296,7 +296,7 @@ class _CallBatch(NamedTuple, Generic[T]):
 
     calls: Sequence[Callable[[], T]]
     indices: Iterator[int]
-    """Of the calls that no thread has taken. `next` of it is one step of the interpreter."""
+    """Indices of the calls that no thread has taken. `next` of this is one step of the interpreter."""
     outcomes: dict[int, CallResult[T]]
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Final, Self
 
 MAX_DIGITS: Final = 400
-"""Of a bound: each is a rule."""
+"""Most digits of a bound: each is a rule."""
 _DECIMALS: Final = 6
 """Digits behind the point, where the bounds have no more."""
 _EXACT_DIGITS: Final = 15

@@ -18,7 +18,7 @@ GrammarKind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
 MAX_SOURCE_CHARS: Final = 1 << 16
 MAX_CHOICES: Final = 1024
 MAX_WRITTEN_CHARS: Final = 1 << 20
-"""Of the grammar that a JSON schema becomes."""
+"""Most characters of the grammar that a JSON schema becomes."""
 
 
 class GrammarRefused(ValueError):

@@ -20,10 +20,10 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 LAST: Final = 0x10FFFF
 MAX_REPETITIONS: Final = 4096
-"""Of a part of a pattern, of characters or of items: each is a copy of a rule."""
+"""Most repetitions of a part of a pattern, of characters or of items: each is a copy of a rule."""
 MAX_PATTERN_CHARS: Final = 4096
 MAX_BRANCHES: Final = 256
-"""Of a pattern, where its anchors stand in alternatives."""
+"""Most alternatives of a pattern with anchors in alternatives."""
 
 
 class PatternRefused(ValueError):
@@ -117,7 +117,7 @@ _CLASSES: Final[Mapping[str, tuple[Ranges, Ranges]]] = {
     "W": (_complement(_WORD),) * 2,
     "S": (_complement(_SPACE_OF_SOME), _complement(_SPACE)),
 }
-"""Of all dialects, and of any."""
+"""Classes by their letter: characters of the class in all dialects, and in any."""
 _CONTROLS: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _COUNTS: Final = re.compile(r"\{([0-9]+)(,([0-9]+)?)?\}")
 _COUNTS_OF_SOME: Final = re.compile(r"\{,[0-9]+\}")
@@ -315,7 +315,7 @@ def _is_skipped(node: Node) -> bool:
 
 
 def _branches(node: Node) -> list[list[Node]]:
-    """Its alternatives, as far down as they have anchors."""
+    """Alternatives of a node, as far down as they have anchors."""
     if isinstance(node, Choice):
         found = [parts for branch in node.branches for parts in _branches(branch)]
     elif isinstance(node, Series):
@@ -437,7 +437,7 @@ CHARACTERS: Final = rf'"\"" | {UNESCAPED} characters | "\\" escape characters (=
 ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F]{2}'
 """Numbered ones too, but for halves of characters."""
 MAX_NESTED_REPETITIONS: Final = 100
-"""Of a character that JSON may escape, at the end of a group that is repeated itself."""
+"""Most repetitions of a character that JSON may escape, at the end of a group that is repeated itself."""
 _RUN: Final = 32
 """Characters of one run. Tokens that are longer than half of it are tried one by one."""
 _NO_TOKEN: Final = r'(= "\x00")'
@@ -483,7 +483,7 @@ class Rules:
         return f"{_QUOTE} {self._before(node, _QUOTE)}"
 
     def _before(self, node: Node, then: str) -> str:
-        """What a node stands for, and `then`: the name of a rule, or one text."""
+        """GBNF of a node with `then` behind it: the name of a rule, or one text."""
         if isinstance(node, Characters):
             return _one_of([f"{way} {then}" for way in _ways(node.ranges)])
         if isinstance(node, Choice):
@@ -512,7 +512,7 @@ class Rules:
             return f"{_one_of(_ways(ranges))}{_counts(minimum, maximum)}"
 
         def rest(at: int) -> str:
-            """What comes behind so many characters, of which the last are steps."""
+            """GBNF behind so many characters, of which the last are steps."""
             return self._steps(_ways(ranges), max(0, minimum - at), None if maximum is None else counted - at, then)
 
         head = counted - _RUN
@@ -605,7 +605,7 @@ def _ways(ranges: Ranges) -> tuple[str, ...]:
 
 @cache
 def _plain(ranges: Ranges) -> tuple[str, ...]:
-    """Those of them that stand for themselves, in one class; none if there are none."""
+    """Characters of the ranges that stand for themselves, in one class; none if there are none."""
     if ranges == ANY.ranges:
         return (UNESCAPED,)
     if not (plain := _common(ranges, _PLAIN)):
@@ -620,7 +620,7 @@ def _plain(ranges: Ranges) -> tuple[str, ...]:
 
 @cache
 def _escapes(ranges: Ranges) -> tuple[str, ...]:
-    """Their escapes."""
+    """Escapes of the characters of the ranges."""
     if ranges == ANY.ranges:
         return (r'"\\" ["\\/bfnrt]',)
     ways = []
