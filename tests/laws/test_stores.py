@@ -1,6 +1,7 @@
 """Stores that engines share: what they find of each other, and that a store which fails is a miss and is left alone."""
 
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -8,6 +9,7 @@ import threading
 from importlib.metadata import EntryPoint
 
 import pytest
+import redis
 
 from tests.laws.faulty_tier import FaultyStore
 from tests.laws.test_tiers import CPU, NUM_RECORDS, found, key_of, load, store
@@ -268,6 +270,42 @@ def test_what_a_store_had_is_not_believed_after_an_outage(clock):
     tier.close()
 
 
+def test_a_store_that_stays_away_is_asked_half_as_often_each_time(clock):
+    tier, asked = FaultyStore(NUM_RECORDS), []
+    tier.fault = "gone"
+    answer = tier._answer
+    tier._answer = lambda: (asked.append(clock.now_s), answer())
+    tier.open(CPU)
+    until(lambda: is_left_alone(tier) and len(asked) == 1)
+    for _ in range(63):
+        clock.pass_for(shared._FIRST_PAUSE_S / 2)
+        is_left_alone(tier)  # asks, if it is time to
+        until(lambda: not tier._probing)
+    pauses = [(later - earlier) / shared._FIRST_PAUSE_S for earlier, later in itertools.pairwise(asked)]
+    assert pauses == [1, 2, 4, 8, 16]
+    tier.close()
+
+
+def test_an_answer_to_an_old_call_does_not_end_a_stores_pause(clock):
+    tier, begun, ends = FaultyStore(NUM_RECORDS), threading.Event(), threading.Event()
+    tier.open(CPU)
+    assert store(tier, 1)
+    tier.get = lambda name: (begun.set(), ends.wait(60), FaultyStore.get(tier, name))[-1]
+    loading = tier.load(key_of(1))
+    assert begun.wait(60)
+    tier.fault = "gone"
+    tier.lookup([key_of(2)])
+    until(lambda: is_left_alone(tier))
+    tier.fault = None
+    ends.set()
+    until(lambda: loading.ended)
+    assert not loading.missed and is_left_alone(tier)
+    tier.finished(loading)
+    clock.pass_for(shared._FIRST_PAUSE_S)
+    until(lambda: not is_left_alone(tier))
+    tier.close()
+
+
 def test_a_store_that_hangs_blocks_no_call_and_comes_back(make, server, clock, monkeypatch):
     tier, callers = make(server.url, timeout_s=2.0), set()
     for name in ("ask", "get", "put"):
@@ -335,6 +373,17 @@ def test_a_full_store_evicts_as_it_is_told(make):
         kept = [load(tier, number) for number in range(5 * NUM_RECORDS)]
         assert kept[-1] and 0 < sum(kept) < 12 and tier.stats().refused_records == 0
         tier.close()
+
+
+def test_a_question_is_a_use_of_a_record_to_a_store_that_evicts(make):
+    with redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lfu") as server:
+        one, other = make(server.url), make(server.url)
+        assert store(one, 1)
+        with redis.Redis.from_url(server.url) as client:
+            uses = client.object("freq", value_of(one, 1))
+            assert found(other, 1) == [True]
+            assert client.object("freq", value_of(one, 1)) > uses  # the first use counts for certain, later ones by chance
+        one.close(), other.close()
 
 
 @pytest.mark.parametrize(
