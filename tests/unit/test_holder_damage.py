@@ -160,8 +160,10 @@ def test_an_extent_stands_at_a_multiple_of_its_size(path, caplog):
     with held(path):
         assert served(path, prompts=[([2] * 100, None)]) == [0]
         with left_log(path) as log:
-            seal = next(seal for seal in log.read().seals.values() if seal.num_pages == 4)
-            log.drop(seal.serial)
+            contents = log.read()
+            seal = next(seal for seal in contents.seals.values() if seal.num_pages == 4)
+            for serial in contents.live:
+                log.drop(serial)
             log.seal(seal._replace(page=2, end_token=96, tokens=np.full(96, 2, np.int32).tobytes()))
         assert served(path, prompts=[([2] * 100, None)]) == [0]
         assert "damaged" in caplog.text
