@@ -53,7 +53,7 @@ SLOT_MEMORY, MAPPER, SHARING = (f"vmmkv/memory/{name}.py" for name in ("slot_mem
 SEQUENCE, SOURCE = "vmmkv/sequence.py", "vmmkv/holder/source.py"
 SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
-COMPACTION = f"{ENGINE}/compaction.py"
+COMPACTION = f"{ENGINE}/features/compaction.py"
 TRANSFERS, KEYS, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/keys.py", "vmmkv/tiers/shared.py"
 THREADED, HOST, DISK = "vmmkv/tiers/tier.py", "vmmkv/tiers/host.py", "vmmkv/tiers/disk.py"
 ADMINISTRATION, OWN_PROCESS = f"{ENGINE}/administration.py", "server/vmmkv_server/llm.py"
@@ -202,8 +202,6 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self._keys.turn(sequence.slot, first, back_T)",
             "self._keys.turn(sequence.slot, 0, back_T)",
         ),
-    },
-    (f"{ENGINE}/ranking.py", POLICIES): {
         "scores of rows that have moved left where they were": (
             "self.scores_T = sums_T[rows] if",
             "self.scores_T = sums_T[: len(rows)] if",
@@ -424,7 +422,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
         f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",
     ): {
-        "a load that leaves no room for its own request": ("layout.pages_for(request.num_first_rows) + spare_pages", "0"),
+        "a load that leaves no room for its own request": ("layout.pages_for(request.shape.num_first_rows) + spare_pages", "0"),
     },
     (f"{ENGINE}/engine.py", SWAPS): {
         "what requests generate stored only once they are preempted": ("            self._scheduler.insert_generated()\n", ""),

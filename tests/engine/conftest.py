@@ -23,7 +23,6 @@ from vmmkv_kernels.quantise import Kind, dequantise, quantise
 from vmmkv_server.engine import fetches
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.grammars import StructuredOutputManager
 from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv_server.engine.models.transformers import TransformersModel
@@ -181,7 +180,7 @@ class Harness:
             step_tokens=step_tokens,
             lookahead=lookahead,
             send=self.sent.append,
-            structured=StructuredOutputManager(vocabulary),
+            vocabulary=vocabulary,
             kv_policy=kv_policy,
         )
 
@@ -231,13 +230,12 @@ class Harness:
         places = [request.place for request in scheduler.running]
         waiting = [(request.ask.priority, request.place) for request in scheduler.waiting]
         assert places == sorted(places) and waiting == sorted(waiting), "oldest first"
-        assert table.num_keeping == sum(each.kept is not None for each in scheduler.running)
         assert set(scheduler._prefilling) == {each for each in scheduler.running if each.status is Status.PREFILLING}
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
         slots = [slot for slot in slots if lengths[slot] < table.ends[slot]]
         assert scheduler._decoding.slots.tolist() == slots
-        priorities = [each.ask.priority for each in scheduler.running for _ in range(each.num_slots)]
+        priorities = [each.ask.priority for each in scheduler.running for _ in range(each.shape.num_slots)]
         assert scheduler._priorities == sorted(priorities)
         fetching = scheduler.fetches.waiting
         assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(fetching)
@@ -255,8 +253,8 @@ class Harness:
             length = int(lengths[slot])
             position = length + owner.num_dropped
             assert len(owner.prompt) <= known <= coming <= end == owner.max_tokens
-            assert confirmed <= position and length <= limits[slot] <= owner.most_rows <= end
-            if owner.beams is None:
+            assert confirmed <= position and length <= limits[slot] <= owner.shape.most_rows <= end
+            if owner.shape.samples:
                 assert confirmed <= known and coming == (position + 1 if owner.status is Status.DECODING else known)
                 assert owner.table is table and owner.num_answered == owner.num_generated
                 assert known < end or not owner.ask.params.max_tokens, "a request with all its tokens has ended"

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError, KVCache
-from vmmkv_server.engine.beams import BeamSearch, Candidates
+from vmmkv_server.engine.features.beams import BeamSearch, Candidates
 from vmmkv_server.protocol import Abort, Beam, Beams, decode_from_engine, encode
 
 Model = Callable[[Sequence[int]], Candidates]

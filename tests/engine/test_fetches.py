@@ -29,8 +29,9 @@ from vmmkv_server.engine import fetches, loading, scheduler
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.fetches import Fetches, Rate
 from vmmkv_server.engine.loading import ModelSource, weights_identity
-from vmmkv_server.engine.request import Request, Step
+from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import Runner
+from vmmkv_server.engine.step import Step
 from vmmkv_server.protocol import Abort, Compacted, Generate, Snapshot
 
 pytestmark = pytest.mark.usefixtures("patient")

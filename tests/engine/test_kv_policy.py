@@ -16,6 +16,7 @@ from vmmkv.eviction import H2O, turn
 from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.units import PAGE_BYTES
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
+from vmmkv_server.engine.features.compaction import Compaction
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 
@@ -160,7 +161,7 @@ def test_a_request_says_the_same_however_often_it_is_preempted(harness: MakeHarn
         while len(one.tokens("a")) < num_tokens:
             one.step()
         one.engine.drain()
-        scheduler._preempt(request, max_others=0)
+        scheduler.preempt(request, max_others=0)
     one.run()
     assert one.tokens("a") == wanted
 
@@ -180,7 +181,7 @@ def test_an_interrupt_at_a_line_of_a_compaction_spoils_no_request(
         one.ask(name, prompt_of(60), 40, kv_policy=HEAVY)
         one.step()
         one.engine.drain()
-        lines = run_with_interrupt(one.engine._scheduler._compact, number)
+        lines = run_with_interrupt(one.engine.features.of(Compaction).planning, number)
         one.cache.check()
         if number is None:
             assert compacted(one, name)

@@ -95,9 +95,9 @@ def test_so_many_steps_are_in_flight(harness: MakeHarness, monkeypatch: pytest.M
     one = harness(lookahead=lookahead)
     launched: list[Any] = []
     read: list[Any] = []
-    launch, postprocess = one.engine.launch, one.engine._postprocess
+    launch, give = one.engine.launch, one.engine.answers.give
     monkeypatch.setattr(one.engine, "launch", lambda step: launched.append(step) or launch(step))
-    monkeypatch.setattr(one.engine, "_postprocess", lambda step, results: read.append(step) or postprocess(step, results))
+    monkeypatch.setattr(one.engine.answers, "give", lambda step, results: read.append(step) or give(step, results))
     one.ask("a", prompt_of(5), 20)
     for step in range(1, 20):
         one.step()

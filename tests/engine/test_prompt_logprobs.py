@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
-from vmmkv_server.engine import prompt_logprobs
+from vmmkv_server.engine.features import prompt_scores
 from vmmkv_server.protocol import Outputs, PromptLogprobs
 
 TOP = 5
@@ -64,7 +64,7 @@ def test_a_prompt_of_several_chunks_beside_others(harness: MakeHarness, ours: bo
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_slices_of_rows_are_joined(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
-    monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
+    monkeypatch.setattr(prompt_scores, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
     one = harness(ours=ours, step_tokens=64)
     logits = Mock(wraps=one.runner.model.logits)
     monkeypatch.setattr(one.runner.model, "logits", logits)

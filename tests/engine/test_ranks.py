@@ -29,8 +29,7 @@ from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine import ranks, worker
 from vmmkv_server.engine.models import transformers as transformers_model
 from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
-from vmmkv_server.engine.request import Step
-from vmmkv_server.engine.step import Readback
+from vmmkv_server.engine.step import Readback, Step
 from vmmkv_server.engine.worker import Worker
 from vmmkv_server.models import UnsupportedModel
 

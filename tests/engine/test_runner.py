@@ -22,7 +22,7 @@ from vmmkv import KVCache
 from vmmkv.memory.mapper import Mapper
 from vmmkv_kernels import reference
 from vmmkv_server.engine import engine, runner
-from vmmkv_server.engine.ranking import KeptRows, Ranked, Ranking
+from vmmkv_server.engine.ranking import Ranked, Ranking
 from vmmkv_server.engine.request import Status
 from vmmkv_server.engine.uploads import Uploads
 
@@ -212,10 +212,9 @@ def test_rows_are_ranked_by_prefill_s_log_sum_exps_where_each_sequence_has_sever
     """`prefill` gives none of a sequence of one query."""
     given: list[torch.Tensor | None] = []
     monkeypatch.setattr(reference, "column_sums", lambda *_, lse_LNH, **options: given.append(lse_LNH))
-    kept: Any = KeptRows
     lse_NH = torch.randn(12, 2)
     for counts in ((3, 2), (3, 1)):
-        ranked = [Ranked(kept, slot, 8, count, 1) for slot, count in enumerate(counts)]
+        ranked = [Ranked(lambda sums_T: None, slot, 8, count, 1) for slot, count in enumerate(counts)]
         ranking = Ranking(ranked, {0: 5, 1: 12}, Uploads(torch.device("cpu")))
         ranking.add(torch.zeros(1, 12, 2, 4), torch.zeros(1, 2, 8, 1, 4), None, lse_NH=lse_NH)
     several, beside_one = given

@@ -17,7 +17,7 @@ from tests.structured_output.grammars import (
     of,
     text,
 )
-from vmmkv_server.engine import grammars
+from vmmkv_server.engine.features import grammars
 
 __all__ = ["harness"]
 

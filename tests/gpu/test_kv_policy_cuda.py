@@ -19,7 +19,7 @@ from vmmkv_kernels.attention import column_sums as kernels
 from vmmkv_kernels.attention.column_sums import column_sums
 from vmmkv_kernels.quantise import Kind
 from vmmkv_server import LLM, SamplingParams
-from vmmkv_server.engine.compaction import Compactor
+from vmmkv_server.engine.features.compaction import Compactor
 
 __all__ = ["harness"]
 

@@ -33,9 +33,9 @@ from tests.structured_output.grammars import (
     text,
     vocabulary,
 )
-from vmmkv_server.engine import grammars
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, StructuredOutputManager
+from vmmkv_server.engine.features import grammars
+from vmmkv_server.engine.features.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, Following, Grammars
 from vmmkv_server.engine.loading import Loaded
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.uploads import TokenMasks, Uploads, apply_masks
@@ -57,6 +57,10 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
         return following(harness, model(), **options)
 
     yield make
+
+
+def of_engine(one: Harness) -> Grammars:
+    return one.engine.features.of(Grammars)
 
 
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +106,11 @@ def test_greedy_answers_are_the_same_with_and_without_jumps_which_take_fewer_ste
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(grammars.StructuredOutputManager, "masks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(grammars.Grammars, "masks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
-    assert not calls and not one.engine.structured._reader._threads
+    assert not calls and not of_engine(one)._reader._threads
 
 
 def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
@@ -185,7 +189,8 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
         if numbers.random() < 0.3:
             one.engine.receive(Abort(request_id=str(numbers.randrange(12))))
     one.engine.settle()
-    assert one.engine._table.num_constrained == 0 and not one.engine._forced
+    left = of_engine(one)
+    assert not (left._running or left._begun or left._following or one.engine._table.constrained.any())
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
 
 
@@ -256,14 +261,14 @@ def test_a_real_tokenizer_gives_valid_answers_with_jumps_and_without(
 
 def collect_matchers(monkeypatch: pytest.MonkeyPatch, request_id: str, found: list[Matcher]) -> None:
     """From now on `found` has the matchers of requests with this id."""
-    real = StructuredOutputManager.matcher_for
+    real = Grammars.matcher_for
 
-    def made(manager: StructuredOutputManager, request: Request, compiled: Any) -> Matcher:
+    def made(manager: Grammars, request: Request, compiled: Any) -> Matcher:
         matcher = real(manager, request, compiled)
         found.extend([matcher] if request.ask.request_id == request_id else [])
         return matcher
 
-    monkeypatch.setattr(StructuredOutputManager, "matcher_for", made)
+    monkeypatch.setattr(Grammars, "matcher_for", made)
 
 
 class Broken(Exception):
@@ -343,7 +348,7 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, go, read, real = engine(), threading.Event(), list[bytes](), Vocabulary.read
-    matchers = one.engine.structured
+    matchers = of_engine(one)
     monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
     matchers._load = lambda: vocabulary() if go.wait(60) else pytest.fail("it was not told to load")
     first, second, being_read = (of({"const": number}) for number in (1, 2, 3))
@@ -376,12 +381,12 @@ def test_a_grammar_that_could_not_be_read_is_read_again(
 
 def test_grammars_beyond_the_limit_are_dropped_oldest_use_first(engine: Callable[..., Harness]) -> None:
     one, grammars = engine(), [of({"const": number}) for number in (1, 2, 3)]
-    one.engine.structured._cache_bytes = sum(map(len, grammars)) - 1
+    of_engine(one)._cache_bytes = sum(map(len, grammars)) - 1
     for name, number in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
         one.ask(name, token_ids("?"), 9, grammar=grammars[number])
         one.run()
         assert text(one, name) == str(number + 1)
-    assert [digest for _, digest in one.engine.structured._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
+    assert [digest for _, digest in of_engine(one)._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
 
 
 def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
@@ -389,7 +394,7 @@ def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
     one.run()
-    assert sorted(str(namespace) for namespace, _ in one.engine.structured._compiled) == ["None", "one", "two"]
+    assert sorted(str(namespace) for namespace, _ in of_engine(one)._compiled) == ["None", "one", "two"]
     assert {text(one, name) for name in "abcd"} == {"1"}
 
 
@@ -438,9 +443,11 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
     monkeypatch: pytest.MonkeyPatch, took_s: float, held_s: float, charged_s: float
 ) -> None:
     """Of four calls, each of `took_s` of its thread."""
-    reader, now_s = StructuredOutputManager(vocabulary), time.perf_counter()
+    reader, now_s = Grammars(Mock()), time.perf_counter()
     params = SamplingParams(max_tokens=9)
     requests = [Request(Generate(request_id=str(index), prompt=[1], params=params), frozenset()) for index in range(4)]
+
+    reader._following = {request: Following(Mock(), False) for request in requests}
 
     def made(calls: list[Callable[[], int]], **_: int) -> list[CallResult[int]]:
         nonlocal now_s
@@ -450,7 +457,7 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
     monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
     monkeypatch.setattr(grammars, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert reader._call([(request, lambda: 7) for request in requests]) == ([7] * 4, 4 * took_s)
-    assert [request.grammar_s for request in requests] == [took_s] * 4
+    assert [reader._following[request].took_s for request in requests] == [took_s] * 4
     assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
     now_s += 1
     reader._call([(request, lambda: 7) for request in requests[:1]])
@@ -468,8 +475,8 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
     while not one.tokens("7"):
         one.step()
     nothing = np.zeros(0, np.int64)
-    one.engine.structured._token_s = THREAD_S
-    one.engine.structured.follow(one.engine._scheduler.table, nothing, nothing, nothing > 0)
+    of_engine(one)._token_s = THREAD_S
+    of_engine(one).sampled(nothing, nothing, nothing > 0)
 
     def made(calls: list[Callable[[], int]], *, num_threads: int) -> list[CallResult[int]]:
         nums.append(num_threads)
@@ -477,7 +484,7 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
         return [CallResult(call(), None, each_s) for call in calls]
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.engine.structured._threads, "run", made)
+        patch.setattr(of_engine(one)._threads, "run", made)
         one.step(4)
     assert nums == [8, 1, 3, 2]
     one.run()
@@ -497,7 +504,7 @@ def test_a_step_is_launched_before_the_last_is_read_and_takes_one_trip_to_the_ma
         one.ask(name, token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while len(one.tokens("d")) < 3:
         one.step()
-    threads = one.engine.structured._threads
+    threads = of_engine(one)._threads
     for owner, name in ((one.runner, "forward"), (one.engine, "read"), (threads, "run"), (one.runner, "sample")):
         noted(owner, name)
     for _ in range(10):
@@ -567,9 +574,9 @@ def test_no_answer_begins_while_too_many_calls_are_abandoned(
     one = engine(slots=12)
     for index in range(12):
         one.ask(str(index), token_ids("?"), 60, grammar=of({"const": "0123"}))
-    assert eventually(lambda: all(future.done() for _, future in one.engine.structured._opening.values()))
+    assert eventually(lambda: all(future.done() for _, future in of_engine(one)._opening.values()))
     one.run()
-    num_abandoned = one.engine.structured._threads.num_abandoned
+    num_abandoned = of_engine(one)._threads.num_abandoned
     go.set()
     assert num_abandoned == MAX_ABANDONED
     reasons = list(one.failures().values())

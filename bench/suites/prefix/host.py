@@ -33,9 +33,10 @@ from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
 from vmmkv_server.engine.kv_backend import PARKED_SLOTS, Slots
 from vmmkv_server.engine.kv_events import KVEventPublisher
 from vmmkv_server.engine.prefix_groups import BatchOrder, GroupTensors, PrefixGroup
-from vmmkv_server.engine.request import Request, Status, Step
+from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.scheduler import Scheduler
+from vmmkv_server.engine.step import Step
 from vmmkv_server.engine.uploads import Uploads
 from vmmkv_server.protocol import Generate
 from vmmkv_server.sampling_params import SamplingParams

@@ -5,6 +5,7 @@ run writes a script: free places by the model, forced ones as the tokenizer writ
 filled as ever, and then narrowed to the script's next token: all runs say the same, whatever rounding does.
 """
 
+import functools
 import json
 import random
 import time
@@ -21,7 +22,7 @@ from bench.suites.serve.models import Weights, digest_of, tokenizer_file
 from bench.suites.serve.schemas import SCHEMAS
 from bench.suites.serve.systems import EngineSystem, Options, params_of
 from vmmkv.units import ceil_div
-from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.engine.request import Request
 from vmmkv_server.protocol import Generate
 from vmmkv_server.structured_output.compiler import Compilation
@@ -123,39 +124,31 @@ class Follower(Matcher):
         return self.jumps and super().must_end()
 
 
-class _ByScript(StructuredOutputManager):
-    """Makes followers. Every grammar is kept ready."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__(lambda: vocabulary, cache_bytes=1 << 40)
-        self._words_of = vocabulary
-        self.asks: dict[str, Scripted] = {}
-        self.followers: dict[str, Follower] = {}
-
-    def matcher_for(self, request: Request, compiled: Any) -> Matcher:
-        """A follower of the request's script."""
-        ask = self.asks[request.ask.request_id]
-        follower = Follower(compiled, self._words_of)
-        follower.script, follower.jumps = ask.script, ask.jumps
-        self.followers[request.ask.request_id] = follower
-        return follower
-
-
 class ScriptedEngine(EngineSystem):
     """The engine over slots, asked for answers by a grammar. Close it."""
 
     def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: Options) -> None:
         super().__init__("vmmkv", weights, {**limits, "prefix_cache": False})
-        self.loop.structured.close()
-        self.loop.structured = self._structured = _ByScript(vocabulary)
+        self._asks: dict[str, Scripted] = {}
+        self._followers: dict[str, Follower] = {}
+        grammars: Any = self.loop.features.of(Grammars)
+        grammars._vocabulary, grammars.matcher_for = vocabulary, functools.partial(self._follower, vocabulary)
+        grammars._cache_bytes = 1 << 40  # every grammar is kept ready
+
+    def _follower(self, vocabulary: Vocabulary, request: Request, compiled: Any) -> Follower:
+        """A follower of the request's script."""
+        ask = self._asks[request.ask.request_id]
+        follower = self._followers[request.ask.request_id] = Follower(compiled, vocabulary)
+        follower.script, follower.jumps = ask.script, ask.jumps
+        return follower
 
     def follow(self, asks: Sequence[Scripted], at_once: int) -> ScriptedRun:
         """All of them, greedy; `at_once` of them run, and each that ends makes room for the next.
 
         Raises: WrongNumbers if one fails, or says something else than its script.
         """
-        self._structured.asks = {str(index): ask for index, ask in enumerate(asks)}
-        self._structured.followers = {}
+        self._asks = {str(index): ask for index, ask in enumerate(asks)}
+        self._followers = {}
         told: list[Told] = []
         loop, began_s = self.loop, time.perf_counter()
         num_running = 0
@@ -180,7 +173,7 @@ class ScriptedEngine(EngineSystem):
         finally:
             self.abort(len(told))  # what was launched ahead of the last end too
         for index, (ask, one) in enumerate(zip(asks, told, strict=True)):
-            if follower := self._structured.followers.get(str(index)):
+            if follower := self._followers.get(str(index)):
                 one.num_forced = follower.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")

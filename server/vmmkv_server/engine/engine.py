@@ -9,7 +9,7 @@ A step that the device has ended is read at once, and else when more than `looka
 A step is scheduled from what the steps in flight will have done. Only the tokens they sample are unknown, and only a step with
 beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
 
-Where an answer follows a grammar, the tokens that may come next depend on those before. The forward half of such a step is
+Where a feature masks rows, the tokens that may come next depend on those before. The forward half of such a step is
 launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.
 """
 
@@ -18,40 +18,38 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
-import numpy as np
 import torch
 
 from vmmkv import DriverError, KVCache
 from vmmkv.tiers import TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
-from vmmkv_server.engine.compaction import ROUNDED_ANEW
+from vmmkv_server.engine.answers import Answers
 from vmmkv_server.engine.errors import EngineDied
-from vmmkv_server.engine.grammars import StructuredOutputManager
-from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
+from vmmkv_server.engine.feature import Feature, Features, Need
+from vmmkv_server.engine.features import Core
+from vmmkv_server.engine.features.beams import Beams
+from vmmkv_server.engine.features.compaction import Compaction
+from vmmkv_server.engine.features.grammars import Grammars
+from vmmkv_server.engine.features.prompt_scores import PromptScores
+from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, least_bytes
 from vmmkv_server.engine.prefix_groups import BatchOrder
-from vmmkv_server.engine.ranking import KeptRows
-from vmmkv_server.engine.request import Chunk, Request, Status, Step
+from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import NAP_S, Runner
-from vmmkv_server.engine.sampler import NOT_A_NUMBER
 from vmmkv_server.engine.scheduler import CannotRun, Scheduler
-from vmmkv_server.engine.step import Logprobs, Results
+from vmmkv_server.engine.step import Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.protocol import (
     Abort,
-    Beams,
     Failed,
-    FinishReason,
     FromEngine,
     Generate,
-    Output,
-    Outputs,
-    PromptLogprobs,
     Snapshot,
 )
-from vmmkv_server.sampling_params import Limits
+from vmmkv_server.sampling_params import KV_POLICY_REACH, Limits
+from vmmkv_server.structured_output.matcher import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +65,11 @@ _SLOT_STEPS: Final = 8
 _POLL_US: Final = 200.0
 """Time for tiers while there is nothing to do but to wait."""
 
-_GRAMMAR_NAP_S: Final = 0.0005
-"""While nothing else is to be done, for the thread that reads a grammar: that takes some ten milliseconds."""
+_FEATURES_NAP_S: Final = 0.0005
+"""While nothing else is to be done, for the threads of features: to read a grammar takes some ten milliseconds."""
 
-_NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
-_NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
-
-_REFUSED: Final = NOT_A_NUMBER - 1000
-"""Stands for a token that the grammar of its request refuses."""
+FEATURES: Final = (PromptScores, Beams, Grammars, Compaction)
+"""The features of an engine, in the order in which they are asked and told."""
 
 
 class Engine:
@@ -95,14 +90,13 @@ class Engine:
         step_tokens: int,
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
-        structured: StructuredOutputManager,
+        vocabulary: Callable[[], Vocabulary],
         kv_policy: str | None = None,
     ) -> None:
         self.cache = cache
         self.in_flight: deque[Step] = deque()
         self._runner = runner
         self._prefix = prefix
-        self._compactor = runner.compactor(send)
         self.limits: Final = Limits(
             model="this engine",
             model_tokens=cache.max_tokens,
@@ -112,8 +106,9 @@ class Engine:
             vocabulary_size=runner.model.vocabulary_size,
             kv_policy=kv_policy,
             kv_policy_refusal=runner.kv_policy_refusal,
-            kv_policy_again_refusal=ROUNDED_ANEW if runner.keys and runner.keys.are_quantised else "",
+            kv_policy_again_refusal=runner.kv_policy_again_refusal,
         )
+        self.features: Final = Features()
         self._scheduler = Scheduler(
             cache,
             prefix,
@@ -122,24 +117,31 @@ class Engine:
             max_sequences=self.limits.max_sequences,
             drain=self.drain,
             is_idle=self._is_idle,
-            compactor=None if runner.kv_policy_refusal else self._compactor,
+            features=self.features,
+            most_tokens=None if runner.kv_policy_refusal else KV_POLICY_REACH * cache.max_tokens,
         )
+        self.answers: Final = Answers(self._scheduler, self.features, send, eos_ids)
+        core = Core(
+            cache=cache,
+            prefix=prefix,
+            runner=runner,
+            scheduler=self._scheduler,
+            answers=self.answers,
+            limits=self.limits,
+            send=send,
+            vocabulary=vocabulary,
+        )
+        self.features.plug_in(make(core) for make in FEATURES)
         self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes
         """The KV budget when it was last read: `stats` counts everything, which takes a while."""
         self._lookahead = lookahead
         self._eos_ids = eos_ids
-        self._eos = np.array(sorted(eos_ids), np.int32)
         self._send = send
         self._has_windows = any(group.window is not None for group in cache.layout.groups)
         self._order = BatchOrder(self._table)
-        self.structured = structured
-        """The matchers of answers by a grammar."""
-        self._forced: list[Request] = []
-        """Waiting requests whose answers begin with tokens that have not been sent."""
         self.num_steps = 0
         """Steps that have been read."""
-        self._num_prompt_tokens = self._num_generated_tokens = 0
         self._has_mapped_ahead = False
         """Since the last launch began."""
         self._step_us = 10_000.0
@@ -154,12 +156,17 @@ class Engine:
     def close(self) -> None:
         """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
         self._runner.close()
-        self.structured.close()
+        for feature in self.features.having(Feature.close):
+            feature.close()
 
     @property
     def has_work(self) -> bool:
-        """Is any request waiting or running, or a step in flight, or a grammar being read?"""
-        return self._scheduler.has_work or bool(self.in_flight or self.structured.num_opening)
+        """Is any request waiting or running, or a step in flight, or a feature at work?"""
+        return self._scheduler.has_work or bool(self.in_flight) or self._are_features_working
+
+    @property
+    def _are_features_working(self) -> bool:
+        return any(feature.is_working() for feature in self.features.having(Feature.is_working))
 
     @property
     def holder_is_gone(self) -> bool | None:
@@ -185,8 +192,9 @@ class Engine:
             request = self._scheduler.find(message.request_id)
             if request is not None:
                 self._scheduler.finish(request)
-            else:
-                self.structured.cancel(message.request_id)
+                return
+            for feature in self.features.having(Feature.cancel):
+                feature.cancel(message.request_id)
             return
         params, own_ids = message.params, frozenset(message.params.stop_token_ids)
         ids = range(self.limits.vocabulary_size)
@@ -194,16 +202,8 @@ class Engine:
         if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        eviction = self.limits.eviction(params)
-        request = Request(
-            message,
-            own_ids if params.ignore_eos else own_ids | self._eos_ids,
-            suppressed_ids,
-            None if eviction is None else KeptRows(eviction, len(message.prompt)),
-        )
-        if message.grammar:
-            self.structured.open(request)
-        else:
+        request = Request(message, own_ids if params.ignore_eos else own_ids | self._eos_ids, suppressed_ids)
+        if not any(feature.takes(request) for feature in self.features.having(Feature.takes)):
             self._scheduler.add(request)
 
     def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
@@ -212,8 +212,9 @@ class Engine:
             self.limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
         except ValueError as error:
             return str(error)
-        if ask.params.prompt_logprobs is not None and not self._runner.model.has_states:
-            return "this model has no head of its own, and so no log-probabilities of its prompts: leave them out"
+        for feature in self.features.having(Feature.refusal):
+            if (reason := feature.refusal(ask)) is not None:
+                return reason
         if num_suppressed == self.limits.vocabulary_size:
             given = f"min_tokens={ask.params.min_tokens}"
             return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
@@ -225,28 +226,26 @@ class Engine:
     def _why_never_fits(self, ask: Generate) -> str | None:
         """What is wrong with a request whose least memory exceeds the budget.
 
-        Prompts with log-probabilities are computed as a whole. A request that may stop early counts as if it stopped as soon as
-        it may. The last token has no row: nothing attends to it.
+        A request that may stop early counts as if it stopped as soon as it may. Nothing attends to the last token.
         """
         params, layout, budget_bytes = ask.params, self.cache.layout, self._budget_bytes
         may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
         num_new = params.min_tokens if may_stop else params.max_tokens
-        num_rows = max(0, min(num_new, params.max_tokens - 1))
-        if (eviction := self.limits.eviction(params)) is not None:
-            num_rows = eviction.most_rows(len(ask.prompt), len(ask.prompt) + num_rows) - len(ask.prompt)
-        num_beams = max(1, min(params.beam_width, self.limits.vocabulary_size))  # of fewer tokens come fewer live beams
-        attaches = self._prefix is not None and params.prompt_logprobs is None
-        wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
+        need = Need(max(0, min(num_new, params.max_tokens - 1)), attaches=self._prefix is not None)
+        for feature in self.features.having(Feature.need):
+            need = feature.need(ask, need)
+        num_rows, num_sequences = need.num_rows, need.num_sequences
+        wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_sequences, attaches=need.attaches)
         if wanted_bytes <= budget_bytes:
             return None
         given = f"a prompt of {counted(len(ask.prompt), 'token')}"
         if num_rows:
-            given += f" and {num_new} new ones" + (f" in each of {params.beam_width} beams" if params.beam_width else "")
+            given += f" and {num_new} new ones{need.each}"
         num_tokens = layout.tokens_in(budget_bytes // PAGE_BYTES, sliding=False)
-        fewer = "ask for fewer tokens or beams" if params.beam_width > 1 else "ask for fewer tokens"
         return (
             f"this request can never fit: {given} take at least {format_bytes(wanted_bytes)}, and the whole KV budget is "
-            f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise the budget"
+            f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: ask for fewer "
+            f"{need.fewer}, or raise the budget"
         )
 
     # ------------------------------------------------------------------ the loop
@@ -256,20 +255,18 @@ class Engine:
 
         Raises: EngineDied.
         """
-        if self.structured.num_opening:
-            self._queue_read_grammars()
+        for feature in self.features.having(Feature.poll):
+            feature.poll()
         try:
             step = self._scheduler.schedule()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
             self._check_device()
-            self._fail([error.request], str(error))
+            self.answers.fail([error.request], str(error))
             return
         except Exception:
             self._check_device()
             raise
-        if self._forced:
-            self._send_forced()
         if step is not None:
             self.launch(step)
             while self.in_flight and (len(self.in_flight) > self._lookahead or self._is_done(self.in_flight[0])):
@@ -279,6 +276,8 @@ class Engine:
         elif self._scheduler.fetches.waiting:
             self.poll_tiers()
             time.sleep(NAP_S)
+        elif self._are_features_working:
+            time.sleep(_FEATURES_NAP_S)
         self.report(only_if_due=True)
 
     def launch(self, step: Step) -> None:
@@ -300,6 +299,15 @@ class Engine:
             self.in_flight.append(step)
         if not self._has_mapped_ahead:
             self.map_ahead()
+
+    def _masks(self, step: Step) -> TokenMasks | None:
+        """Which tokens may come next in rows of a step; the forward half of it runs meanwhile."""
+        for feature in self.features.having(Feature.masks):
+            if feature.masks_rows(step):
+                self.map_ahead()  # while the device has work: between two such steps it waits for the host
+                self.drain()
+                return feature.masks(step)
+        return None
 
     def _is_idle(self) -> bool:
         """Does the device wait for the next step? Never on a CPU, which computes while a step is launched."""
@@ -326,14 +334,12 @@ class Engine:
             self._fail_step(step, error)
             return
         now_s = time.perf_counter()
-        num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if not chunk.of_beam)
+        num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if chunk.is_own)
         self.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
         self._read_s = now_s
         self.num_steps += 1
-        outputs = self._postprocess(step, results)
-        if outputs:
-            self._send(Outputs(outputs=outputs))
+        self.answers.give(step, results)
         if self._has_windows and self.num_steps % _WINDOW_STEPS == 0:
             self._scheduler.slide_windows()
 
@@ -399,104 +405,7 @@ class Engine:
         live = step.slots[self._table.epochs[step.slots] == step.epochs]
         decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
         chunked = [chunk.request for chunk in step.chunks if chunk.is_live]
-        self._fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
-
-    # ------------------------------------------------------------------ results
-
-    def _postprocess(self, step: Step, results: Results) -> list[Output]:
-        """Confirm the rows of a step, and give its tokens to the requests that still run."""
-        outputs: list[Output] = []
-        live = np.flatnonzero(self._table.epochs[step.slots] == step.epochs)
-        slots = step.slots[live]
-        self._table.num_confirmed[slots] += 1
-        rows, sampled = live.tolist(), slots.tolist()
-        row = len(step.slots)
-        for index, chunk in enumerate(step.chunks):
-            if chunk.is_live:
-                if (scores := results.scores.get(index)) is not None:
-                    assert scores.first == chunk.request.num_scored, "each is sent once, in order"
-                    chunk.request.num_scored += len(scores.chosen_W)
-                    self._send(
-                        PromptLogprobs.packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT)
-                    )
-                if self._confirm(chunk, results, row, outputs):
-                    rows.append(row)
-                    sampled.append(chunk.slot)
-            row += chunk.is_last
-        logprobs = [results.logprobs.get(row) for row in rows] if results.logprobs else None
-        self._answer(np.array(sampled, np.int64), results.tokens[rows], logprobs, outputs)
-        return outputs
-
-    def _confirm(self, chunk: Chunk, results: Results, row: int, outputs: list[Output]) -> bool:
-        """A chunk has been computed; `row` is what the step gave behind it, if it was the last. Is that its next token?"""
-        request = chunk.request
-        if not chunk.of_beam:
-            confirmed, num_prompt, end = self._table.num_confirmed, len(request.prompt), chunk.end + request.num_dropped
-            num_new = min(end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
-            confirmed[chunk.slot] = end
-            self._num_prompt_tokens += num_new
-            if num_new and not (chunk.is_last and results.tokens[row] == NOT_A_NUMBER):
-                self._scheduler.insert_prefix(request)
-        if not chunk.is_last or not chunk.is_answered:
-            return False
-        if not request.ask.params.max_tokens and results.tokens[row] >= 0:
-            outputs.append(request.output(reason="length"))
-            self._scheduler.finish(request)
-        elif request.beams is None:
-            return True
-        elif results.tokens[row] == NOT_A_NUMBER:
-            self._fail([request], _NO_NUMBERS)
-        elif (found := request.beams.take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
-            self._num_generated_tokens += sum(len(beam.token_ids) for beam in found)
-            self._send(
-                Beams(request_id=request.ask.request_id, beams=found, cached=request.cached, queued_us=request.queued_us)
-            )
-            self._scheduler.finish(request)
-        return False
-
-    def _answer(
-        self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]
-    ) -> None:
-        """The requests in these slots have their next tokens. Cost: a few numpy calls, and a message for each request."""
-        table = self._table
-        stops = np.isin(tokens, self._eos) & ~table.ignores_eos[slots]
-        for index in np.flatnonzero(table.has_stops[slots]).tolist():
-            request = table.requests[slots[index]]
-            stops[index] |= request is not None and int(tokens[index]) in request.stop_ids
-        is_kept = ~((tokens < 0) | stops)
-        table.append(slots[is_kept], tokens[is_kept])
-        self._num_generated_tokens += int(is_kept.sum())
-        ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
-        refused, going_on = self.structured.follow(table, slots, tokens, is_kept)
-        if refused:
-            tokens = tokens.copy()
-            tokens[list(refused)] = _REFUSED
-        finished: list[Request] = []
-        for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
-            request = table.requests[slot]
-            assert request is not None, "no request runs there"
-            if token < 0:
-                self._fail([request], refused.get(index) or (_NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM))
-                continue
-            reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
-            sent = () if reason == "stop" else (token,)
-            outputs.append(request.output(sent, reason, logprobs[index] if logprobs else None))
-            if reason is not None:
-                finished.append(request)
-        for request in finished:
-            self._scheduler.finish(request)
-        for request, comes in going_on:
-            if comes.must_end:
-                outputs.append(request.output(reason="stop"))
-                self._scheduler.finish(request)
-            else:
-                self._scheduler.force(request, comes.forced)
-                outputs.append(self._output_forced(request, comes.forced))
-
-    def _fail(self, requests: Sequence[Request], message: str) -> None:
-        for request in requests:
-            self._send(Failed(request_id=request.ask.request_id, message=message))
-            self._scheduler.finish(request, keep=False)
+        self.answers.fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
 
     def _check_device(self) -> None:
         """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
@@ -511,63 +420,6 @@ class Engine:
             raise
         except Exception as error:
             raise EngineDied(f"the device's context is lost: {error}") from error
-
-    # ------------------------------------------------------------------ grammars
-
-    def _queue_read_grammars(self) -> None:
-        """Queue the requests whose grammars have been read since, with the tokens that these force already."""
-        for request, refusal in self.structured.opened():
-            if refusal is not None:
-                self._send(Failed(request_id=request.ask.request_id, message=refusal))
-                continue
-            self._scheduler.add(request)
-            if request.num_generated:
-                self._forced.append(request)
-        if self.structured.num_opening and not self.in_flight and not self._scheduler.has_work:
-            time.sleep(_GRAMMAR_NAP_S)
-
-    def _send_forced(self) -> None:
-        """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
-        running = [request for request in self._forced if request.is_running]
-        self._forced = [request for request in self._forced if request.status is Status.WAITING]
-        if running:
-            outputs = [self._output_forced(each, each.tokens[len(each.prompt) :].tolist()) for each in running]
-            self._send(Outputs(outputs=outputs))
-
-    def _output_forced(self, request: Request, tokens: list[int]) -> Output:
-        self._num_generated_tokens += len(tokens)
-        return request.output(tuple(tokens))
-
-    def _masks(self, step: Step) -> TokenMasks | None:
-        """Which tokens may come next in the rows that follow a grammar, behind all earlier tokens; None if there are none.
-
-        The forward half of the step runs meanwhile. What is sampled for a request that was given forced tokens is dropped.
-        """
-        if not self._table.num_constrained:
-            return None
-        last = [chunk for chunk in step.chunks if chunk.is_last]
-        if not self._table.constrained[step.slots].any() and all(chunk.request.matcher is None for chunk in last):
-            return None
-        self.map_ahead()  # while the device has work: between two such steps it waits for the host
-        self.drain()
-        asking: list[tuple[int, Request]] = []
-        live = self._table.epochs[step.slots] == step.epochs
-        for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
-            request = self._table.requests[step.slots[row]]
-            assert request is not None, "it runs"
-            if request.status is Status.DECODING:
-                asking.append((row, request))
-            else:
-                step.epochs[row] = -1
-        for row, chunk in enumerate(last, len(step.slots)):
-            if chunk.is_live and chunk.request.matcher is not None:
-                if chunk.request.status is Status.DECODING:
-                    asking.append((row, chunk.request))
-                else:
-                    chunk.is_answered = False
-        if not asking:
-            return None
-        return self.structured.masks(asking, self._runner.uploads)
 
     # ------------------------------------------------------------------ between requests
 
@@ -596,13 +448,16 @@ class Engine:
         self._reported_s = now_s
         stats, scheduler = self.cache.stats(), self._scheduler
         prefix = None if self._prefix is None else self._prefix.stats()
+        statistics: dict[str, Any] = {}
+        for feature in self.features.having(Feature.statistics):
+            statistics |= feature.statistics()
         self._send(
             Snapshot(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting) + len(scheduler.fetches.waiting),
                 preemptions=scheduler.num_preempted,
-                prompt_tokens=self._num_prompt_tokens,
-                generated_tokens=self._num_generated_tokens,
+                prompt_tokens=self.answers.num_prompt_tokens,
+                generated_tokens=self.answers.num_generated_tokens,
                 kv_tokens=stats.num_tokens,
                 kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
                 kv_free_bytes=stats.pool_free_bytes,
@@ -610,9 +465,6 @@ class Engine:
                 kv_pending_reclaim_bytes=stats.pending_reclaim_bytes,
                 kv_created_bytes=stats.pool_created_bytes,
                 kv_budget_bytes=stats.pool_budget_bytes,
-                kv_compactions=self._compactor.num_compactions,
-                kv_kept_rows=self._compactor.num_rows_kept,
-                kv_dropped_rows=self._compactor.num_rows_dropped,
                 stalls=stats.blocked_steps,
                 stall_us=stats.blocked_us,
                 driver_calls=stats.driver_calls,
@@ -629,6 +481,7 @@ class Engine:
                 tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
                 tier_errors=0 if prefix is None else prefix.tier_errors,
                 holder_is_gone=self.holder_is_gone,
+                **statistics,
             )
         )
 

@@ -116,7 +116,7 @@ class Fetches:
 
     def num_slots(self, priority: float) -> int:
         """Slots that are reserved for requests of this priority or a more urgent one."""
-        return sum(request.num_slots for request in self.waiting if request.ask.priority <= priority)
+        return sum(request.shape.num_slots for request in self.waiting if request.ask.priority <= priority)
 
     def are_enough(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?

@@ -28,7 +28,8 @@ from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.grammars import StructuredOutputManager
+from vmmkv_server.engine.features.compaction import Compactor, KeptRows
+from vmmkv_server.engine.features.prompt_scores import ScoredRows, ScoredStates
 from vmmkv_server.engine.kv_backend import (
     BackendConfig,
     EngineCache,
@@ -44,10 +45,10 @@ from vmmkv_server.engine.models.shard import Shard, Share, split
 from vmmkv_server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing
 from vmmkv_server.engine.models.weights import load as load_weights
 from vmmkv_server.engine.models.weights import random as random_weights
-from vmmkv_server.engine.ranking import KeptRows, Ranked
 from vmmkv_server.engine.ranks import Ranks
-from vmmkv_server.engine.request import Chunk, Request, Step
+from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import Runner
+from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.models import UnsupportedModel, from_directory, obstacles
@@ -191,9 +192,7 @@ def assemble(
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
             send=send,
-            structured=StructuredOutputManager(
-                lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
-            ),
+            vocabulary=lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens)),
             kv_policy=config.kv_policy,
         )
         engine.measure_prefill(*prefill)
@@ -508,10 +507,10 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         prefill, last = (0, 0.0, 0.0), num_tokens - 1
         for start, end, scores in ((0, last, False), (0, last, True), (0, last, False), (last, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
-                request.num_scored = 0 if scores else num_tokens
                 chunk = Chunk(request, sequence, start, request.prompt[start:end])
+                scored = [ScoredRows(0, 0, request.prompt[1:], 1)]
                 began_s = time.perf_counter()
-                _compute(runner, chunk)
+                _compute(runner, chunk, wanted=ScoredStates(runner, scored) if scores else None)
                 if not (start or scores):
                     prefill = end, began_s, time.perf_counter()
                 runner.model.check()
@@ -519,19 +518,19 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         _compute(runner, chunk)
         if runner.keys is not None and last:
             eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True, keeps_positions=False)
-            request.kept = kept = KeptRows(eviction, num_tokens)
-            ranked = Ranked.of(kept, sequence.slot, last, num_tokens)
+            kept = KeptRows(eviction, request)
+            ranked = kept.ranked(sequence.slot, last, num_tokens)
             assert ranked is not None, "the last query is ranked by"
-            _compute(runner, chunk, ranked)
+            _compute(runner, chunk, ranked=[ranked])
             sequence.advance(num_tokens)
-            runner.compactor(lambda message: None).compact("warm-up", kept, sequence)
+            Compactor(runner, lambda message: None).compact(kept)
     runner.uploads.send(_masks(runner, cache.num_slots).packed)  # as many masks as there can be: memory is there then
     return prefill
 
 
-def _compute(runner: Runner, chunk: Chunk, *ranked: Ranked) -> None:
+def _compute(runner: Runner, chunk: Chunk, **wanted: Any) -> None:
     no_slots = np.zeros(0, np.int64)
-    forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], list(ranked)))
+    forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk], **wanted))
     masks = _masks(runner, len(forwarded.slots))
     masks.words_GW.fill_(-1)
     runner.wait(runner.sample(forwarded, masks))

@@ -203,7 +203,7 @@ class BatchOrder:
                 request = self._table.requests[slot]
                 assert request is not None, "no request runs there"
                 # Rows that are dropped are shared with no other.
-                self._prompts.add(slot, Prompt.of(request.namespace, request.prompt[: 0 if request.kept else None]))
+                self._prompts.add(slot, Prompt.of(request.namespace, request.prompt[: None if request.shape.keeps_rows else 0]))
             self._epochs_S[slot] = now_S[slot]
 
 

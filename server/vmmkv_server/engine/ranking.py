@@ -1,4 +1,4 @@
-"""What a `kv_policy` leaves of a request's rows, and how queries rank them.
+"""How queries rank the rows of their sequences: by how much they attend to them.
 
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
 generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
@@ -9,99 +9,27 @@ Legend: L layers, T rows of a sequence, M ranked queries, B sequences that have 
 step, H query heads, K kv heads, D head dim, S slots.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from vmmkv.eviction import H2O
 from vmmkv_kernels.quantise import dequantise
-from vmmkv_server.engine.uploads import Uploads, to_host
-from vmmkv_server.kv_policy import Eviction
-
-
-@dataclass(eq=False, slots=True)
-class KeptRows:
-    """What the policy of one request has left of its rows, while it runs."""
-
-    eviction: Eviction
-    num_prompt: int
-    num_dropped: int = 0
-    """Tokens whose rows are gone: its next token is that of row `length`, and token `length + num_dropped`."""
-    scores_T: torch.Tensor | None = None
-    """How much the ranked queries attend to each row; None before the first of them. Of `chosen` rows alone if any are."""
-    chosen: torch.Tensor | None = None
-    """On the host, the rows to keep in the next compaction; they are there when the step that ranked them has been read."""
-
-    @property
-    def end(self) -> int | None:
-        """Rows with which it is compacted next; None for never."""
-        budget, every = self.eviction.budget, self.eviction.every
-        if every is not None:
-            return budget + every if self.num_dropped else max(self.num_prompt, budget + every)
-        return self.num_prompt if not self.num_dropped and self.num_prompt > budget else None
-
-    def first(self, num_tokens: int) -> int:
-        """Rows that it needs to begin with so many tokens."""
-        return num_tokens if self.end is None else min(num_tokens, self.end)
-
-    @property
-    def num_attachable(self) -> int:
-        """Rows of its prompt that may be another's: those before the first query that is ranked by."""
-        return self.num_prompt - (self.eviction.policy.num_queries(self.num_prompt) if self.end is not None else 0)
-
-    def anew(self) -> "KeptRows":
-        """As before its first compaction."""
-        return KeptRows(self.eviction, self.num_prompt)
-
-    def room(self, num_rows: int) -> int | None:
-        """The most rows of its next chunk, which ends with the prompt or at a compaction; None for any number."""
-        if num_rows + self.num_dropped < self.num_prompt:
-            return self.num_prompt - num_rows
-        return None if self.end is None else self.end - num_rows
-
-    def num_ranked(self, start: int, end: int) -> int:
-        """Of the queries of its next rows [start, end), how many are ranked by: the last ones."""
-        policy = self.eviction.policy
-        if self.end is None or not policy.num_queries(1):
-            return 0
-        if end + self.num_dropped > self.num_prompt:
-            return int(end == self.end)
-        is_wanted = self.end == self.num_prompt or isinstance(policy, H2O)
-        return max(0, end - max(start, self.num_prompt - policy.num_queries(self.num_prompt))) if is_wanted else 0
-
-    def add(self, sums_T: torch.Tensor) -> None:
-        """The ranked queries of a step attend so much to all rows that they see. Waits for nothing."""
-        if self.scores_T is not None:
-            sums_T[: len(self.scores_T)] += self.scores_T
-        self.scores_T = sums_T
-        if len(sums_T) == self.end:
-            rows = self.eviction.policy.keep(self.end, sums_T)
-            self.chosen = to_host(rows)
-            self.scores_T = sums_T[rows] if isinstance(self.eviction.policy, H2O) else None
+from vmmkv_server.engine.uploads import Uploads
 
 
 class Ranked(NamedTuple):
     """A sequence of a step, the last queries of which are ranked by."""
 
-    kept: KeptRows
+    take: Callable[[torch.Tensor], None]
+    """Called with how much its ranked queries attend to each of its rows, times the weight."""
     slot: int
     end: int
     """Rows behind the step."""
     num_queries: int
     weight: int
     """Queries that each of them stands for."""
-
-    @classmethod
-    def of(cls, kept: KeptRows | None, slot: int, start: int, end: int) -> "Ranked | None":
-        """The sequence of a step that computes its rows [start, end); None if none of them is ranked by."""
-        if kept is None or not (num_queries := kept.num_ranked(start, end)):
-            return None
-        is_generated = end + kept.num_dropped > kept.num_prompt
-        since = kept.eviction.budget if kept.num_dropped else kept.num_prompt
-        return cls(kept, slot, end, num_queries, end - since if is_generated else 1)
 
 
 class Ranking:
@@ -160,4 +88,4 @@ class Ranking:
             return
         assert self._sums_LBC is not None, "no layer has"
         for sums_C, each in zip(self._sums_LBC.sum(0), self._ranked, strict=True):
-            each.kept.add(sums_C[: each.end] * each.weight)
+            each.take(sums_C[: each.end] * each.weight)

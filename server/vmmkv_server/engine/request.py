@@ -14,19 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from vmmkv.prefix import Borrowed, Fetch
 from vmmkv.units import format_bytes
 from vmmkv_server.engine.kv_backend import KVSequence, Slots, TokenIds
-from vmmkv_server.engine.ranking import KeptRows, Ranked
-from vmmkv_server.engine.step import Logprobs, Readback, ScoredRows
-from vmmkv_server.protocol import DEVICE, Beam, FinishReason, Generate, Output
-from vmmkv_server.structured_output.matcher import Matcher
+from vmmkv_server.protocol import DEVICE, Generate
 
-_NO_END: Final = np.iinfo(np.int64).max
+NO_END: Final = np.iinfo(np.int64).max
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 """An odd number of 64 bits: seeds that clients count up are far from its multiples."""
@@ -44,24 +41,23 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
-class LiveBeams(Protocol):
-    """The sequences of a request that runs in several, one for each beam."""
+class Shape(NamedTuple):
+    """What a request takes of the memory and gives to the prefix cache, as of when it began to wait."""
 
-    @property
-    def sequences(self) -> Sequence[KVSequence]:
-        """Sequences of the live beams."""
-
-    def pending(self) -> "list[Chunk]":
-        """Chunks of them that can be computed now."""
-
-    def take(self, sequence: KVSequence, candidates: Sequence[tuple[int, float]]) -> list[Beam] | None:
-        """The candidates behind one of them; the best answers once the search is done."""
-
-    def arrange(self) -> None:
-        """Fork and close sequences as the last candidates ask. If it fails it can be called again. Raises: OutOfPages."""
-
-    def close(self) -> None:
-        """Give all of them back but the request's own."""
+    num_first_rows: int
+    """Rows that it needs to begin, or to begin again."""
+    most_rows: int
+    """The most rows that it may have at once."""
+    num_attachable: int
+    """Its first tokens, the rows of which, but for the last, may be taken from the prefix cache."""
+    num_slots: int = 1
+    """Slots that it takes while it runs."""
+    shares_rows: bool = True
+    """May the prefix cache have its rows?"""
+    keeps_rows: bool = True
+    """Does it keep all of its rows while it runs?"""
+    samples: bool = True
+    """Is its next token sampled, and appended to its own? Else it begins anew whenever it is preempted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,8 +69,6 @@ class Request:
     """Tokens that end it: its own, and the model's unless it ignores them."""
     suppressed_ids: frozenset[int] = frozenset()
     """Tokens that are masked until `min_tokens` have been generated."""
-    kept: KeptRows | None = None
-    """What its `kv_policy` leaves of its rows; None for all of them."""
     status: Status = Status.WAITING
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
@@ -96,8 +90,8 @@ class Request:
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
-    num_scored: int = 0
-    """Rows of its prompt whose next token's log-probability has been sent."""
+    num_dropped: int = 0
+    """Tokens whose rows are gone: its next token is that of row `length`, and token `length + num_dropped`."""
     num_answered: int = 0
     """Tokens that have been sent."""
     num_admitted: int = 0
@@ -116,22 +110,11 @@ class Request:
     """Tokens that both prompts begin with."""
     num_tokens_stuck: int | None = None
     """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
-    max_others: int | None = None
-    """How many others may run when it begins again; None for any number.
-
-    Set for a preempted beam search, whose need of memory is not known: one that ran beside it must have ended first.
-    """
-    beams: LiveBeams | None = None
-    """Its beam search, while it runs."""
-    matcher: Matcher | None = None
-    """The state of its grammar behind all tokens that the host knows."""
-    may_jump: bool = False
-    """May tokens that its grammar forces be appended without being sampled?"""
-    grammar_s: float = 0.0
-    """Time of the loop that its grammar has taken."""
+    shape: Shape = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt = self.saved = np.array(self.ask.prompt, dtype=np.int32)
+        self.shape = Shape(len(self.prompt), self.max_tokens, len(self.prompt))
 
     @property
     def namespace(self) -> Hashable:
@@ -149,26 +132,6 @@ class Request:
         return len(self.prompt) + self.ask.params.max_tokens
 
     @property
-    def num_dropped(self) -> int:
-        """Tokens whose rows its `kv_policy` has dropped."""
-        return 0 if self.kept is None else self.kept.num_dropped
-
-    @property
-    def shares_rows(self) -> bool:
-        """May the prefix cache have its rows? Not if its `kv_policy` says so, or a compaction found no page for own ones."""
-        return self.kept is None or (self.kept.eviction.share_prompt and self.num_tokens_stuck is None)
-
-    @property
-    def num_first_rows(self) -> int:
-        """Rows that it needs to begin, or to begin again."""
-        return len(self.tokens) if self.kept is None else self.kept.first(len(self.tokens))
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows that it may have at once."""
-        return self.max_tokens if self.kept is None else self.kept.eviction.most_rows(len(self.prompt), self.max_tokens)
-
-    @property
     def min_length(self) -> int:
         """Rows, the prompt's included, that must be there before one of `suppressed_ids` may come; 0 if any may come."""
         if not (self.ask.params.min_tokens and self.suppressed_ids):
@@ -179,11 +142,6 @@ class Request:
     def seed(self) -> int:
         """Of its random numbers, which also depend on the number of rows: another one behind each compaction."""
         return ((self.ask.params.seed or 0) + _GOLDEN * self.num_dropped) & (2**64 - 1)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that it takes while it runs: one for each beam, from the start."""
-        return max(1, self.ask.params.beam_width)
 
     @property
     def memory(self) -> KVSequence:
@@ -216,16 +174,8 @@ class Request:
 
     @property
     def attachable(self) -> TokenIds:
-        """The tokens whose rows, but for the last, may be taken from the prefix cache.
-
-        Rows whose next token is still to be scored may not: cached rows have no logits. Nor may those whose queries others are
-        ranked by, and rows behind the prompt that were not dropped.
-        """
-        tokens = self.tokens
-        if self.kept is not None:
-            tokens = self.prompt[: self.kept.num_attachable + 1 if self.num_tokens_stuck is None else 1]
-        is_scored = self.ask.params.prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
-        return tokens if is_scored else tokens[: self.num_scored + 1]
+        """The tokens whose rows, but for the last, may be taken from the prefix cache; only of a waiting request."""
+        return self.saved[: self.shape.num_attachable]
 
     def sources_of(self, num_cached: int) -> Counter[str]:
         """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes from each tier."""
@@ -239,31 +189,6 @@ class Request:
                 counted = end
         sources[DEVICE] = num_cached - sources.total()
         return +sources
-
-    def scored_rows(self, start: int, end: int) -> ScoredRows | None:
-        """Which of its rows [start, end) need the log-probability of their next token."""
-        first, end = max(start, self.num_scored), min(end, len(self.prompt) - 1)
-        if self.ask.params.prompt_logprobs is None or first >= end:
-            return None
-        return ScoredRows(first, self.prompt[first + 1 : end + 1], self.ask.params.prompt_logprobs)
-
-    def pending(self) -> "list[Chunk]":
-        """All that can be computed of it now from tokens that the host has: its own, or those of its live beams."""
-        if self.beams is not None:
-            return self.beams.pending()
-        return [self.own_chunk()] if self.status is Status.PREFILLING else []
-
-    @property
-    def sequences(self) -> Sequence[KVSequence]:
-        """Its own sequence, or those of its live beams; only of a running request."""
-        return [self.memory] if self.beams is None else self.beams.sequences
-
-    def own_chunk(self, num_candidates: int = 0) -> "Chunk":
-        """Its own tokens for which no step has been launched."""
-        start = self.memory.length
-        chunk = Chunk(self, self.memory, start, self.tokens[start + self.num_dropped :], num_candidates=num_candidates)
-        room = None if self.kept is None else self.kept.room(start)
-        return chunk if room is None else chunk.first(room)
 
     def begin_with(self, forced: Sequence[int]) -> None:
         """Set the first tokens of its answer before it begins; they are computed with the prompt."""
@@ -286,94 +211,7 @@ class Request:
         self.saved = self.table.leave(self.memory.slot)
         self.sequence = self.table = None
         self.status = status
-        if self.kept is not None:
-            self.kept = self.kept.anew()
-
-    def output(
-        self, tokens: tuple[int, ...] = (), reason: FinishReason | None = None, logprobs: Logprobs | None = None
-    ) -> Output:
-        """The message with its next tokens; they count as sent."""
-        is_first = not self.num_answered
-        self.num_answered += len(tokens)
-        return Output(
-            request_id=self.ask.request_id,
-            token_ids=tokens,
-            finish_reason=reason,
-            cached=self.cached if is_first else (),
-            queued_us=self.queued_us if is_first else 0,
-            logprobs=() if logprobs is None else (logprobs.chosen,),
-            top_logprobs=(tuple(logprobs.likeliest),) if logprobs is not None and logprobs.likeliest else (),
-        )
-
-
-@dataclass(eq=False, slots=True)
-class Chunk:
-    """The next tokens of one sequence in a step, known to the host: part of a prompt, or the last token of a beam."""
-
-    request: Request
-    sequence: KVSequence
-    start: int
-    """Rows that the sequence has."""
-    tokens: TokenIds
-    is_last: bool = True
-    """Is a token, or are candidates, wanted behind it?"""
-    num_candidates: int = 0
-    """How many of the likeliest next tokens a beam search wants; 0 if one is sampled."""
-    of_beam: bool = False
-    """Is it the last token of a beam, not part of the request's own tokens?"""
-    is_answered: bool = True
-    """Does what is sampled behind it count? Not if a grammar has forced other tokens since."""
-    num_admitted: int = field(init=False)
-    """Of the request, when the chunk was made."""
-
-    def __post_init__(self) -> None:
-        self.num_admitted = self.request.num_admitted
-
-    @property
-    def slot(self) -> int:
-        """The slot of its sequence."""
-        return self.sequence.slot
-
-    @property
-    def end(self) -> int:
-        """Rows that the sequence has behind it."""
-        return self.start + len(self.tokens)
-
-    @property
-    def is_live(self) -> bool:
-        """Does its request still run, without having been preempted in between?"""
-        return self.request.is_running and self.request.num_admitted == self.num_admitted
-
-    @property
-    def is_sampled(self) -> bool:
-        """Is the request's next token sampled behind it?"""
-        return self.is_last and not self.num_candidates and self.request.ask.params.max_tokens > 0
-
-    def first(self, count: int) -> "Chunk":
-        """Its first `count` tokens, or all if there are no more."""
-        if len(self.tokens) <= count:
-            return self
-        return Chunk(self.request, self.sequence, self.start, self.tokens[:count], is_last=False, of_beam=self.of_beam)
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """A step: the scheduler makes it, the runner launches it, the engine reads its results back."""
-
-    slots: Slots
-    """Slots that compute the one token that is on the device. Their results come first."""
-    ends: Slots
-    """Rows of these slots behind the step."""
-    epochs: Slots
-    """Of these slots, at the launch."""
-    chunks: list[Chunk]
-    """Tokens that the host knows."""
-    ranked: list[Ranked] = field(default_factory=list)
-    """Sequences of it with queries that their rows are ranked by."""
-    readback: Readback | None = None
-    """Once all of it is launched."""
-    launched_s: float = 0.0
-    """When its launch began, of time.perf_counter."""
+        self.num_dropped = 0
 
 
 class RequestTable:
@@ -402,10 +240,8 @@ class RequestTable:
         """Of them, those that the prefix cache has by `attach` or `insert`."""
         self.max_tokens = np.zeros(1 + num_slots, np.int64)
         """Tokens with which a request is done. The last one is never written: nothing attends to it."""
-        self.ends = np.full(1 + num_slots, _NO_END, np.int64)
-        """Rows with which a request is compacted next."""
-        self.num_keeping = 0
-        """Requests with a `kv_policy`."""
+        self.ends = np.full(1 + num_slots, NO_END, np.int64)
+        """Rows with which a request no longer decodes, until some of them are dropped."""
         self.epochs = np.zeros(1 + num_slots, np.int64)
         """Counts the requests that entered or left: results of a step for another epoch are dropped."""
         self.places = np.zeros(1 + num_slots, np.int64)
@@ -414,8 +250,7 @@ class RequestTable:
         self.has_stops = np.zeros(1 + num_slots, np.bool_)
         """Has this request `stop_token_ids` of its own?"""
         self.constrained = np.zeros(1 + num_slots, np.bool_)
-        """Does the answer follow a grammar?"""
-        self.num_constrained = 0
+        """Does a feature say which tokens may come next? Then what a step has sampled may not count."""
 
     def enter(self, request: Request, slot: int, num_rows: int) -> None:
         """A request runs in a slot that has the first rows of its tokens."""
@@ -425,31 +260,20 @@ class RequestTable:
         self.num_known[slot] = self.num_coming[slot] = len(tokens)
         self.num_confirmed[slot] = self.num_inserted[slot] = num_rows
         self.max_tokens[slot] = request.max_tokens
-        self.set_end(request, slot)
-        self.num_keeping += request.kept is not None
         self.epochs[slot] += 1
         self.places[slot] = request.place
         self.ignores_eos[slot] = request.ask.params.ignore_eos
         self.has_stops[slot] = bool(request.ask.params.stop_token_ids)
-        self.constrained[slot] = request.matcher is not None
-        self.num_constrained += request.matcher is not None
 
     def leave(self, slot: int) -> TokenIds:
         """The request in this slot does not run any more; a copy of its tokens."""
-        tokens, request = self.tokens_ST[slot, : self.num_known[slot]].copy(), self.requests[slot]
-        self.num_keeping -= request is not None and request.kept is not None
-        self.requests[slot], self.ends[slot] = None, _NO_END
+        tokens = self.tokens_ST[slot, : self.num_known[slot]].copy()
+        self.requests[slot], self.ends[slot] = None, NO_END
         self.epochs[slot] += 1
-        self.num_constrained -= int(self.constrained[slot])
         self.constrained[slot] = False
         for counts in (self.num_known, self.num_coming, self.num_confirmed, self.num_inserted, self.max_tokens):
             counts[slot] = 0
         return tokens
-
-    def set_end(self, request: Request, slot: int) -> None:
-        """A request begins, or was compacted."""
-        end = None if request.kept is None else request.kept.end
-        self.ends[slot] = _NO_END if end is None else end
 
     def tokens(self, slot: int, end: int | None = None) -> TokenIds:
         """The known tokens in a slot, or the first of them: a view."""

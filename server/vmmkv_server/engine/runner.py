@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from vmmkv.cache import KVCache
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
-from vmmkv_server.engine import compaction, prompt_logprobs
 from vmmkv_server.engine.attention import AttentionMetadata
 from vmmkv_server.engine.kv_backend import EngineCache, Slots
 from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.prefix_groups import GroupTensors, PrefixGroup
-from vmmkv_server.engine.prompt_logprobs import States
 from vmmkv_server.engine.ranking import Ranking
-from vmmkv_server.engine.request import Step
 from vmmkv_server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
-from vmmkv_server.engine.step import Readback, Results, ScoredRows
+from vmmkv_server.engine.step import Readback, Results, Step, WantedStates
 from vmmkv_server.engine.uploads import (
     ALIGNED_ELEMENTS,
     Array,
@@ -45,7 +43,6 @@ from vmmkv_server.engine.uploads import (
     packed_size,
     to_host,
 )
-from vmmkv_server.protocol import Compacted
 
 if TYPE_CHECKING:
     from vmmkv_server.engine.ranks import Ranks
@@ -86,6 +83,33 @@ def token_sizes(max_tokens: int) -> list[int]:
     return [*sizes, max_tokens]
 
 
+_ROUNDED_ANEW: Final = (
+    "compacts as requests generate, and quantised keys would be rounded anew each time they are turned: use "
+    '"positions": "original", or snapkv, or leave it out'
+)
+"""Why a policy that turns keys again and again is not for quantised rows. In fp8, turned 32 times, perplexity was 24.0 instead
+of 15.6."""
+
+
+def _refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
+    """Why no request can have a policy with this model and this memory; empty if it can. `is_split`: over several devices."""
+    groups = cache.layout.groups
+    if is_split:
+        return "is for a model on one device (tensor_parallel_size=1), and this one is split over several"
+    if not isinstance(cache, KVCache):
+        return "needs memory that can be compacted"
+    if any(group.window is not None for group in groups):
+        return "is for full attention, and this model has sliding windows, which give memory back by themselves"
+    if len(groups) > 1:
+        return "is for models of which a token's rows fit in a page"
+    if model.keys is None:
+        return (
+            "needs a model whose rotary positions vmmkv knows, and this one runs by transformers' own code: "
+            "model_impl='vmmkv' says what it lacks"
+        )
+    return ""
+
+
 class Runner:
     """A model over a cache, with a sampler and the state of every sequence on the device."""
 
@@ -95,10 +119,12 @@ class Runner:
         """max_rows: sequences that run at once. max_tokens: of one step. ranks: the others, of a model in parts."""
         self.model: Final = model
         self.ranks: Final = ranks
-        self.kv_policy_refusal: Final = compaction.refusal(cache, model, is_split=ranks is not None)
+        self.kv_policy_refusal: Final = _refusal(cache, model, is_split=ranks is not None)
         """Why no request can have a `kv_policy`; empty if it can."""
         self.keys: Final = None if self.kv_policy_refusal else model.keys
         """Of requests that can have one."""
+        self.kv_policy_again_refusal: Final = _ROUNDED_ANEW if self.keys is not None and self.keys.are_quantised else ""
+        """Why none can have one that turns keys more than once; empty if it can."""
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
@@ -108,10 +134,6 @@ class Runner:
         self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
         self._decode = _DecodeSteps(self, max_rows)
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
-
-    def compactor(self, send: Callable[[Compacted], None]) -> compaction.Compactor:
-        """A compactor for the sequences of this runner. `send` is told of each compaction."""
-        return compaction.Compactor(self.keys, self.state.lengths_S, self.state.shifts_S, self.uploads, send)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -213,16 +235,16 @@ class Runner:
         """Copy the results to the host."""
         tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
         readback = Readback(to_host(tokens_R))
-        wanted = self.sampler.num_logprobs[forwarded.slots]
-        asked = [(row, int(wanted[row])) for row in np.flatnonzero(wanted >= 0).tolist()]
+        num_wanted = self.sampler.num_logprobs[forwarded.slots]
+        asked = [(row, int(num_wanted[row])) for row in np.flatnonzero(num_wanted >= 0).tolist()]
         # Beams apart: how many are asked for decides between equals, and no beam depends on what its neighbours ask.
         for rows in filter(None, (asked, forwarded.candidates)):
             (rows_R,) = self.uploads.pack([[row for row, _ in rows]])
             found = logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), max(count for _, count in rows))
             readback.logprobs.append((rows, [to_host(tensor) for tensor in found]))
         if forwarded.states is not None:
-            readback.scored = forwarded.states.scored
-            readback.scores = [to_host(tensor) for tensor in prompt_logprobs.scores(self.model, forwarded.states)]
+            wanted, states_WE = forwarded.states
+            readback.of_states = [to_host(tensor) for tensor in wanted.read(states_WE)]
         if tokens_R.is_cuda:
             readback.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             readback.done.record()
@@ -253,8 +275,8 @@ class Forwarded:
     """What it was replayed from, which can sample too."""
     candidates: Sequence[tuple[int, int]] = ()
     """Rows of beam searches, and how many candidates each wants."""
-    states: States | None = None
-    """For log-probabilities of prompts; None if none are wanted."""
+    states: tuple[WantedStates, torch.Tensor] | None = None
+    """What states are wanted for, and the states; None if none are wanted."""
 
 
 class DeviceState:
@@ -484,18 +506,11 @@ class _MixedSteps:
         ids_N = np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)])
         last = [(index, chunk) for index, chunk in enumerate(chunks, num_decoding) if chunk.is_last]
         sampled = np.array([*range(num_decoding), *(index for index, _ in last)], np.int64)
-        scored: list[tuple[int, ScoredRows]] = []
-        scored_columns: list[Slots] = []
-        for index, chunk in enumerate(chunks):
-            if (rows := chunk.request.scored_rows(chunk.start, chunk.end)) is not None:
-                scored.append((index, rows))
-                first = begins_B[num_decoding + index] + rows.first - chunk.start
-                scored_columns.append(np.arange(first, first + len(rows.tokens)))
 
         num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled)
         is_grouped = self._runner.groups.are_any and num_decoding > 0
-        # Graphs give logits of the rows that are given a token; any number of others may be scored, and queries ranked by.
-        by_graph = not scored and not step.ranked
+        # Graphs give logits of the rows that are given a token; any number of others may be wanted, and queries ranked by.
+        by_graph = step.wanted is None and not step.ranked
         size, graph = self._graph_for(num_tokens, is_grouped=is_grouped) if by_graph else (num_tokens, None)
         sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
         packed = np.zeros(packed_size(sizes), np.int32)
@@ -518,15 +533,13 @@ class _MixedSteps:
         if graph is not None:
             graph.forward()
             logits_RV = graph.logits_RV
-        elif scored:
-            # A second upload says which rows are scored.
-            columns_W, tokens_W = self._runner.uploads.pack(
-                [np.concatenate(scored_columns), np.concatenate([rows.tokens for _, rows in scored])]
-            )
+        elif step.wanted is not None:
+            firsts = ((begins_B[num_decoding + index] + start, count) for index, start, count in step.wanted.rows)
+            (columns_W,) = self._runner.uploads.pack([np.concatenate([np.arange(a, a + count) for a, count in firsts])])
             all_ids_N, attention, last_R = self._input(uploaded, is_grouped=is_grouped, ranking=ranking)
             states_AE = self._runner.model.states(all_ids_N, attention, torch.cat([last_R, columns_W.long()]))
             logits_RV = self._runner.model.logits(states_AE[: len(last_R)])
-            states = States(states_AE[len(last_R) :], tokens_W, scored)
+            states = step.wanted, states_AE[len(last_R) :]
         else:
             logits_RV = self._forward(uploaded, is_grouped=is_grouped, ranking=ranking)
         if ranking is not None:

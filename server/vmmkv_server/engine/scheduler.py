@@ -5,7 +5,7 @@ import logging
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -15,16 +15,14 @@ import numpy as np
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.prefix.radix_tree import num_common
 from vmmkv.units import ceil_div
-from vmmkv_server.engine.beams import BeamGroup
-from vmmkv_server.engine.compaction import Compactor
 from vmmkv_server.engine.decode_set import DecodeSet
+from vmmkv_server.engine.feature import Feature, Features
 from vmmkv_server.engine.fetches import LEAST_TOKENS, Fetches
 from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, TokenIds
-from vmmkv_server.engine.ranking import Ranked
-from vmmkv_server.engine.request import Chunk, Request, RequestTable, Status, Step
+from vmmkv_server.engine.request import Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
+from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.protocol import RECOMPUTED
-from vmmkv_server.sampling_params import KV_POLICY_REACH
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +80,8 @@ class Scheduler:
     Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
     is more urgent.
 
-    A beam search takes one slot for each beam from the start, and is preempted as a whole. It begins again when a request that
-    ran beside it, or preempted it, has ended.
+    A request of several slots takes them from the start, and is preempted as a whole. One that samples no tokens may need any
+    amount of memory: it begins again when a request that ran beside it, or preempted it, has ended.
     """
 
     def __init__(
@@ -96,18 +94,18 @@ class Scheduler:
         max_sequences: int,
         drain: Callable[[], bool],
         is_idle: Callable[[], bool],
-        compactor: Compactor | None = None,
+        features: Features | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         """`drain` reads the steps in flight, and says whether there were any. `is_idle`: does the device wait for a step?
 
-        `compactor`: for requests with a `kv_policy`; None if there are none.
+        `most_tokens`: of one request; None for the cache's, which are those whose rows can all be kept.
         """
         self.waiting: list[Request] = []
         """By priority, the newest preempted ones first, then in order of arrival."""
         self.running: dict[Request, None] = {}
         """In order of admission."""
-        most_tokens = cache.max_tokens if compactor is None else KV_POLICY_REACH * cache.max_tokens
-        self.table: Final = RequestTable(cache.num_slots, most_tokens)
+        self.table: Final = RequestTable(cache.num_slots, most_tokens or cache.max_tokens)
         self.num_preempted = 0
         self.fetches: Final = Fetches(prefix)
         self.hit_tokens: Counter[str] = Counter()
@@ -117,10 +115,10 @@ class Scheduler:
         self._cache = cache
         self._prefix = prefix
         self._sampler = sampler
-        self._compactor = compactor
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
-        self._drain = drain
+        self.drain: Final = drain
+        self._features = Features() if features is None else features
         self._is_idle = is_idle
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
@@ -135,6 +133,8 @@ class Scheduler:
         self._decoding: Final = DecodeSet(self.table, cache)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
+        self._max_others: dict[Request, int] = {}
+        """How many others may run when a preempted request that samples no tokens begins again."""
         self._num_refused = 0
         """How many waited when one of them found no room; 0 if there may be room. A try maps memory and evicts cached prefixes,
         so there is no other until memory may have come back, or another request has arrived."""
@@ -147,6 +147,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request comes, and waits."""
         self._by_id[request.ask.request_id] = request
+        self._reshape(request)
         self._enqueue(request, next(self._places))
 
     def find(self, request_id: str) -> Request | None:
@@ -158,22 +159,22 @@ class Scheduler:
 
         Raises: CannotRun, naming a request that must be ended; the others can go on.
         """
-        if self.table.num_keeping:
-            self._compact()
+        for feature in self._features.having(Feature.planning):
+            feature.planning()
         self._admit()
         self._assign_sampling()
         for request in [self.table.requests[slot] for slot in self._decoding.without_room()]:
             if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
-                self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
+                self.with_room(request, partial(request.memory.grow, request.memory.length + 1))
         left = self._step_tokens - len(self._decoding.slots)
         chunks: list[Chunk] = []
         for request in sorted(self._prefilling, key=_place):
-            if not request.is_running or (request.beams and not self._with_room(request, request.beams.arrange)):
+            if not request.is_running:
                 continue
-            for pending in request.pending():
+            for pending in self._pending(request):
                 chunk = pending.first(max(0, left))
                 if len(chunk.tokens):
-                    if not self._with_room(request, partial(chunk.sequence.grow, chunk.end)):
+                    if not self.with_room(request, partial(chunk.sequence.grow, chunk.end)):
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
@@ -181,8 +182,8 @@ class Scheduler:
         if not len(slots) and not chunks:
             return None
         step = Step(slots, self._cache.lengths.take(slots) + 1, self._decoding.epochs, chunks)
-        if self.table.num_keeping:
-            self._rank(step)
+        for feature in self._features.having(Feature.planned):
+            feature.planned(step)
         return step
 
     def launched(self, step: Step) -> None:
@@ -210,7 +211,7 @@ class Scheduler:
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
-        if self._prefix is not None and request.shares_rows:
+        if self._prefix is not None and request.shape.shares_rows:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self._insert(self._prefix, request, tokens)
             if len(tokens) == len(request.prompt):
@@ -222,7 +223,9 @@ class Scheduler:
             return
         table, slots = self.table, self._decoding.slots
         behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]
-        requests = [request for slot in behind.tolist() if (request := table.requests[slot]) is not None and not request.kept]
+        requests = [
+            request for slot in behind.tolist() if (request := table.requests[slot]) is not None and request.shape.keeps_rows
+        ]
         if requests:
             request = max(requests, key=_urgency)
             self._insert(self._prefix, request, request.confirmed_tokens)
@@ -242,6 +245,9 @@ class Scheduler:
                 self._dequeue(request)
             request.status = Status.FINISHED
             self._num_refused = 0
+        self._max_others.pop(request, None)
+        for feature in self._features.having(Feature.finished):
+            feature.finished(request)
 
     def memory_changed(self) -> None:
         """There may be room now for requests that found none."""
@@ -250,7 +256,7 @@ class Scheduler:
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
         has_moved = False
-        for sequence in (each for request in self.running if self._windowed for each in request.sequences):
+        for sequence in (each for request in self.running if self._windowed for each in self._sequences(request)):
             for group in self._windowed:
                 before = sequence.start(group)
                 sequence.advance_start(group)
@@ -259,46 +265,34 @@ class Scheduler:
             self._num_refused = 0
         return has_moved
 
-    def _compact(self) -> None:
-        """Compact the requests that have as many rows as their policies allow, and no step in flight. Raises: CannotRun.
+    def rows_dropped(self, request: Request) -> None:
+        """Rows of a running request are gone: it may decode again, and there may be room."""
+        self._unassigned.append(request)  # the sampler counts rows
+        self._num_refused = 0
+        if request.status is Status.DECODING:
+            self._decoding.join([request.memory.slot])
 
-        A request that an interrupt stops in it is preempted: it goes through the same compactions again.
-        """
-        assert self._compactor is not None, "no request has a policy"
-        lengths, table = self._cache.lengths, self.table
-        for slot in np.flatnonzero((lengths == table.ends) & (table.num_coming < table.max_tokens)).tolist():
-            request = table.requests[slot]
-            if request is None or request.kept is None:
-                continue
-            if request.matcher is not None:
-                self._drain()  # its last row may be of a step that is dropped, which confirms none
-                if not request.is_running:
-                    continue
-            elif table.num_confirmed[slot] < lengths[slot] + request.num_dropped:
-                continue
-            compact = partial(self._compactor.compact, request.ask.request_id, request.kept, request.memory)
-            try:
-                if not self._with_room(request, compact):
-                    continue
-                table.set_end(request, slot)
-                self._unassigned.append(request)  # the sampler counts rows
-                self._num_refused = 0
-                if request.status is Status.DECODING:
-                    self._decoding.join([slot])
-            except BaseException as error:  # of an interrupt: its rows may be dropped, and its keys not turned yet
-                if request.is_running and not isinstance(error, CannotRun):
-                    self._preempt(request, max_others=0)
-                raise
+    def _reshape(self, request: Request) -> None:
+        """Ask what a request takes that begins to wait."""
+        num_tokens = len(request.tokens)
+        shape = Shape(num_tokens, request.max_tokens, num_tokens)
+        for feature in self._features.having(Feature.shape):
+            shape = feature.shape(request, shape)
+        request.shape = shape
 
-    def _rank(self, step: Step) -> None:
-        """Find the sequences of a step with queries that their rows are ranked by."""
-        lengths, table = self._cache.lengths, self.table
-        ranked = [Ranked.of(chunk.request.kept, chunk.slot, chunk.start, chunk.end) for chunk in step.chunks]
-        for slot in step.slots[step.ends == table.ends[step.slots]].tolist():
-            request = table.requests[slot]
-            assert request is not None, "a slot that computes has a request"
-            ranked.append(Ranked.of(request.kept, slot, int(lengths[slot]), int(lengths[slot]) + 1))
-        step.ranked = list(filter(None, ranked))
+    def _pending(self, request: Request) -> list[Chunk]:
+        """All that can be computed of a running request from tokens that the host has."""
+        for feature in self._features.having(Feature.chunks):
+            if (chunks := feature.chunks(request)) is not None:
+                return chunks
+        return [Chunk.own(request)]
+
+    def _sequences(self, request: Request) -> Sequence[KVSequence]:
+        """The sequences of a running request."""
+        for feature in self._features.having(Feature.sequences) if request.shape.num_slots > 1 else ():
+            if (sequences := feature.sequences(request)) is not None:
+                return sequences
+        return [request.memory]
 
     def _insert(self, prefix: Prefixes, request: Request, tokens: TokenIds) -> None:
         prefix.insert(request.memory, tokens, is_written=True)  # for the steps that wrote them have been read back
@@ -320,18 +314,18 @@ class Scheduler:
             if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
                 return
             request = queue.next()
-            if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
+            if request is None or request.shape.num_slots > self._num_slots_for(request.ask.priority):
                 return
             if self.fetches.are_enough(request.ask.priority):
                 return
-            if request.max_others is not None and len(self.running) > request.max_others:
+            if len(self.running) > self._max_others.get(request, math.inf):
                 return
             opened: tuple[KVSequence, int] | None = None
             is_fetched: bool | None = False
-            if request.num_slots <= num_slots and (is_fetched := self._fetch(request)) is False:
+            if request.shape.num_slots <= num_slots and (is_fetched := self._fetch(request)) is False:
                 opened = self._open(request)
             if is_fetched:
-                num_slots -= request.num_slots
+                num_slots -= request.shape.num_slots
                 num_left -= 1
                 continue
             if opened is None:  # too few slots or pages
@@ -345,7 +339,7 @@ class Scheduler:
             queue.admitted(request)
             self._start(request, *opened)
             num_tokens -= len(request.tokens) - request.memory.length
-            num_slots -= request.num_slots
+            num_slots -= request.shape.num_slots
             num_left -= 1
 
     def _fetch(self, request: Request) -> bool | None:
@@ -356,7 +350,7 @@ class Scheduler:
         layout = self._cache.layout
         spare_pages = ceil_div(len(self.running) * _SPARE_TOKENS * layout.row_bytes, PAGE_BYTES)
         try:
-            is_fetched = self.fetches.start(request, layout.pages_for(request.num_first_rows) + spare_pages)
+            is_fetched = self.fetches.start(request, layout.pages_for(request.shape.num_first_rows) + spare_pages)
         except Exception as error:
             raise CannotRun(request, error, "this request could not begin") from error
         if is_fetched:
@@ -403,12 +397,14 @@ class Scheduler:
         num_known = 0
         try:
             if self._prefix is None:
-                sequence = self._cache.open(max_tokens=request.most_rows, tenant=request.namespace)
+                sequence = self._cache.open(max_tokens=request.shape.most_rows, tenant=request.namespace)
             else:
-                attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.most_rows)
+                attached = self._prefix.attach(
+                    request.attachable, namespace=request.namespace, max_tokens=request.shape.most_rows
+                )
                 sequence, num_known = attached.sequence, attached.num_tokens
             try:
-                sequence.grow(request.num_first_rows)
+                sequence.grow(request.shape.num_first_rows)
             except BaseException:
                 sequence.close()
                 raise
@@ -433,11 +429,11 @@ class Scheduler:
         if not request.is_prompt_confirmed:
             self._unconfirmed.append(request)
         place = bisect_left(self._priorities, request.ask.priority)
-        self._priorities[place:place] = [request.ask.priority] * request.num_slots
-        if request.ask.params.beam_width:
-            request.beams = BeamGroup(request, self._cache)
-        else:
+        self._priorities[place:place] = [request.ask.priority] * request.shape.num_slots
+        if request.shape.samples:
             self._unassigned.append(request)
+        for feature in self._features.having(Feature.admitted):
+            feature.admitted(request)
 
     def _assign_sampling(self) -> None:
         """Upload the sampling parameters of the requests that were admitted, all at once.
@@ -473,7 +469,7 @@ class Scheduler:
         """
         return self._max_sequences - self.fetches.num_slots(priority) - bisect_right(self._priorities, priority)
 
-    def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
+    def with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
 
         Raises: CannotRun.
@@ -483,19 +479,20 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages as error:
-                if self._drain() or self.slide_windows() or self._give_up_fetch():
+                if self.drain() or self.slide_windows() or self._give_up_fetch():
                     if not request.is_running:
                         return False
                     continue
                 if len(self.running) == 1:
                     num_tokens = len(request.tokens)
-                    if self._prefix is None or request.beams is not None or request.num_tokens_stuck == num_tokens:
+                    if self._prefix is None or not request.shape.samples or request.num_tokens_stuck == num_tokens:
                         raise CannotRun(request, error, "") from error
                     # The prefix cache may hold the same tokens, computed by another request. Begun again, this one shares
                     # them, and needs no pages of its own for them.
                     request.num_tokens_stuck = num_tokens
+                    self._reshape(request)
                 last = self._least_urgent()
-                self._preempt(last, max_others=len(self.running) - 2)  # one of the others must have ended
+                self.preempt(last, max_others=len(self.running) - 2)  # one of the others must have ended
                 if last is request:
                     return False
             except Exception as error:
@@ -506,18 +503,14 @@ class Scheduler:
         if request in self.running:
             del self.running[request]
             place = bisect_left(self._priorities, request.ask.priority)
-            del self._priorities[place : place + request.num_slots]
+            del self._priorities[place : place + request.shape.num_slots]
         self._prefilling.pop(request, None)
         self._decoding.leave(request.memory.slot)
         self._num_refused = 0
-        if request.beams is not None:
-            request.beams.close()
-            request.beams = None
-        else:
-            self._sampler.release(request.memory.slot)
-        if self._compactor is not None and request.num_dropped:
-            self._compactor.release(request.memory.slot)
-        if keep is None or request.num_dropped or not request.shares_rows or request.memory.closed:
+        for feature in self._features.having(Feature.left):
+            feature.left(request)
+        self._sampler.release(request.memory.slot)
+        if keep is None or request.num_dropped or not request.shape.shares_rows or request.memory.closed:
             request.memory.close()
         else:
             keep(request.memory, request.confirmed_tokens)
@@ -538,30 +531,31 @@ class Scheduler:
             return True
         if not self.running or self._priorities[-1] <= request.ask.priority or not self._could_fit(request):
             return False
-        if not self._drain() and not self.slide_windows():
+        if not self.drain() and not self.slide_windows():
             # `request` runs by then, and one more must have ended.
-            self._preempt(self._least_urgent(), max_others=len(self.running) - 1)
+            self.preempt(self._least_urgent(), max_others=len(self.running) - 1)
         return True
 
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
         num_known = 0 if self._prefix is None else _look_up(request, self._prefix)
-        wanted_bytes = (request.num_first_rows - num_known) * layout.row_bytes
+        wanted_bytes = (request.shape.num_first_rows - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
             for running in self.running
             if running.ask.priority > request.ask.priority
-            for sequence in running.sequences
+            for sequence in self._sequences(running)
         )
         return wanted_bytes <= stats.pool_budget_bytes - stats.pool_used_bytes + given_bytes
 
-    def _preempt(self, request: Request, *, max_others: int) -> None:
-        """Take its memory; it waits to begin again. A beam search waits until at most `max_others` run."""
-        if request.beams is not None:
-            request.max_others = max_others
+    def preempt(self, request: Request, *, max_others: int) -> None:
+        """Take its memory; it waits to begin again. One that samples no tokens waits until at most `max_others` run."""
+        if not request.shape.samples:
+            self._max_others[request] = max_others
         request.num_lost = len(request.confirmed_tokens)
         self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
+        self._reshape(request)
         self._enqueue(request, -next(self._places))
         self.num_preempted += 1
 

@@ -1,41 +1,113 @@
-"""Passive data of a step: which rows are scored, and its results, on their way to the host and there.
+"""Passive data of a step: the scheduler makes it, the runner launches it, and its results come back.
 
-Legend: W rows that are scored, T likeliest tokens, R rows of a step.
+Legend: W rows whose states are wanted, E hidden, R rows of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from vmmkv_server.engine.kv_backend import TokenIds
+from vmmkv_server.engine.kv_backend import KVSequence, Slots, TokenIds
+from vmmkv_server.engine.ranking import Ranked
+from vmmkv_server.engine.request import Request
 
 
-class ScoredRows(NamedTuple):
-    """Rows of a prompt whose next token is scored."""
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """The next tokens of one sequence in a step, known to the host."""
 
-    first: int
-    """The first of the rows. The row at index i gives the log-probability of token i + 1."""
+    request: Request
+    sequence: KVSequence
+    start: int
+    """Rows that the sequence has."""
     tokens: TokenIds
-    """The prompt's token behind each row."""
-    num_likeliest: int
+    is_last: bool = True
+    """Is a token, or are candidates, wanted behind it?"""
+    num_candidates: int = 0
+    """How many of the likeliest next tokens are wanted; 0 if one is sampled."""
+    is_own: bool = True
+    """Is it part of the request's own tokens?"""
+    is_answered: bool = True
+    """Does what is sampled behind it count? Not if the request was given other tokens since."""
+    num_admitted: int = field(init=False)
+    """Of the request, when the chunk was made."""
+
+    def __post_init__(self) -> None:
+        self.num_admitted = self.request.num_admitted
+
+    @classmethod
+    def own(cls, request: Request, num_candidates: int = 0) -> "Chunk":
+        """A request's own tokens for which no step has been launched."""
+        start = request.memory.length
+        return cls(request, request.memory, start, request.tokens[start + request.num_dropped :], num_candidates=num_candidates)
+
+    @property
+    def slot(self) -> int:
+        """The slot of its sequence."""
+        return self.sequence.slot
+
+    @property
+    def end(self) -> int:
+        """Rows that the sequence has behind it."""
+        return self.start + len(self.tokens)
+
+    @property
+    def is_live(self) -> bool:
+        """Does its request still run, without having been preempted in between?"""
+        return self.request.is_running and self.request.num_admitted == self.num_admitted
+
+    @property
+    def is_sampled(self) -> bool:
+        """Is the request's next token sampled behind it?"""
+        return self.is_last and not self.num_candidates and self.request.ask.params.max_tokens > 0
+
+    def first(self, count: int) -> "Chunk":
+        """Its first `count` tokens, or all if there are no more."""
+        if len(self.tokens) <= count:
+            return self
+        return Chunk(self.request, self.sequence, self.start, self.tokens[:count], is_last=False, is_own=self.is_own)
 
 
-class PromptScores(NamedTuple):
-    """Log-probabilities of some tokens of a prompt, each with the T likeliest tokens in its place."""
+class WantedStates(Protocol):
+    """Rows of a step whose last states are wanted, beside those of rows that are given a token."""
 
-    first: int
-    """The first of the scored rows, as in `ScoredRows`."""
-    chosen_W: npt.NDArray[np.float32]
-    values_WT: npt.NDArray[np.float32]
-    ids_WT: npt.NDArray[np.int64]
+    @property
+    def rows(self) -> Sequence[tuple[int, int, int]]:
+        """Of some chunks: the index in the step, and the first and number of the tokens."""
+
+    def read(self, states_WE: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What the host is to have of these states. Waits for nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step: the scheduler makes it, the runner launches it, the engine reads its results back."""
+
+    slots: Slots
+    """Slots that compute the one token that is on the device. Their results come first."""
+    ends: Slots
+    """Rows of these slots behind the step."""
+    epochs: Slots
+    """Of these slots, at the launch."""
+    chunks: list[Chunk]
+    """Tokens that the host knows."""
+    ranked: list[Ranked] = field(default_factory=list)
+    """Sequences of it with queries that their rows are ranked by."""
+    wanted: WantedStates | None = None
+    readback: "Readback | None" = None
+    """Once all of it is launched."""
+    launched_s: float = 0.0
+    """When its launch began, of time.perf_counter."""
+
+    def last_chunks(self) -> Iterator[tuple[int, Chunk]]:
+        """The chunks with something wanted behind them, and the row of it among the step's results."""
+        return enumerate((chunk for chunk in self.chunks if chunk.is_last), len(self.slots))
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of one token, under the model's own distribution. A beam samples none: its `chosen` means nothing."""
+    """Log-probabilities of one token, under the model's own distribution. Where none is sampled, `chosen` means nothing."""
 
     chosen: float
     likeliest: list[tuple[int, float]]
@@ -48,9 +120,9 @@ class Results(NamedTuple):
     tokens: TokenIds
     """By row."""
     logprobs: dict[int, Logprobs]
-    """By row, where they are wanted, or the row is a beam's: then `likeliest` are the candidates."""
-    scores: dict[int, PromptScores]
-    """By chunk of the step, where log-probabilities of the prompt are wanted."""
+    """By row, where they are wanted, or candidates are: then these are `likeliest`."""
+    of_states: Sequence[torch.Tensor] = ()
+    """What the step's `WantedStates.read` gave."""
 
 
 @dataclass(slots=True)
@@ -60,8 +132,7 @@ class Readback:
     tokens_R: torch.Tensor
     logprobs: list[tuple[Sequence[tuple[int, int]], list[torch.Tensor]]] = field(default_factory=list)
     """Rows with log-probabilities, how many of the likeliest tokens each wants, and what `sampler.logprobs` gives for them."""
-    scored: Sequence[tuple[int, ScoredRows]] = ()
-    scores: Sequence[torch.Tensor] = ()
+    of_states: Sequence[torch.Tensor] = ()
     done: torch.cuda.Event | None = None
     """Recorded behind all of it; None on a CPU."""
 
@@ -81,18 +152,4 @@ class Readback:
         for rows, tensors in self.logprobs:
             for (row, count), chosen, values, ids in zip(rows, *(tensor.tolist() for tensor in tensors), strict=True):
                 found[row] = Logprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
-        return Results(self.tokens_R.numpy(), found, _read(self.scored, *self.scores) if self.scored else {})
-
-
-def _read(
-    scored: Sequence[tuple[int, ScoredRows]], chosen_W: torch.Tensor, values_WT: torch.Tensor, ids_WT: torch.Tensor
-) -> dict[int, PromptScores]:
-    """Scores by chunk of the step: views of what `prompt_logprobs.scores` gave, once it is on the host."""
-    found, begin = dict[int, PromptScores](), 0
-    for index, each in scored:
-        rows, columns = slice(begin, begin + len(each.tokens)), slice(each.num_likeliest)
-        begin = rows.stop
-        found[index] = PromptScores(
-            each.first, chosen_W[rows].numpy(), values_WT[rows, columns].numpy(), ids_WT[rows, columns].numpy()
-        )
-    return found
+        return Results(self.tokens_R.numpy(), found, self.of_states)

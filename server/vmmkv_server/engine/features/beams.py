@@ -19,13 +19,76 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vmmkv_server.engine.answers import NO_NUMBERS
+from vmmkv_server.engine.feature import Feature, Need
+from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.kv_backend import EngineCache, KVSequence
-from vmmkv_server.engine.request import Chunk, Request
-from vmmkv_server.protocol import Beam, FinishReason
+from vmmkv_server.engine.request import Request, Shape
+from vmmkv_server.engine.sampler import NOT_A_NUMBER
+from vmmkv_server.engine.step import Chunk, Results, Step
+from vmmkv_server.protocol import Beam, FinishReason, Generate
+from vmmkv_server.protocol import Beams as Answer
 from vmmkv_server.sampling_params import MAX_LENGTH_PENALTY
 
 Candidates = Sequence[tuple[int, float]]
 """Token ids that may come next after some beam, and the log-probability of each alone, the likeliest first."""
+
+
+class Beams(Feature):
+    """Runs the requests with a `beam_width`, each in as many sequences."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._groups: dict[Request, BeamGroup] = {}
+        """Searches of the running requests."""
+
+    def need(self, ask: Generate, need: Need) -> Need:
+        """A sequence for each beam; of a vocabulary of fewer tokens come fewer live beams."""
+        if not (width := ask.params.beam_width):
+            return need
+        num_sequences = min(width, self._core.limits.vocabulary_size)
+        fewer = "tokens or beams" if width > 1 else need.fewer
+        return need._replace(num_sequences=num_sequences, each=f" in each of {width} beams", fewer=fewer)
+
+    def shape(self, request: Request, shape: Shape) -> Shape:
+        """A slot for each beam."""
+        width = request.ask.params.beam_width
+        return shape._replace(num_slots=width, samples=False) if width else shape
+
+    def chunks(self, request: Request) -> list[Chunk] | None:
+        """Those of the live beams, after these have their sequences."""
+        if (group := self._groups.get(request)) is None:
+            return None
+        return group.pending() if self._core.scheduler.with_room(request, group.arrange) else []
+
+    def sequences(self, request: Request) -> Sequence[KVSequence] | None:
+        """Those of the live beams."""
+        return group.sequences if (group := self._groups.get(request)) else None
+
+    def admitted(self, request: Request) -> None:
+        """The search begins at the prompt."""
+        if request.ask.params.beam_width:
+            self._groups[request] = BeamGroup(request, self._core.cache)
+
+    def results(self, step: Step, results: Results) -> None:
+        """Give the candidates of beams to their searches, and send the answers of those that are done."""
+        for row, chunk in step.last_chunks() if self._groups else ():
+            if not chunk.num_candidates or not chunk.is_live:
+                continue
+            request, core = chunk.request, self._core
+            if results.tokens[row] == NOT_A_NUMBER:
+                core.answers.fail([request], NO_NUMBERS)
+            elif (found := self._groups[request].take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
+                core.answers.num_generated_tokens += sum(len(beam.token_ids) for beam in found)
+                name, cached, queued_us = request.ask.request_id, request.cached, request.queued_us
+                core.send(Answer(request_id=name, beams=found, cached=cached, queued_us=queued_us))
+                core.scheduler.finish(request)
+
+    def left(self, request: Request) -> None:
+        """All sequences but its own go back."""
+        if (group := self._groups.get(request)) is not None:
+            group.close()
+            del self._groups[request]
 
 
 class Continuation(NamedTuple):
@@ -161,9 +224,9 @@ class BeamSearch:
 class BeamGroup:
     """The search of a running request, and the sequences of its beams: the request's own, and forks of it.
 
-    The scheduler calls `arrange` and `pending` before a step; the engine calls `take` when candidates have been read back. The
-    first child of a beam inherits its sequence. Other children take sequences of beams without a child. Rows that differ are
-    copied there. A preempted search begins again from the prompt, and gives the same answer.
+    `arrange` and `pending` are called before a step, and `take` when candidates have been read back. The first child of a beam
+    inherits its sequence. Other children take sequences of beams without a child. Rows that differ are copied there. A search
+    that is preempted begins again from the prompt, and gives the same answer.
     """
 
     def __init__(self, request: Request, cache: EngineCache) -> None:
@@ -189,13 +252,13 @@ class BeamGroup:
         """The rest of the prompt, and then the last token of each live beam that has no row yet."""
         request, count = self._request, self.search.num_candidates
         if self.search.live[0].token is None:
-            return [request.own_chunk(count)]
+            return [Chunk.own(request, count)]
         found = []
         for beam, sequence in zip(self.search.live, self.sequences, strict=True):
             if sequence.length < len(request.prompt) + beam.num_tokens:
                 assert beam.token is not None, "only the root has no token"
                 token = np.array([beam.token], np.int32)
-                found.append(Chunk(request, sequence, sequence.length, token, num_candidates=count, of_beam=True))
+                found.append(Chunk(request, sequence, sequence.length, token, num_candidates=count, is_own=False))
         return found
 
     def take(self, sequence: KVSequence, candidates: Candidates) -> list[Beam] | None:
@@ -216,7 +279,7 @@ class BeamGroup:
         """
         if not self._continuations:
             return
-        missing = self._request.num_slots - len(self._rows_of)
+        missing = self._request.shape.num_slots - len(self._rows_of)
         if missing:
             root = self._rows_of[self._request.memory]
             forks = self._cache.fork(self._request.memory, missing, max_tokens=self._request.max_tokens)

@@ -1,8 +1,8 @@
-"""The requests of one engine whose answers follow a grammar, as the engine's loop sees them.
+"""Answers that follow a grammar.
 
-    open: a thread reads the compiled grammar ──> opened: the request may wait, with the tokens that its answer begins with
-    follow: sampled tokens ──> the matchers accept them and say what comes next ──> it ends, jumps forward, or is sampled
-    masks:  of the rows of a step, made by `opened` and `follow`
+    takes:   a thread reads the compiled grammar ──> poll: the request waits, with the tokens that its answer begins with
+    sampled: the matchers accept the tokens and say what comes next ──> it ends, jumps forward, or is sampled
+    masks:   of the rows of a step, made by `poll` and `sampled`
 
 *Jump-forward*: where only one text can come next, its tokens are appended in one chunk instead of being sampled.
 Legend: G rows with a grammar, W words of a mask.
@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -21,9 +22,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vmmkv_server.engine.feature import Feature, Followed
+from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.kv_backend import Slots, TokenIds
-from vmmkv_server.engine.request import Request, RequestTable
-from vmmkv_server.engine.uploads import TokenMasks, Uploads
+from vmmkv_server.engine.request import Request, Status
+from vmmkv_server.engine.step import Step
+from vmmkv_server.engine.uploads import TokenMasks
+from vmmkv_server.protocol import Failed, Outputs
 from vmmkv_server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher, Vocabulary
 
 if TYPE_CHECKING:
@@ -64,17 +69,34 @@ class Next(NamedTuple):
 _ANY: Final = Next(False, [])
 
 
-class StructuredOutputManager:
+@dataclass(slots=True)
+class Following:
+    """A request whose grammar has been read."""
+
+    matcher: Matcher
+    """The state of its grammar behind all tokens that the host knows."""
+    may_jump: bool
+    """May tokens that its grammar forces be appended without being sampled?"""
+    took_s: float = 0.0
+    """Time of the loop that its grammar has taken."""
+
+
+class Grammars(Feature):
     """Opens the matchers of an engine's requests, and calls them within time limits.
 
-    `load` returns the vocabulary. It is called in a thread, for the first grammar.
+    The vocabulary is loaded in a thread, for the first grammar.
     """
 
-    def __init__(self, load: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
-        """`cache_bytes`: of grammars that are kept ready, as they came over the wire."""
-        self._load = load
-        self._cache_bytes = cache_bytes
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._table = core.scheduler.table
+        self._cache_bytes = CACHE_BYTES
+        """Of grammars that are kept ready, as they came over the wire."""
         self._vocabulary: Vocabulary | None = None
+        self._following: dict[Request, Following] = {}
+        self._running: set[Request] = set()
+        self._begun: list[Request] = []
+        """Waiting requests whose answers begin with tokens that have not been sent."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
@@ -86,13 +108,14 @@ class StructuredOutputManager:
         """What all grammars may take before answers have CROWDED_S."""
         self._balanced_s = time.perf_counter()
 
-    @property
-    def num_opening(self) -> int:
-        """Requests whose grammars are being read."""
-        return len(self._opening)
+    def is_working(self) -> bool:
+        """Are grammars being read?"""
+        return bool(self._opening)
 
-    def open(self, request: Request) -> None:
+    def takes(self, request: Request) -> bool:
         """Have a request's grammar read, if it is not there. The request drops it, since it can have megabytes."""
+        if not request.ask.grammar:
+            return False
         data, request.ask = request.ask.grammar, msgspec.structs.replace(request.ask, grammar=b"")
         key = request.namespace, data[:DIGEST_BYTES]
         future, _ = self._compiled.pop(key, (None, 0))
@@ -102,24 +125,33 @@ class StructuredOutputManager:
                 self._compiled.popitem(last=False)
         self._compiled[key] = future, len(data)
         self._opening[request.ask.request_id] = request, future
+        return True
 
     def cancel(self, request_id: str) -> None:
-        """Open no matcher for a request, and read no grammar that no other waits for."""
+        """Read no grammar for a request if no other waits for it."""
         _, future = self._opening.pop(request_id, (None, None))
         if future is not None and all(future is not other for _, other in self._opening.values()):
             future.cancel()
 
-    def opened(self) -> list[tuple[Request, str | None]]:
-        """Requests whose grammars have been read since the last call, and why one is refused.
+    def poll(self) -> None:
+        """Queue the requests whose grammars have been read since, with the tokens that these force already."""
+        for request, refusal in self._opened() if self._opening else ():
+            if refusal is not None:
+                self._following.pop(request, None)
+                self._core.send(Failed(request_id=request.ask.request_id, message=refusal))
+                continue
+            self._core.scheduler.add(request)
+            if request.num_generated:
+                self._begun.append(request)
 
-        The others have their matcher, and know the tokens that their answers begin with.
-        """
+    def _opened(self) -> list[tuple[Request, str | None]]:
+        """Requests whose grammars have been read since the last call, and why one is refused."""
         found: list[tuple[Request, str | None]] = []
         calls: list[tuple[Request, Callable[[], list[int]]]] = []
         for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
             request, future = self._opening.pop(request_id)
             try:
-                request.matcher, request.may_jump = self.matcher_for(request, future.result()), may_jump(request)
+                self._following[request] = Following(self.matcher_for(request, future.result()), may_jump(request))
                 calls.append((request, partial(self._forced, request)))
             except Exception as error:
                 found.append((request, _reason(request, "cannot be read", error)))
@@ -132,25 +164,49 @@ class StructuredOutputManager:
             found.append((request, None))
         return found
 
-    def follow(
-        self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]
-    ) -> tuple[dict[int, str], list[tuple[Request, Next]]]:
+    def admitted(self, request: Request) -> None:
+        """The tokens of its slot are followed."""
+        if request in self._following:
+            self._running.add(request)
+            self._table.constrained[request.memory.slot] = True
+
+    def planned(self, step: Step) -> None:
+        """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
+        if not self._begun:
+            return
+        running = [request for request in self._begun if request.is_running]
+        self._begun = [request for request in self._begun if request.status is Status.WAITING]
+        if running:
+            forced = self._core.answers.forced
+            outputs = [forced(each, each.tokens[len(each.prompt) :].tolist()) for each in running]
+            self._core.send(Outputs(outputs=outputs))
+
+    def left(self, request: Request) -> None:
+        """Nothing is followed in its slot."""
+        self._running.discard(request)
+
+    def finished(self, request: Request) -> None:
+        """Its matcher is dropped."""
+        self._following.pop(request, None)
+
+    def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
         """The matchers of these slots accept the tokens that are kept, say what comes next, and make the masks for that.
 
-        Returns the indices of tokens that are not allowed, or could not be followed, and why; and the requests that must end,
-        or go on with forced tokens. One trip to their thread.
+        One trip to their thread.
         """
-        refused, going_on = dict[int, str](), list[tuple[Request, Next]]()
-        if not table.num_constrained:
-            return refused, going_on
+        refused, continued = dict[int, str](), list[tuple[Request, list[int] | None]]()
+        if not self._running:
+            return Followed(refused, continued)
+        table = self._table
         indices = np.flatnonzero(table.constrained[slots] & is_kept)
         among = slots[indices]
         calls: list[tuple[Request, Callable[[], Next | None]]] = []
         nums_left = (table.max_tokens[among] - table.num_known[among]).tolist()
         for slot, token, num_left in zip(among.tolist(), tokens[indices].tolist(), nums_left, strict=True):
             request = table.requests[slot]
-            assert request is not None and request.matcher is not None, "no request with a grammar runs there"
-            calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
+            assert request is not None, "no request runs there"
+            following = self._following[request]
+            calls.append((request, partial(_accept, following.matcher, token, num_left, following.may_jump)))
         results, took_s = self._call(calls, num_threads=math.ceil(len(calls) * self._token_s / THREAD_S))
         if calls:
             self._token_s = took_s / len(calls)
@@ -160,16 +216,43 @@ class StructuredOutputManager:
             elif comes is None:
                 refused[index] = "the model's vocabulary has no token that the grammar allows here"
             elif comes.must_end or comes.forced:
-                going_on.append((request, comes))
-        return refused, going_on
+                continued.append((request, None if comes.must_end else comes.forced))
+        return Followed(refused, continued)
 
-    def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> TokenMasks:
-        """The masks of a step's rows, whose earlier tokens are all known. Copies of those that are there: no matcher works."""
+    def masks_rows(self, step: Step) -> bool:
+        """Are some of its rows those of running requests with a grammar?"""
+        if not self._running:
+            return False
+        return bool(self._table.constrained[step.slots].any()) or any(
+            chunk.request in self._running for _, chunk in step.last_chunks()
+        )
+
+    def masks(self, step: Step) -> TokenMasks | None:
+        """The masks of a step's rows. Copies of those that are there: no matcher works.
+
+        What is sampled for a request that was given forced tokens is dropped.
+        """
+        asking: list[tuple[int, Request]] = []
+        live = self._table.epochs[step.slots] == step.epochs
+        for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
+            request = self._table.requests[step.slots[row]]
+            assert request is not None, "it runs"
+            if request.status is Status.DECODING:
+                asking.append((row, request))
+            else:
+                step.epochs[row] = -1
+        for row, chunk in step.last_chunks():
+            if chunk.is_live and chunk.request in self._running:
+                if chunk.request.status is Status.DECODING:
+                    asking.append((row, chunk.request))
+                else:
+                    chunk.is_answered = False
+        if not asking:
+            return None
         assert self._vocabulary is not None, "it was there to read the grammars"
-        masks = TokenMasks.of([row for row, _ in rows], self._vocabulary.num_words, uploads)
-        for words, (_, request) in zip(masks.words_GW.numpy(), rows, strict=True):
-            assert request.matcher is not None, "it follows a grammar"
-            request.matcher.fill(words)
+        masks = TokenMasks.of([row for row, _ in asking], self._vocabulary.num_words, self._core.runner.uploads)
+        for words, (_, request) in zip(masks.words_GW.numpy(), asking, strict=True):
+            self._following[request].matcher.fill(words)
         return masks
 
     def matcher_for(self, request: Request, compiled: "xgrammar.CompiledGrammar") -> Matcher:
@@ -186,16 +269,16 @@ class StructuredOutputManager:
     def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
         """In the reader's thread."""
         if self._vocabulary is None:
-            self._vocabulary = self._load()
+            self._vocabulary = self._core.vocabulary()
         return self._vocabulary.read(data)
 
     def _forced(self, request: Request) -> list[int]:
         """What an answer begins with; makes the mask behind it. Raises: CallOverran, also while too many of others overrun."""
         if self._threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
-        assert request.matcher is not None, "its grammar has been read"
-        forced = request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
-        request.matcher.mask()
+        following = self._following[request]
+        forced = following.matcher.force(request.ask.params.max_tokens - 1) if following.may_jump else []
+        following.matcher.mask()
         return forced
 
     def _call(
@@ -214,9 +297,10 @@ class StructuredOutputManager:
         loop_share = min(1.0, held_s / took_s) if took_s else 0.0
         results: list[T | Exception] = []
         for (request, _), outcome in zip(calls, outcomes, strict=True):
-            request.grammar_s += outcome.took_s
+            following = self._following[request]
+            following.took_s += outcome.took_s
             self._balance_s -= outcome.took_s * loop_share
-            over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
+            over_s = following.took_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
             is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
             try:
                 results.append(outcome.get() if not is_slow else CallOverran("it takes too long to follow; make it simpler"))

@@ -1,0 +1,150 @@
+"""The socket of features: what the loop asks of them, and what it tells them.
+
+A feature is a capability of some requests. It stands in a module of `features/`, keeps a table of its own by request, and meets
+the loop in the hooks that it defines. To those of others it costs nothing, to a request without it a look into its table.
+
+    receive ── refusal, need ──> waiting ── shape ──> admitted ──> planned ── launched ──> results, sampled ──> left, finished
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv_server.engine.kv_backend import KVSequence, Slots, TokenIds
+from vmmkv_server.engine.request import Request, Shape
+from vmmkv_server.engine.step import Chunk, Results, Step
+from vmmkv_server.engine.uploads import TokenMasks
+from vmmkv_server.protocol import Generate
+
+
+class Need(NamedTuple):
+    """What a request that has just come has in memory at the least before it ends, and how a refusal says so."""
+
+    num_rows: int
+    """Behind its prompt, in each sequence."""
+    num_sequences: int = 1
+    attaches: bool = True
+    """May rows of its prompt be taken from the prefix cache?"""
+    each: str = ""
+    """Said behind the number of new tokens."""
+    fewer: str = "tokens"
+    """Said to be asked for less of."""
+
+
+Kind = TypeVar("Kind", bound="Feature")
+
+
+class Followed(NamedTuple):
+    """What a feature makes of the tokens that were sampled."""
+
+    refused: dict[int, str]
+    """Indices of tokens that end their requests by an error, and which."""
+    continued: list[tuple[Request, list[int] | None]]
+    """Requests that go on with these tokens of the host instead of a sampled one; None for those that end here."""
+
+
+class Feature:
+    """A capability of some requests. Each hook has a default that changes nothing.
+
+    Questions are asked by the core. Events are told after they have happened, to all features in order.
+    """
+
+    # questions
+
+    def refusal(self, ask: Generate) -> str | None:
+        """What is wrong with a request that has come, in words for the client; None if nothing is."""
+        return None
+
+    def takes(self, request: Request) -> bool:
+        """Does it keep a request that has come, to add it to the scheduler later?"""
+        return False
+
+    def is_working(self) -> bool:
+        """Does it keep any?"""
+        return False
+
+    def need(self, ask: Generate, need: Need) -> Need:
+        """The least memory of a request that has come, given what it is without this feature."""
+        return need
+
+    def shape(self, request: Request, shape: Shape) -> Shape:
+        """The shape of a request that begins to wait, given what it is without this feature."""
+        return shape
+
+    def chunks(self, request: Request) -> list[Chunk] | None:
+        """All that can be computed now of a running request that does not decode; None: its own tokens. Raises: CannotRun."""
+        return None
+
+    def sequences(self, request: Request) -> Sequence[KVSequence] | None:
+        """The sequences of a running request that takes several slots; None: its own."""
+        return None
+
+    def masks_rows(self, step: Step) -> bool:
+        """Do the tokens that may come next in rows of a launched step depend on those before? These are read first, then."""
+        return False
+
+    def masks(self, step: Step) -> TokenMasks | None:
+        """Which tokens may come next in rows of a step, of which the forward half runs, behind all earlier tokens."""
+        return None
+
+    def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
+        """What comes of the next tokens of these slots, which are appended where they are kept."""
+        return Followed({}, [])
+
+    # events
+
+    def poll(self) -> None:
+        """The loop goes round."""
+
+    def cancel(self, request_id: str) -> None:
+        """The client of a request has gone that is not with the scheduler."""
+
+    def planning(self) -> None:
+        """A step is about to be planned. Raises: CannotRun."""
+
+    def admitted(self, request: Request) -> None:
+        """A request runs."""
+
+    def planned(self, step: Step) -> None:
+        """A step has been planned, and is launched next."""
+
+    def results(self, step: Step, results: Results) -> None:
+        """A step has been read, and its rows are confirmed. Its tokens are answered next."""
+
+    def left(self, request: Request) -> None:
+        """A request gives its memory back, preempted or at its end. After an interrupt it is told again."""
+
+    def finished(self, request: Request) -> None:
+        """A request has ended, whether it ever ran or not."""
+
+    def close(self) -> None:
+        """The engine ends. Idempotent."""
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Fields of the next `Snapshot`."""
+        return {}
+
+
+class Features:
+    """The features of one engine, in order. Without any it is that of a scheduler alone."""
+
+    def __init__(self) -> None:
+        self._every: tuple[Feature, ...] = ()
+        self._having: dict[Callable[..., Any], tuple[Feature, ...]] = {}
+
+    def plug_in(self, features: Iterable[Feature]) -> None:
+        """Have these features, in place of others."""
+        self._every = tuple(features)
+        for name, hook in vars(Feature).items():
+            if not name.startswith("_"):
+                self._having[hook] = tuple(each for each in self._every if getattr(type(each), name) is not hook)
+
+    def having(self, hook: Callable[..., Any]) -> tuple[Feature, ...]:
+        """The features that define a hook, which is named as `Feature.planned`."""
+        return self._having.get(hook, ())
+
+    def of(self, kind: type[Kind]) -> Kind:
+        """The feature of this type."""
+        return next(each for each in self._every if isinstance(each, kind))
