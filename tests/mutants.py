@@ -355,7 +355,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        f"{ENGINE}/fetches.py",
+        f"{ENGINE}/features/fetches.py",
         f"{FETCHES}::test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used",
     ): {
         "a load that is later than computing is waited for": (
@@ -397,7 +397,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         f"{ENGINE}/scheduler.py",
         f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
     ): {
-        "memory that is being loaded into is kept from running requests": (" or self._give_up_fetch():", ":"),
+        "memory that is being loaded into is kept from running requests": (" or self._give_up_held():", ":"),
     },
     (TRANSFERS, f"{FETCHES}::test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed"): {
         "all of a prompt computed where its end is in a slow tier": (
@@ -405,9 +405,9 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            break\n            for pages in have:  # what is before",
         ),
     },
-    (f"{ENGINE}/fetches.py", f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute"): {
+    (f"{ENGINE}/features/fetches.py", f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute"): {
         "a prompt computed where there is no room yet to load it": (
-            'return None if request.unfetched == "no_room" else False',
+            'return None if asked.unfetched == "no_room" else False',
             "return False",
         ),
     },
@@ -418,22 +418,28 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        f"{ENGINE}/scheduler.py",
+        f"{ENGINE}/features/fetches.py",
         f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
         f"{FETCHES}::test_a_request_waits_for_room_to_load_rather_than_compute",
     ): {
-        "a load that leaves no room for its own request": ("layout.pages_for(request.shape.num_first_rows) + spare_pages", "0"),
-    },
-    (f"{ENGINE}/engine.py", SWAPS): {
-        "what requests generate stored only once they are preempted": ("            self._scheduler.insert_generated()\n", ""),
-    },
-    (f"{ENGINE}/scheduler.py", SWAPS): {
-        "rows stored for tiers whose step has not been read back": (
-            "self._insert(self._prefix, request, request.confirmed_tokens)",
-            "self._insert(self._prefix, request, request.tokens)",
+        "a load that leaves no room for its own request": (
+            "self._layout.pages_for(request.shape.num_first_rows) + spare_pages",
+            "0",
         ),
     },
-    (f"{ENGINE}/fetches.py", f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing"): {
+    (f"{ENGINE}/engine.py", SWAPS): {
+        "what requests generate stored only once they are preempted": (
+            "                feature.mapped_ahead()\n",
+            "                pass\n",
+        ),
+    },
+    (f"{ENGINE}/features/fetches.py", SWAPS): {
+        "rows stored for tiers whose step has not been read back": (
+            "scheduler.insert(request, request.confirmed_tokens)",
+            "scheduler.insert(request, request.tokens)",
+        ),
+    },
+    (f"{ENGINE}/features/fetches.py", f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing"): {
         "nothing stored any more in a tier that was slow": (
             "return is_faster or self._num_paths[tier] % _TRIAL == 0",
             "return is_faster",
@@ -547,7 +553,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     ("vmmkv/prefix/index.py", FETCHES): {
         "pages in use need room": ("if piece.value.extent.users and piece.end", "if 0 > piece.end"),
     },
-    (f"{ENGINE}/fetches.py", FETCHES): {
+    (f"{ENGINE}/features/fetches.py", FETCHES): {
         "the room that one waits for taken": ("return is_finding or len(", "return len("),
     },
     (ADMINISTRATION, f"{ADMINISTRATION_UNIT}::test_a_sleep_stores_what_a_tier_has_not_had_time_to_take"): {

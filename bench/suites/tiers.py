@@ -53,6 +53,7 @@ from vmmkv.prefix import Fetch
 from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 from vmmkv_server import LLM
+from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.kv_backend import SlotBackend
 from vmmkv_server.engine.loading import choose_dtype
 
@@ -285,7 +286,7 @@ def _engine(context: Context, weights: Weights, limits: Options, sizes: Mapping[
 
 def _loading(engine: _Engine) -> AbstractContextManager[object]:
     """Within, what a tier has is loaded, whether computing is faster or not."""
-    return patch.object(cast(Any, engine.loop)._scheduler.fetches, "_computing_s", lambda *_: math.inf)
+    return patch.object(engine.loop.features.of(Fetches), "_computing_s", lambda *_: math.inf)
 
 
 def _first(context: Context, shape: Shape) -> None:

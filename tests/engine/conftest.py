@@ -20,9 +20,10 @@ from vmmkv.layout import SCALES, SECTOR_BYTES
 from vmmkv.prefix import PrefixCache
 from vmmkv.tiers import Tier
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
-from vmmkv_server.engine import fetches
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.features import fetches
+from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv_server.engine.models.transformers import TransformersModel
@@ -234,13 +235,14 @@ class Harness:
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
         slots = [slot for slot in slots if lengths[slot] < table.ends[slot]]
-        assert scheduler._decoding.slots.tolist() == slots
+        assert scheduler.decoding.slots.tolist() == slots
         priorities = [each.ask.priority for each in scheduler.running for _ in range(each.shape.num_slots)]
         assert scheduler._priorities == sorted(priorities)
-        fetching = scheduler.fetches.waiting
+        fetching, fetches = scheduler.held, self.engine.features.of(Fetches)
         assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(fetching)
         assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *fetching}
-        assert set(scheduler.fetches._began_s) <= {wait.fetch for wait in fetching.values()}
+        assert fetches.waiting.keys() == fetching.keys()
+        assert set(fetches._began_s) <= {wait.fetch for wait in fetches.waiting.values()}
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (

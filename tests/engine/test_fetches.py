@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ from vmmkv.prefix import Borrowed, Fetch, transfers
 from vmmkv.tiers import TierStats, Transfer
 from vmmkv_server import LLM, RequestOutput, SamplingParams
 from vmmkv_server.config import ServeConfig
-from vmmkv_server.engine import fetches, loading, scheduler
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.fetches import Fetches, Rate
+from vmmkv_server.engine.features import fetches, loading, scheduler
+from vmmkv_server.engine.features.fetches import Fetches, Rate
 from vmmkv_server.engine.loading import ModelSource, weights_identity
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import Runner
@@ -102,8 +103,12 @@ def stored(one: Harness, prompt: list[int]) -> list[int]:
     return tokens
 
 
+def of_engine(one: Harness) -> Fetches:
+    return one.engine.features.of(Fetches)
+
+
 def ended(one: Harness) -> Counter[str]:
-    return one.engine._scheduler.fetches.counts
+    return of_engine(one).counts
 
 
 # tokens are those without tiers
@@ -462,7 +467,7 @@ def test_nothing_waits_for_the_longer_prompt_of_another_than_for_its_own(harness
     one.ask("long", PROMPT)
     one.ask("short", [*PROMPT[:320], 1, 2])
     one.step(2)
-    waiting = one.engine._scheduler.fetches
+    waiting = of_engine(one)
     assert len({wait.fetch for wait in waiting.waiting.values()}) == 1
     assert [waiting._computing_s(wait.fetch, wait.num_tokens) for wait in waiting.waiting.values()] == [448, 322]
     one.cache.close()
@@ -478,7 +483,7 @@ def test_tokens_that_a_tier_has_lost_and_another_request_computes_are_the_device
     one.run()
     assert [one.tokens(name) for name in "ab"] == [tokens] * 2 and ended(one)["done"]
     assert [dict(one.outputs(name)[0].cached).keys() for name in "ab"] == [set(), {"device"}]
-    assert not one.engine._scheduler.fetches._loads["faulty host"]._units, "nothing came, and nothing was measured"
+    assert not of_engine(one)._loads["faulty host"]._units, "nothing came, and nothing was measured"
 
 
 def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(
@@ -501,7 +506,7 @@ def test_a_fetch_that_is_declined_once_a_tier_has_answered_counts_once(
     one = serving(harness, asks)
     tokens = stored(one, PROMPT)
     monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 1e6)
-    one.engine._scheduler.fetches._loads["faulty host"].add(1, 0.0, 1.0)
+    of_engine(one)._loads["faulty host"].add(1, 0.0, 1.0)
     asks.chance = 1.0
     one.ask("known", PROMPT)
     one.step(2)
@@ -516,7 +521,7 @@ def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_compu
     one = serving(harness, host, disk, step_tokens=1024)
     prompt, other = PROMPTS[5], PROMPTS[1]  # with the answers of 11 and 8 pages: the end of the first leaves the host tier
     tokens, _ = stored(one, prompt), stored(one, other)
-    rates = one.engine._scheduler.fetches._loads
+    rates = of_engine(one)._loads
     rates["faulty host"].add(1, 0.0, 1e6)
     assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 384),)
     assert disk.stats().loaded_bytes == 0 and ended(one) == {"done": 1, "declined": 1}
@@ -608,7 +613,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     """Requests that wait for these, of which each could be computed in 0.5 s, and the time, which is 0 s."""
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    one = Fetches(cast(Any, FakePrefix(*fetches)))
+    one = Fetches(MagicMock(prefix=FakePrefix(*fetches)))
     one._prefill.add(100, 0.0, 1.0)
     params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
     requests = [Request(each, frozenset()) for each in params]
@@ -624,7 +629,7 @@ def test_a_request_waits_for_room_to_borrow_what_takes_a_while_to_compute(
     request = Request(Generate(request_id="lent", prompt=PROMPT, params=GREEDY), frozenset())
     one._prefix = cast(Any, FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter())))
     assert one.start(request, room_pages=8) is (None if waits else True)
-    assert not request.fetched and (request in one.waiting) != waits
+    assert not one._asked[request].fetched and (request in one.waiting) != waits
 
 
 def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,7 +665,7 @@ def test_a_fetch_is_late_a_step_after_computing_and_its_tier_as_fast_as_what_cam
     """A tier that has given all is not measured; one that has given nothing is taken to have given a record."""
     fetch = FakeFetch(Counter(host=4 * PAGE_BYTES, disk=8 * PAGE_BYTES))
     one, requests, now_s = started(monkeypatch, fetch)
-    one.measure_prefill(1, 0.0, 0.25)
+    one.read(1, 0.0, 0.25)
     fetch.loaded_bytes = +Counter(host=4 * PAGE_BYTES, disk=come * PAGE_BYTES)
     now_s[0] = 0.74
     assert not one.ended(may_wait=False)
@@ -685,14 +690,14 @@ def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypa
 
 def test_requests_behind_many_fetches_wait_but_for_more_urgent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)))
-    assert one.are_enough(0) and not one.are_enough(-1)
+    assert one.is_full(0) and not one.is_full(-1)
     one.leave(requests[3])
-    assert not one.are_enough(0) and requests[3].num_fetches == 0 and requests[4].num_fetches == 1
+    assert not one.is_full(0) and one._asked[requests[3]].num_fetches == 0 and one._asked[requests[4]].num_fetches == 1
 
 
 def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
     """And by that each faster one is taken to be no faster."""
-    one = Fetches(None)
+    one = Fetches(MagicMock(prefix=None))
 
     def is_worth(fetch: FakeFetch) -> bool:
         request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
@@ -753,12 +758,12 @@ def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
 ) -> None:
     monkeypatch.setattr(fetches, "_TRIAL", 3)
     one = serving(harness, tier)
-    found = one.engine._scheduler.fetches
+    found = of_engine(one)
     request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
     fetch = FakeFetch(Counter(host=1000))
     found._loads["host"].add(10, 0.0, 1.0)
     while not found._is_worth(request, fetch):  # a load is tried now and then, but nothing is known of it yet
-        request.declined.clear()
+        found._asked[request].declined.clear()
     held_bytes = [0]
     for prompt in PROMPTS:
         one.said(prompt, 70)  # inserted in many pieces: all or none are stored
@@ -777,7 +782,7 @@ def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefi
     monkeypatch.setattr(Runner, "forward", lambda *given, real=Runner.forward: (time.sleep(0.1), real(*given))[1])
     one = serving(harness, tier, lookahead=0)
     one.said(PROMPT)
-    assert one.engine._scheduler.fetches._prefill.per_s < len(PROMPT) / 0.1
+    assert of_engine(one)._prefill.per_s < len(PROMPT) / 0.1
 
 
 def test_the_rate_of_prefill_is_measured_before_the_first_request(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -785,7 +790,7 @@ def test_the_rate_of_prefill_is_measured_before_the_first_request(directory: Pat
     monkeypatch.setattr(fetches, "_LEAST_MEASURED", 256)
     with LLM(directory, **OPTIONS) as llm:
         assert llm._loaded is not None
-        assert llm._loaded.engine._scheduler.fetches._prefill.per_s != 1.0, "it is as it was taken to be"
+        assert llm._loaded.engine.features.of(Fetches)._prefill.per_s != 1.0, "it is as it was taken to be"
 
 
 # options

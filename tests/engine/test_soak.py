@@ -19,7 +19,7 @@ from tests.unit.holder_engines import start_holder
 from vmmkv import PAGE_BYTES, BudgetError, DiskTier, HostTier
 from vmmkv.driver.host import HostDriver
 from vmmkv_kernels.quantise import Kind
-from vmmkv_server.engine import fetches, scheduler
+from vmmkv_server.engine.features import fetches
 from vmmkv_server.engine.kv_backend import SlotBackend
 from vmmkv_server.protocol import Abort, Beams, Compacted, Failed, Outputs, PromptLogprobs
 
@@ -170,7 +170,6 @@ def test_the_same_with_a_tier_that_fails(count: int, seed: int | None, is_late: 
     patience: defaultdict[Any, float] = defaultdict(lambda: own.choice([0.0, 10.0, 1e9]))
     if is_late:
         monkeypatch.setattr(HostDriver, "fence", LateFence)
-    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 1)
     monkeypatch.setattr(fetches, "LEAST_TOKENS", 1)
     monkeypatch.setattr(fetches.Fetches, "_is_worth", lambda *_: True)
     monkeypatch.setattr(fetches.Fetches, "_computing_s", lambda _, fetch, __: patience[fetch])
@@ -308,7 +307,7 @@ def soak(
     assert one.prefix is not None
     assert one.prefix.stats().hit_tokens > 50_000 * share
 
-    assert not (scheduler.waiting or scheduler.running or scheduler.fetches.waiting or one.engine.in_flight)
+    assert not (scheduler.waiting or scheduler.running or scheduler.held or one.engine.in_flight)
     assert all(request is None for request in scheduler.table.requests)
     stats = one.cache.stats()
     assert stats.num_sequences == 0 and stats.mapped_bytes == stats.parked_bytes
@@ -332,7 +331,7 @@ def soak(
             told[message.request_id] += len(message.logprobs) // 4
     assert all(told[each.name] == len(each.prompt) - 1 for each in scored)
     one.close()
-    return scheduler.fetches.counts
+    return one.engine.features.of(fetches.Fetches).counts
 
 
 def drive(one: Harness, asked: list[Asked], chance: random.Random, tick: Callable[[], object]) -> dict[str, int]:

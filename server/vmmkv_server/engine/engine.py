@@ -32,6 +32,7 @@ from vmmkv_server.engine.feature import Feature, Features, Need
 from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.features.beams import Beams
 from vmmkv_server.engine.features.compaction import Compaction
+from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.engine.features.prompt_scores import PromptScores
 from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, least_bytes
@@ -68,7 +69,7 @@ _POLL_US: Final = 200.0
 _FEATURES_NAP_S: Final = 0.0005
 """While nothing else is to be done, for the threads of features: to read a grammar takes some ten milliseconds."""
 
-FEATURES: Final = (PromptScores, Beams, Grammars, Compaction)
+FEATURES: Final = (PromptScores, Beams, Grammars, Fetches, Compaction)
 """The features of an engine, in the order in which they are asked and told."""
 
 
@@ -151,7 +152,8 @@ class Engine:
 
     def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """A step that computed so many prompt tokens, at these times of time.perf_counter."""
-        self._scheduler.fetches.measure_prefill(num_tokens, began_s, ended_s)
+        for feature in self.features.having(Feature.read):
+            feature.read(num_tokens, began_s, ended_s)
 
     def close(self) -> None:
         """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
@@ -273,7 +275,7 @@ class Engine:
                 self.read()
         elif self.in_flight:
             self.read()
-        elif self._scheduler.fetches.waiting:
+        elif self._scheduler.held:
             self.poll_tiers()
             time.sleep(NAP_S)
         elif self._are_features_working:
@@ -351,7 +353,8 @@ class Engine:
             self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
             if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
                 self._prefix.free_slots(self._num_spare_slots)
-            self._scheduler.insert_generated()
+            for feature in self.features.having(Feature.mapped_ahead):
+                feature.mapped_ahead()
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
         self.poll_tiers(self._step_us / 4)
@@ -454,7 +457,7 @@ class Engine:
         self._send(
             Snapshot(
                 running=len(scheduler.running),
-                waiting=len(scheduler.waiting) + len(scheduler.fetches.waiting),
+                waiting=len(scheduler.waiting) + len(scheduler.held),
                 preemptions=scheduler.num_preempted,
                 prompt_tokens=self.answers.num_prompt_tokens,
                 generated_tokens=self.answers.num_generated_tokens,
@@ -476,8 +479,6 @@ class Engine:
                 attach_us={} if prefix is None else prefix.attach_us,
                 hit_tokens=dict(scheduler.hit_tokens),
                 resumed_tokens=dict(scheduler.resumed_tokens),
-                fetches=dict(scheduler.fetches.counts),
-                fetch_wait_us=scheduler.fetches.waited_s * 1e6,
                 tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
                 tier_errors=0 if prefix is None else prefix.tier_errors,
                 holder_is_gone=self.holder_is_gone,

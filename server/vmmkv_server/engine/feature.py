@@ -6,6 +6,7 @@ the loop in the hooks that it defines. To those of others it costs nothing, to a
     receive ── refusal, need ──> waiting ── shape ──> admitted ──> planned ── launched ──> results, sampled ──> left, finished
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +74,25 @@ class Feature:
         """The shape of a request that begins to wait, given what it is without this feature."""
         return shape
 
+    def hold(self, request: Request) -> bool | None:
+        """Does it hold a request that could be admitted, with its slots reserved, until it is `released`?
+
+        None: neither now, but it is worth waiting for what running requests leave when they end.
+        """
+        return False
+
+    def is_full(self, priority: float) -> bool:
+        """Is no request of this priority admitted, since enough are held?"""
+        return False
+
+    def released(self) -> list[Request]:
+        """Requests that are held no longer."""
+        return []
+
+    def sources(self, request: Request, num_cached: int) -> Counter[str] | None:
+        """Where cached tokens of a request that is about to run were when it came; None: on the device."""
+        return None
+
     def chunks(self, request: Request) -> list[Chunk] | None:
         """All that can be computed now of a running request that does not decode; None: its own tokens. Raises: CannotRun."""
         return None
@@ -104,6 +124,9 @@ class Feature:
     def planning(self) -> None:
         """A step is about to be planned. Raises: CannotRun."""
 
+    def let_go(self, request: Request) -> None:
+        """A request is held no longer: it has ended, or its room is needed."""
+
     def admitted(self, request: Request) -> None:
         """A request runs."""
 
@@ -112,6 +135,12 @@ class Feature:
 
     def results(self, step: Step, results: Results) -> None:
         """A step has been read, and its rows are confirmed. Its tokens are answered next."""
+
+    def mapped_ahead(self) -> None:
+        """Pages are mapped ahead while the device computes, and some time is left. Raises: DriverError."""
+
+    def read(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        """A step has been read that computed so many prompt tokens, at these times of time.perf_counter."""
 
     def left(self, request: Request) -> None:
         """A request gives its memory back, preempted or at its end. After an interrupt it is told again."""

@@ -11,17 +11,15 @@ Once a step has sampled for it, a request's last token is on the device, and `nu
 
 import enum
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from vmmkv.prefix import Borrowed, Fetch
 from vmmkv.units import format_bytes
 from vmmkv_server.engine.kv_backend import KVSequence, Slots, TokenIds
-from vmmkv_server.protocol import DEVICE, Generate
+from vmmkv_server.protocol import Generate
 
 NO_END: Final = np.iinfo(np.int64).max
 
@@ -79,14 +77,6 @@ class Request:
     """Holds its tokens and counts, while it runs."""
     cached: tuple[tuple[str, int], ...] = ()
     """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
-    num_fetches: int = 0
-    """How often it has waited for tiers since it arrived or was preempted."""
-    unfetched: str = "unknown"
-    """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
-    declined: set[str] = field(default_factory=set)
-    """Tiers that take longer to load from than computing, as was found since then."""
-    fetched: list[Fetch | Borrowed] = field(default_factory=list)
-    """Those of these fetches that were done, and what was borrowed."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
@@ -177,19 +167,6 @@ class Request:
         """The tokens whose rows, but for the last, may be taken from the prefix cache; only of a waiting request."""
         return self.saved[: self.shape.num_attachable]
 
-    def sources_of(self, num_cached: int) -> Counter[str]:
-        """Cached tokens by where they were when it came: those of a fetch in proportion to the bytes from each tier."""
-        sources: Counter[str] = Counter()
-        counted = 0
-        for fetch in self.fetched:
-            start, end = max(counted, fetch.known_tokens), min(num_cached, fetch.num_tokens)
-            if start < end:
-                for name, size_bytes in fetch.loaded_bytes.items():
-                    sources[name] += (end - start) * size_bytes // fetch.loaded_bytes.total()
-                counted = end
-        sources[DEVICE] = num_cached - sources.total()
-        return +sources
-
     def begin_with(self, forced: Sequence[int]) -> None:
         """Set the first tokens of its answer before it begins; they are computed with the prompt."""
         assert self.num_admitted == 0, "it has begun"
@@ -199,7 +176,6 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         self.lookup = self.awaited = None
-        self.num_fetches, self.unfetched, self.declined, self.fetched = 0, "unknown", set(), []
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

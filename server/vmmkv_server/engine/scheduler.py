@@ -14,15 +14,13 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.prefix.radix_tree import num_common
-from vmmkv.units import ceil_div
 from vmmkv_server.engine.decode_set import DecodeSet
 from vmmkv_server.engine.feature import Feature, Features
-from vmmkv_server.engine.fetches import LEAST_TOKENS, Fetches
 from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, TokenIds
 from vmmkv_server.engine.request import Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
-from vmmkv_server.protocol import RECOMPUTED
+from vmmkv_server.protocol import DEVICE, RECOMPUTED
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +28,6 @@ _MIN_ADMITTED: Final = 8
 _MAX_ADMITTED: Final = 16
 """Requests admitted for one step while the device waits for it, and at most. To open one by aliases of a long prefix takes the
 driver some 0.7 ms. A step costs the host as much again, and all requests of a step get their first tokens at its end."""
-
-_SPARE_TOKENS: Final = 16
-"""More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
 
 _MAX_COMPARED: Final = 32
 """Waiting requests among which the one with the longest cached prefix is chosen."""
@@ -48,8 +43,8 @@ _MIN_AWAITED: Final = 128
 
 
 _place: Final = attrgetter("place")
-_urgency: Final = attrgetter("ask.priority", "place")
-"""The order of waiting requests."""
+URGENCY: Final = attrgetter("ask.priority", "place")
+"""The order of waiting requests, the most urgent first."""
 
 
 class CannotRun(Exception):
@@ -75,10 +70,9 @@ class Scheduler:
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
 
-    A request whose prompt goes on in a tier waits in `fetches`, with its slots reserved, while those behind it are admitted.
-    Where loading or borrowing is faster than computing and there is no room yet, it waits for that, and those behind it too.
-    Fetches are given up, before any request is preempted, for a running request that finds no page and for a waiting one that
-    is more urgent.
+    A feature may hold a request that could be admitted, with its slots reserved, while those behind it are admitted. Where it
+    would, but for lack of room, the request waits for that, and those behind it too. A held request is let go, before any is
+    preempted, for a running request that finds no page and for a waiting one that is more urgent.
 
     A request of several slots takes them from the start, and is preempted as a whole. One that samples no tokens may need any
     amount of memory: it begins again when a request that ran beside it, or preempted it, has ended.
@@ -107,7 +101,8 @@ class Scheduler:
         """In order of admission."""
         self.table: Final = RequestTable(cache.num_slots, most_tokens or cache.max_tokens)
         self.num_preempted = 0
-        self.fetches: Final = Fetches(prefix)
+        self.held: dict[Request, None] = {}
+        """Requests that a feature holds, with their slots reserved."""
         self.hit_tokens: Counter[str] = Counter()
         """Tokens of prompts that were cached when their requests began, by where they were."""
         self.resumed_tokens: Counter[str] = Counter()
@@ -130,7 +125,7 @@ class Scheduler:
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
         """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
-        self._decoding: Final = DecodeSet(self.table, cache)
+        self.decoding: Final = DecodeSet(self.table, cache)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._max_others: dict[Request, int] = {}
@@ -142,7 +137,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running?"""
-        return bool(self.waiting or self.running or self.fetches.waiting)
+        return bool(self.waiting or self.running or self.held)
 
     def add(self, request: Request) -> None:
         """A request comes, and waits."""
@@ -163,10 +158,10 @@ class Scheduler:
             feature.planning()
         self._admit()
         self._assign_sampling()
-        for request in [self.table.requests[slot] for slot in self._decoding.without_room()]:
+        for request in [self.table.requests[slot] for slot in self.decoding.without_room()]:
             if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
                 self.with_room(request, partial(request.memory.grow, request.memory.length + 1))
-        left = self._step_tokens - len(self._decoding.slots)
+        left = self._step_tokens - len(self.decoding.slots)
         chunks: list[Chunk] = []
         for request in sorted(self._prefilling, key=_place):
             if not request.is_running:
@@ -178,10 +173,10 @@ class Scheduler:
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
-        slots, chunks = self._decoding.slots, [chunk for chunk in chunks if chunk.request.is_running]
+        slots, chunks = self.decoding.slots, [chunk for chunk in chunks if chunk.request.is_running]
         if not len(slots) and not chunks:
             return None
-        step = Step(slots, self._cache.lengths.take(slots) + 1, self._decoding.epochs, chunks)
+        step = Step(slots, self._cache.lengths.take(slots) + 1, self.decoding.epochs, chunks)
         for feature in self._features.having(Feature.planned):
             feature.planned(step)
         return step
@@ -200,35 +195,22 @@ class Scheduler:
                 sampled.append(chunk.slot)
         if sampled:
             table.num_coming[sampled] += 1
-        self._decoding.launched(sampled)
+        self.decoding.launched(sampled)
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
         self.table.append_forced(request.memory.slot, tokens)
         request.status = Status.PREFILLING
         self._prefilling[request] = None
-        self._decoding.leave(request.memory.slot)
+        self.decoding.leave(request.memory.slot)
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
         if self._prefix is not None and request.shape.shares_rows:
             tokens = request.confirmed_tokens[: len(request.prompt)]
-            self._insert(self._prefix, request, tokens)
+            self.insert(request, tokens)
             if len(tokens) == len(request.prompt):
                 self._num_refused = 0  # requests that share it need less now
-
-    def insert_generated(self) -> None:
-        """In slack, for tiers to store: insert what the request that would be preempted first has generated."""
-        if self._prefix is None or not self._prefix.has_tiers or self._windowed:
-            return
-        table, slots = self.table, self._decoding.slots
-        behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS]
-        requests = [
-            request for slot in behind.tolist() if (request := table.requests[slot]) is not None and request.shape.keeps_rows
-        ]
-        if requests:
-            request = max(requests, key=_urgency)
-            self._insert(self._prefix, request, request.confirmed_tokens)
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone. Its memory goes back once the device is done with it.
@@ -239,8 +221,8 @@ class Scheduler:
             self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
         self._by_id.pop(request.ask.request_id, None)  # not before: one that an interrupt keeps from stopping is aborted
         if request.status is not Status.FINISHED:
-            if request in self.fetches.waiting:
-                self.fetches.leave(request)
+            if request in self.held:
+                self._let_go(request)
             else:
                 self._dequeue(request)
             request.status = Status.FINISHED
@@ -270,7 +252,7 @@ class Scheduler:
         self._unassigned.append(request)  # the sampler counts rows
         self._num_refused = 0
         if request.status is Status.DECODING:
-            self._decoding.join([request.memory.slot])
+            self.decoding.join([request.memory.slot])
 
     def _reshape(self, request: Request) -> None:
         """Ask what a request takes that begins to wait."""
@@ -294,14 +276,17 @@ class Scheduler:
                 return sequences
         return [request.memory]
 
-    def _insert(self, prefix: Prefixes, request: Request, tokens: TokenIds) -> None:
-        prefix.insert(request.memory, tokens, is_written=True)  # for the steps that wrote them have been read back
+    def insert(self, request: Request, tokens: TokenIds) -> None:
+        """Rows of a running request have been read back: the prefix cache has those of these tokens from now on."""
+        assert self._prefix is not None, "there is one"
+        self._prefix.insert(request.memory, tokens, is_written=True)  # for the steps that wrote them have been read back
         self.table.num_inserted[request.memory.slot] = len(tokens)
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
-        self._resume(self.fetches.ended(may_wait=bool(self.running)))
-        if not self.waiting or ((self.running or self.fetches.waiting) and len(self.waiting) <= self._num_refused):
+        for feature in self._features.having(Feature.released) if self.held else ():
+            self._resume(feature.released())
+        if not self.waiting or ((self.running or self.held) and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
@@ -316,21 +301,21 @@ class Scheduler:
             request = queue.next()
             if request is None or request.shape.num_slots > self._num_slots_for(request.ask.priority):
                 return
-            if self.fetches.are_enough(request.ask.priority):
+            if any(feature.is_full(request.ask.priority) for feature in self._features.having(Feature.is_full)):
                 return
             if len(self.running) > self._max_others.get(request, math.inf):
                 return
             opened: tuple[KVSequence, int] | None = None
-            is_fetched: bool | None = False
-            if request.shape.num_slots <= num_slots and (is_fetched := self._fetch(request)) is False:
+            is_held: bool | None = False
+            if request.shape.num_slots <= num_slots and (is_held := self._hold(request)) is False:
                 opened = self._open(request)
-            if is_fetched:
+            if is_held:
                 num_slots -= request.shape.num_slots
                 num_left -= 1
                 continue
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
-                    if is_fetched is False:  # else what ended requests have left may be had behind any step
+                    if is_held is False:  # else what ended requests have left may be had behind any step
                         self._num_refused = len(self.waiting)
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
@@ -342,36 +327,40 @@ class Scheduler:
             num_slots -= request.shape.num_slots
             num_left -= 1
 
-    def _fetch(self, request: Request) -> bool | None:
-        """Borrow for a waiting request, and move it to those that wait for tiers, if these have enough of its prompt.
+    def _hold(self, request: Request) -> bool | None:
+        """Have a feature hold a waiting request; None if it would, and others must end before there is room.
 
-        None if either is worth it, and others must end before there is room. Raises: CannotRun.
+        Raises: CannotRun.
         """
-        layout = self._cache.layout
-        spare_pages = ceil_div(len(self.running) * _SPARE_TOKENS * layout.row_bytes, PAGE_BYTES)
         try:
-            is_fetched = self.fetches.start(request, layout.pages_for(request.shape.num_first_rows) + spare_pages)
+            for feature in self._features.having(Feature.hold):
+                if (is_held := feature.hold(request)) is not False:
+                    if is_held:
+                        self._dequeue(request)
+                        self.held[request] = None
+                    return is_held
         except Exception as error:
             raise CannotRun(request, error, "this request could not begin") from error
-        if is_fetched:
-            self._dequeue(request)
-        elif is_fetched is None and not (self.running or self.fetches.waiting):
-            self.fetches.counts["no_room"] += 1
-            return False
-        return is_fetched
+        return False
+
+    def _let_go(self, request: Request) -> None:
+        for feature in self._features.having(Feature.let_go):
+            feature.let_go(request)
+        del self.held[request]
 
     def _resume(self, requests: list[Request]) -> None:
-        """Let requests that have waited for tiers be admitted."""
+        """Let requests that were held be admitted."""
         for request in requests:
+            self.held.pop(request, None)
             self._enqueue(request, request.place)
             self._num_refused = 0
 
-    def _give_up_fetch(self, priority: float = -math.inf) -> bool:
-        """Free slots and memory of the newest request that waits for tiers and is less urgent than this; is there one?"""
-        newest = next((request for request in reversed(self.fetches.waiting) if request.ask.priority > priority), None)
+    def _give_up_held(self, priority: float = -math.inf) -> bool:
+        """Free slots and memory of the newest held request that is less urgent than this; is there one?"""
+        newest = next((request for request in reversed(self.held) if request.ask.priority > priority), None)
         if newest is None:
             return False
-        self.fetches.leave(newest)
+        self._let_go(newest)
         self._resume([newest])
         return True
 
@@ -382,10 +371,10 @@ class Scheduler:
 
     def _enqueue(self, request: Request, place: int) -> None:
         request.place = place
-        insort(self.waiting, request, key=_urgency)
+        insort(self.waiting, request, key=URGENCY)
 
     def _dequeue(self, request: Request) -> None:
-        index = bisect_left(self.waiting, _urgency(request), key=_urgency)
+        index = bisect_left(self.waiting, URGENCY(request), key=URGENCY)
         assert self.waiting[index] is request, "it does not wait"
         del self.waiting[index]
 
@@ -409,7 +398,7 @@ class Scheduler:
                 sequence.close()
                 raise
         except Exception as error:
-            if isinstance(error, OutOfPages) and (self.running or self.fetches.waiting):
+            if isinstance(error, OutOfPages) and (self.running or self.held):
                 return None
             raise CannotRun(request, error, "this request could not begin") from error
         return sequence, num_known
@@ -417,11 +406,11 @@ class Scheduler:
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
         """A waiting request runs from now on."""
         if request.num_admitted == 0:
-            request.cached = tuple(request.sources_of(min(num_known, len(request.prompt))).items())
+            request.cached = tuple(self._sources(request, min(num_known, len(request.prompt))).items())
         else:
             num_kept = min(num_known, request.num_lost)
-            self.resumed_tokens += request.sources_of(num_kept) + Counter({RECOMPUTED: request.num_lost - num_kept})
-        self.hit_tokens += request.sources_of(num_known)
+            self.resumed_tokens += self._sources(request, num_kept) + Counter({RECOMPUTED: request.num_lost - num_kept})
+        self.hit_tokens += self._sources(request, num_known)
         self._dequeue(request)
         request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
@@ -434,6 +423,13 @@ class Scheduler:
             self._unassigned.append(request)
         for feature in self._features.having(Feature.admitted):
             feature.admitted(request)
+
+    def _sources(self, request: Request, num_cached: int) -> Counter[str]:
+        """Cached tokens of a request that begins, by where they were."""
+        for feature in self._features.having(Feature.sources):
+            if (sources := feature.sources(request, num_cached)) is not None:
+                return sources
+        return +Counter({DEVICE: num_cached})
 
     def _assign_sampling(self) -> None:
         """Upload the sampling parameters of the requests that were admitted, all at once.
@@ -467,7 +463,8 @@ class Scheduler:
 
         A lower number is more urgent.
         """
-        return self._max_sequences - self.fetches.num_slots(priority) - bisect_right(self._priorities, priority)
+        num_held = sum(request.shape.num_slots for request in self.held if request.ask.priority <= priority)
+        return self._max_sequences - num_held - bisect_right(self._priorities, priority)
 
     def with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -479,7 +476,7 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages as error:
-                if self.drain() or self.slide_windows() or self._give_up_fetch():
+                if self.drain() or self.slide_windows() or self._give_up_held():
                     if not request.is_running:
                         return False
                     continue
@@ -505,7 +502,7 @@ class Scheduler:
             place = bisect_left(self._priorities, request.ask.priority)
             del self._priorities[place : place + request.shape.num_slots]
         self._prefilling.pop(request, None)
-        self._decoding.leave(request.memory.slot)
+        self.decoding.leave(request.memory.slot)
         self._num_refused = 0
         for feature in self._features.having(Feature.left):
             feature.left(request)
@@ -522,12 +519,12 @@ class Scheduler:
         return next(running for running in reversed(self.running) if running.ask.priority == lowest)
 
     def _preempt_for(self, request: Request) -> bool:
-        """Make room for a waiting request: give up the fetch of a less urgent one, read the steps in flight, slide windows, or
+        """Make room for a waiting request: let a less urgent held one go, read the steps in flight, slide windows, or
         else preempt a less urgent request.
 
         False if no running request is less urgent, or all of them together hold too little.
         """
-        if self._give_up_fetch(request.ask.priority):
+        if self._give_up_held(request.ask.priority):
             return True
         if not self.running or self._priorities[-1] <= request.ask.priority or not self._could_fit(request):
             return False

@@ -3,6 +3,7 @@
 prompt_scores   log-probabilities of prompts
 beams           beam search
 grammars        answers that follow a grammar
+fetches         requests that wait for tiers, and what is stored in these
 compaction      rows that a `kv_policy` drops as requests run
 """
 

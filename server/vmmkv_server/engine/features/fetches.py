@@ -14,14 +14,20 @@ bandwidth a little, so that now and then a fetch measures it again. Little is st
 import math
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from vmmkv.prefix import Fetch
+from vmmkv import PAGE_BYTES
+from vmmkv.prefix import Borrowed, Fetch
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv_server.engine.kv_backend import Prefixes
+from vmmkv.units import ceil_div
+from vmmkv_server.engine.feature import Feature
+from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.request import Request
+from vmmkv_server.engine.scheduler import URGENCY
+from vmmkv_server.protocol import DEVICE
 
 LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a fetch takes a step at least."""
@@ -31,6 +37,9 @@ _MOST_AT_ONCE: Final = 8
 
 _MOST_FETCHES: Final = 2
 """For one request: a second fetch goes on where the first, which began for another request, ended."""
+
+_SPARE_TOKENS: Final = 16
+"""More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
 
 _FIRST_TOKENS_PER_S: Final = 1000.0
 """Rate of prefill until it is measured, which the warm-up does: of an engine whose steps are too short to measure it."""
@@ -89,19 +98,35 @@ class _Wait:
     """Did its last fetch find no room?"""
 
 
-class Fetches:
-    """The requests that wait for tiers; each has its slots reserved. Without tiers there are none."""
+@dataclass(slots=True)
+class _Asked:
+    """What was asked of tiers for a request since it last began to wait."""
 
-    def __init__(self, prefix: Prefixes | None) -> None:
+    num_fetches: int = 0
+    """How often it has waited for tiers."""
+    unfetched: str = "unknown"
+    """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
+    declined: set[str] = field(default_factory=set)
+    """Tiers that take longer to load from than computing, as was found."""
+    fetched: list[Fetch | Borrowed] = field(default_factory=list)
+    """Its fetches that were done, and what was borrowed."""
+
+
+class Fetches(Feature):
+    """The requests that wait for tiers, and what these store meanwhile. Without tiers there are none."""
+
+    def __init__(self, core: Core) -> None:
         self.waiting: dict[Request, _Wait] = {}
         self.counts: Counter[str] = Counter()
         """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
         to tiers, with `no_room` on the device, or `given_up` for other requests or by the client. A request that is computed
         since there was `no_room` to begin one, or to borrow, counts too."""
         self.waited_s = 0.0
-        self._prefix = prefix
-        if prefix is not None:
-            prefix.store_if(self._is_worth_storing)
+        self._asked: defaultdict[Request, _Asked] = defaultdict(_Asked)
+        self._prefix, self._scheduler, self._layout = core.prefix, core.scheduler, core.cache.layout
+        self._has_windows = any(group.window is not None for group in core.cache.layout.groups)
+        if core.prefix is not None:
+            core.prefix.store_if(self._is_worth_storing)
         self._token_bytes = 0.0
         """Bytes that tiers have for each token, of the fetch that was last asked about."""
         self._num_paths: Counter[str] = Counter()
@@ -114,11 +139,63 @@ class Fetches:
         self._began_s: dict[Fetch, float] = {}
         """When each fetch that is under way began, or became the oldest. The oldest is first."""
 
-    def num_slots(self, priority: float) -> int:
-        """Slots that are reserved for requests of this priority or a more urgent one."""
-        return sum(request.shape.num_slots for request in self.waiting if request.ask.priority <= priority)
+    def hold(self, request: Request) -> bool | None:
+        """It waits for tiers, if these have enough of its prompt. None if what ended requests leave is worth waiting for."""
+        num_running = len(self._scheduler.running)
+        spare_pages = ceil_div(num_running * _SPARE_TOKENS * self._layout.row_bytes, PAGE_BYTES)
+        is_held = self.start(request, self._layout.pages_for(request.shape.num_first_rows) + spare_pages)
+        if is_held is None and not (num_running or self.waiting):
+            self.counts["no_room"] += 1
+            return False
+        return is_held
 
-    def are_enough(self, priority: float) -> bool:
+    def released(self) -> list[Request]:
+        """Those whose fetch is done, or would take longer than computing."""
+        return self.ended(may_wait=bool(self._scheduler.running))
+
+    def let_go(self, request: Request) -> None:
+        """Its fetch is given up."""
+        if request in self.waiting:
+            self.leave(request)
+
+    def sources(self, request: Request, num_cached: int) -> Counter[str] | None:
+        """Rows of a fetch are in proportion to the bytes from each tier."""
+        sources: Counter[str] = Counter()
+        counted = 0
+        for fetch in self._asked[request].fetched if request in self._asked else ():
+            start, end = max(counted, fetch.known_tokens), min(num_cached, fetch.num_tokens)
+            if start < end:
+                for name, size_bytes in fetch.loaded_bytes.items():
+                    sources[name] += (end - start) * size_bytes // fetch.loaded_bytes.total()
+                counted = end
+        sources[DEVICE] = num_cached - sources.total()
+        return +sources
+
+    def admitted(self, request: Request) -> None:
+        """If it is preempted, tiers are asked anew."""
+        self._asked.pop(request, None)
+
+    def finished(self, request: Request) -> None:
+        """Nothing more is asked for it."""
+        self._asked.pop(request, None)
+
+    def mapped_ahead(self) -> None:
+        """For tiers to store: insert what the request that would be preempted first has generated."""
+        if self._prefix is None or not self._prefix.has_tiers or self._has_windows:
+            return
+        scheduler, slots = self._scheduler, self._scheduler.decoding.slots
+        table = scheduler.table
+        behind = slots[table.num_confirmed[slots] - table.num_inserted[slots] >= LEAST_TOKENS].tolist()
+        found = [request for slot in behind if (request := table.requests[slot]) is not None and request.shape.keeps_rows]
+        if found:
+            request = max(found, key=URGENCY)
+            scheduler.insert(request, request.confirmed_tokens)
+
+    def statistics(self) -> Mapping[str, Any]:
+        """How fetches have ended, and the time that requests have waited for them."""
+        return {"fetches": dict(self.counts), "fetch_wait_us": self.waited_s * 1e6}
+
+    def is_full(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
 
         One that found no room, and begins again, is enough until it has some: requests behind it would take that.
@@ -136,24 +213,24 @@ class Fetches:
         """
         if self._prefix is None:
             return False
-        tokens, namespace = request.attachable, request.namespace
+        tokens, namespace, asked = request.attachable, request.namespace, self._asked[request]
         borrowed = self._prefix.borrow(tokens, namespace=namespace, room_pages=room_pages)
         if borrowed is not None and borrowed.loaded_bytes:
-            request.fetched.append(borrowed)
+            asked.fetched.append(borrowed)
         elif borrowed is not None and borrowed.num_tokens - borrowed.known_tokens >= LEAST_TOKENS:
             return None
-        if request.num_fetches >= _MOST_FETCHES or request.unfetched == "declined":
+        if asked.num_fetches >= _MOST_FETCHES or asked.unfetched == "declined":
             return False
-        had_no_room = request.unfetched == "no_room"
+        had_no_room = asked.unfetched == "no_room"
         if had_no_room and not self._prefix.has_room(tokens, namespace=namespace, room_pages=room_pages):
             return None  # tiers are not asked in vain
-        request.unfetched, worth = "unknown", partial(self._is_worth, request)
+        asked.unfetched, worth = "unknown", partial(self._is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
-            if request.unfetched == "declined":
+            if asked.unfetched == "declined":
                 self.counts["declined"] += 1
-            return None if request.unfetched == "no_room" else False
-        request.num_fetches += 1
+            return None if asked.unfetched == "no_room" else False
+        asked.num_fetches += 1
         now_s = time.perf_counter()
         self._began_s.setdefault(fetch, now_s)
         self.waiting[request] = _Wait(fetch, now_s, len(tokens), had_no_room)
@@ -161,16 +238,17 @@ class Fetches:
 
     def _is_worth(self, request: Request, fetch: Fetch) -> bool:
         """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
+        asked = self._asked[request]
         loading_s = {tier: size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
         self._token_bytes = fetch.size_bytes / (fetch.num_tokens - fetch.known_tokens)
         if sum(loading_s.values()) < self._computing_s(fetch, len(request.attachable)):
-            request.unfetched = "no_room"  # if nothing comes of it
+            asked.unfetched = "no_room"  # if nothing comes of it
             return True
         slowest = max(loading_s, key=loading_s.__getitem__)
-        if slowest not in request.declined:
+        if slowest not in asked.declined:
             self._loads[slowest].hope()
-        request.declined.add(slowest)
-        request.unfetched = "declined"
+        asked.declined.add(slowest)
+        asked.unfetched = "declined"
         return False
 
     def _is_worth_storing(self, tier: str) -> bool:
@@ -191,17 +269,17 @@ class Fetches:
         now_s = time.perf_counter()
         over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
         for request in over:
-            wait = self.waiting[request]
-            request.fetched.append(wait.fetch)
+            wait, asked = self.waiting[request], self._asked[request]
+            asked.fetched.append(wait.fetch)
             if wait.fetch.done:
                 if wait.fetch.size_bytes:
-                    request.unfetched = "unknown"
+                    asked.unfetched = "unknown"
                     self.leave(request, "done")
                 else:
-                    request.num_fetches -= may_wait and request.unfetched == "no_room"
-                    self.leave(request, request.unfetched)
+                    asked.num_fetches -= may_wait and asked.unfetched == "no_room"
+                    self.leave(request, asked.unfetched)
             else:
-                request.num_fetches = _MOST_FETCHES
+                asked.num_fetches = _MOST_FETCHES
                 self.leave(request, "late")
         return over
 
@@ -224,7 +302,7 @@ class Fetches:
             came_bytes = Counter({tier: max(came_bytes[tier], RECORD_BYTES) for tier in lacking})
         elif how == "given_up":
             came_bytes = Counter()
-            request.num_fetches -= 1
+            self._asked[request].num_fetches -= 1
         fetch.give_up()
         if fetch.done:
             self._forget(fetch, came_bytes, fetch.ended_s if how == "done" else now_s)
@@ -242,7 +320,7 @@ class Fetches:
         tier = max(came_bytes, key=lambda each: came_bytes[each] / self._loads[each].per_s)
         self._loads[tier].add(came_bytes[tier], began_s, ended_s)
 
-    def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+    def read(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """Measure the time of a step, and the rate of prefill by one that computed many prompt tokens."""
         self._step_s = ended_s - began_s
         if num_tokens >= _LEAST_MEASURED:
