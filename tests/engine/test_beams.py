@@ -308,7 +308,7 @@ def test_no_numbers_end_a_search_once_and_alone(harness: MakeHarness) -> None:
     one.ask("good", prompt_of(9, 1), 20, beam_width=3)
     one.step(4)
     (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
-    for sequence in bad.sequences:
+    for sequence in one.engine._scheduler.sequences(bad):
         one.poison(sequence, 5)
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]

@@ -26,8 +26,9 @@ from vmmkv.prefix import Borrowed, Fetch, transfers
 from vmmkv.tiers import TierStats, Transfer
 from vmmkv_server import LLM, RequestOutput, SamplingParams
 from vmmkv_server.config import ServeConfig
+from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.features import fetches, loading, scheduler
+from vmmkv_server.engine.features import fetches
 from vmmkv_server.engine.features.fetches import Fetches, Rate
 from vmmkv_server.engine.loading import ModelSource, weights_identity
 from vmmkv_server.engine.request import Request
@@ -534,7 +535,6 @@ def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_compu
 @pytest.fixture
 def prompt_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are stored and fetched page by page, all that is queued in the slack of one step."""
-    monkeypatch.setattr(scheduler, "LEAST_TOKENS", 16)
     monkeypatch.setattr(fetches, "LEAST_TOKENS", 16)
     poll_tiers = Engine.poll_tiers
     monkeypatch.setattr(Engine, "poll_tiers", lambda self, *_: poll_tiers(self, float("inf")))

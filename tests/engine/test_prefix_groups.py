@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.engine.conftest import MakeHarness, prompt_of
-from vmmkv_server.engine import prefix_groups
 from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention
-from vmmkv_server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, SortedPrompts
+from vmmkv_server.engine.features import prefix_groups
+from vmmkv_server.engine.features.prefix_groups import Prompt, SortedPrompts
+from vmmkv_server.engine.group_tensors import MAX_GROUPS, GroupTensors, PrefixGroup
 from vmmkv_server.engine.request import Slots
 from vmmkv_server.engine.uploads import Uploads
 

@@ -10,7 +10,7 @@ from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness,
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.prefix.radix_tree import num_common
-from vmmkv_server.engine import scheduler
+from vmmkv_server.engine import waiting
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.kv_backend import least_bytes
 from vmmkv_server.protocol import Abort
@@ -350,7 +350,7 @@ def test_prompts_that_wait_for_a_running_one_are_compared_with_it_once(
     harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(scheduler, "num_common", lambda *prompts: compared.append(num_common(*prompts)) or compared[-1])
+    monkeypatch.setattr(waiting, "num_common", lambda *prompts: compared.append(num_common(*prompts)) or compared[-1])
     one, stem = harness(ours=True, share=True, step_tokens=1200), prompt_of(1000)
     for index in range(4):
         one.ask(str(index), [*stem, 1 + index], 4)

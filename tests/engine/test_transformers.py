@@ -21,7 +21,7 @@ from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
 from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.config import ServeConfig
-from vmmkv_server.engine import scheduler
+from vmmkv_server.engine import waiting
 from vmmkv_server.engine.loading import ModelSource, choose_max_tokens
 from vmmkv_server.engine.models.decoder import DecoderModel
 from vmmkv_server.engine.models.transformers import NAME, TransformersModel, refusing
@@ -314,7 +314,7 @@ def test_families_give_the_tokens_of_transformers(harness: MakeHarness, family: 
     ("family", "ours"), [("llama 3 scaling", True), ("mistral, window of 16", True), ("mistral, window of 16", False)]
 )
 def test_and_with_what_is_shared(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, family: str, ours: bool) -> None:
-    monkeypatch.setattr(scheduler, "_MIN_AWAITED", 2)  # so that so little is waited for
+    monkeypatch.setattr(waiting, "_MIN_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
     prompts = {str(index): [*shared, *prompt_of(3 + index, index)] for index in range(4)}

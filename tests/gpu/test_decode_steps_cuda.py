@@ -144,7 +144,7 @@ def _copies(engine: Engine, num_steps: int) -> tuple[int, int]:
 def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv_server.engine.prefix_groups._MIN_SAVED", 1)
+    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups._MIN_SAVED", 1)
     one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16, share=True, budget_pages=512)
     shared, other = prompt_of(900), prompt_of(600, 7)
     prompts = {str(own): [*shared[: 900 - 37 * (own % 2)], *prompt_of(5 + own, own)] for own in range(8)}
@@ -160,7 +160,7 @@ def test_shared_prefixes_as_one_problem_give_the_same_tokens(
 
 def test_the_same_batches_give_the_same_bits(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     """By prefix groups beside chunks of prompts too. The pace of the device does not change the batches here."""
-    monkeypatch.setattr("vmmkv_server.engine.prefix_groups._MIN_SAVED", 1)
+    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups._MIN_SAVED", 1)
     monkeypatch.setattr(Engine, "_is_done", lambda *_: False)
     model = model_of("qwen3").to(torch.bfloat16)
     one = harness(model, device=DEVICE, ours=True, capture=True, slots=64, share=True, step_tokens=256, budget_pages=512)

@@ -34,9 +34,9 @@ from vmmkv_server.engine.features.beams import Beams
 from vmmkv_server.engine.features.compaction import Compaction
 from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.features.grammars import Grammars
+from vmmkv_server.engine.features.prefix_groups import PrefixGroups
 from vmmkv_server.engine.features.prompt_scores import PromptScores
 from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, least_bytes
-from vmmkv_server.engine.prefix_groups import BatchOrder
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import NAP_S, Runner
 from vmmkv_server.engine.scheduler import CannotRun, Scheduler
@@ -69,7 +69,7 @@ _POLL_US: Final = 200.0
 _FEATURES_NAP_S: Final = 0.0005
 """While nothing else is to be done, for the threads of features: to read a grammar takes some ten milliseconds."""
 
-FEATURES: Final = (PromptScores, Beams, Grammars, Fetches, Compaction)
+FEATURES: Final = (PromptScores, Beams, Grammars, Fetches, Compaction, PrefixGroups)
 """The features of an engine, in the order in which they are asked and told."""
 
 
@@ -140,7 +140,6 @@ class Engine:
         self._eos_ids = eos_ids
         self._send = send
         self._has_windows = any(group.window is not None for group in cache.layout.groups)
-        self._order = BatchOrder(self._table)
         self.num_steps = 0
         """Steps that have been read."""
         self._has_mapped_ahead = False
@@ -288,9 +287,8 @@ class Engine:
         step.launched_s = time.perf_counter()
         self._scheduler.launched(step)
         try:
-            if self._runner.has_prefix_groups and len(step.slots):
-                step.slots = self._order.arrange(step.slots, self._runner.set_prefix_groups)
-                step.ends, step.epochs = self.cache.lengths[step.slots], self._table.epochs[step.slots]
+            for feature in self.features.having(Feature.launched):
+                feature.launched(step)
             forwarded = self._runner.forward(step)
             step.readback = self._runner.sample(forwarded, self._masks(step))
         except Exception as error:
@@ -440,7 +438,7 @@ class Engine:
     def budget_changed(self) -> None:
         """The memory has another budget: new requests are held against it."""
         self._budget_bytes = self.cache.stats().pool_budget_bytes
-        self._scheduler.memory_changed()
+        self._scheduler.waiting.memory_changed()
         self.report()
 
     def report(self, *, only_if_due: bool = False) -> None:

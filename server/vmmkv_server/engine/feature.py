@@ -133,6 +133,9 @@ class Feature:
     def planned(self, step: Step) -> None:
         """A step has been planned, and is launched next."""
 
+    def launched(self, step: Step) -> None:
+        """A step has been counted, and goes to the device. Its slots, ends and epochs may be put in another order."""
+
     def results(self, step: Step, results: Results) -> None:
         """A step has been read, and its rows are confirmed. Its tokens are answered next."""
 

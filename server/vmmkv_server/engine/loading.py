@@ -57,7 +57,7 @@ from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.structured_output.matcher import Vocabulary
 
 if TYPE_CHECKING:
-    from vmmkv_server.engine.kv_events import KVEventPublisher
+    from vmmkv_server.engine.features.kv_events import KVEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPubl
     """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
     if config.kv_events is None:
         return None
-    from vmmkv_server.engine.kv_events import KVEventPublisher
+    from vmmkv_server.engine.features.kv_events import KVEventPublisher
 
     publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic or "")
     undo.callback(publisher.close)

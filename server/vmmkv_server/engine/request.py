@@ -11,7 +11,7 @@ Once a step has sampled for it, a request's last token is on the device, and `nu
 
 import enum
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -86,18 +86,8 @@ class Request:
     """Tokens that have been sent."""
     num_admitted: int = 0
     """How often it has begun: more than once if it was preempted."""
-    num_lost: int = 0
-    """Rows that had been read back when it was last preempted."""
     place: int = 0
     """Its place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
-    num_overtaken: int = 0
-    """Later requests that began before it, because more of their prompts was cached."""
-    lookup: Callable[[], int] | None = None
-    """How many of its tokens are cached; of a waiting request, once that has been asked."""
-    awaited: "Request | None" = None
-    """A running request that computes some of its prompt, while it waits."""
-    num_awaited: int = 0
-    """Tokens that both prompts begin with."""
     num_tokens_stuck: int | None = None
     """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
     shape: Shape = field(init=False)
@@ -175,7 +165,6 @@ class Request:
     def enter(self, table: "RequestTable", sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
-        self.lookup = self.awaited = None
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

@@ -27,9 +27,9 @@ from vmmkv.cache import KVCache
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
 from vmmkv_server.engine.attention import AttentionMetadata
+from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
 from vmmkv_server.engine.kv_backend import EngineCache, Slots
 from vmmkv_server.engine.models import EngineModel
-from vmmkv_server.engine.prefix_groups import GroupTensors, PrefixGroup
 from vmmkv_server.engine.ranking import Ranking
 from vmmkv_server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
 from vmmkv_server.engine.step import Readback, Results, Step, WantedStates

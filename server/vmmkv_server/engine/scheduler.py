@@ -3,23 +3,23 @@
 import itertools
 import logging
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
-from vmmkv.prefix.radix_tree import num_common
 from vmmkv_server.engine.decode_set import DecodeSet
 from vmmkv_server.engine.feature import Feature, Features
 from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, TokenIds
 from vmmkv_server.engine.request import Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
+from vmmkv_server.engine.waiting import Order, WaitingQueue
 from vmmkv_server.protocol import DEVICE, RECOMPUTED
 
 log = logging.getLogger(__name__)
@@ -29,22 +29,7 @@ _MAX_ADMITTED: Final = 16
 """Requests admitted for one step while the device waits for it, and at most. To open one by aliases of a long prefix takes the
 driver some 0.7 ms. A step costs the host as much again, and all requests of a step get their first tokens at its end."""
 
-_MAX_COMPARED: Final = 32
-"""Waiting requests among which the one with the longest cached prefix is chosen."""
-
-_MAX_OVERTAKEN: Final = 16
-"""How many requests with a longer cached prefix may begin before an older one."""
-
-_MIN_AWAITED: Final = 128
-"""Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again.
-
-128 requests of Llama-3.1-8B that share 200 tokens took 0.86 s on an H200, and 0.94 s when each computed them.
-"""
-
-
 _place: Final = attrgetter("place")
-URGENCY: Final = attrgetter("ask.priority", "place")
-"""The order of waiting requests, the most urgent first."""
 
 
 class CannotRun(Exception):
@@ -57,6 +42,15 @@ class CannotRun(Exception):
             what = "this request can never fit" if isinstance(error, OutOfPages) else "no memory could be mapped"
         super().__init__(f"{what}: {error}")
         self.request = request
+
+
+class _Preempted(NamedTuple):
+    """What is known of a preempted request while it waits."""
+
+    num_rows: int
+    """Rows of it that had been read back."""
+    max_others: float
+    """How many others may run when it begins again."""
 
 
 class Scheduler:
@@ -95,8 +89,7 @@ class Scheduler:
 
         `most_tokens`: of one request; None for the cache's, which are those whose rows can all be kept.
         """
-        self.waiting: list[Request] = []
-        """By priority, the newest preempted ones first, then in order of arrival."""
+        self.waiting: Final = WaitingQueue(prefix)
         self.running: dict[Request, None] = {}
         """In order of admission."""
         self.table: Final = RequestTable(cache.num_slots, most_tokens or cache.max_tokens)
@@ -128,11 +121,7 @@ class Scheduler:
         self.decoding: Final = DecodeSet(self.table, cache)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
-        self._max_others: dict[Request, int] = {}
-        """How many others may run when a preempted request that samples no tokens begins again."""
-        self._num_refused = 0
-        """How many waited when one of them found no room; 0 if there may be room. A try maps memory and evicts cached prefixes,
-        so there is no other until memory may have come back, or another request has arrived."""
+        self._preempted: dict[Request, _Preempted] = {}
 
     @property
     def has_work(self) -> bool:
@@ -143,7 +132,7 @@ class Scheduler:
         """A request comes, and waits."""
         self._by_id[request.ask.request_id] = request
         self._reshape(request)
-        self._enqueue(request, next(self._places))
+        self.waiting.add(request, next(self._places))
 
     def find(self, request_id: str) -> Request | None:
         """The request of that id, if it has not ended."""
@@ -210,7 +199,7 @@ class Scheduler:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self.insert(request, tokens)
             if len(tokens) == len(request.prompt):
-                self._num_refused = 0  # requests that share it need less now
+                self.waiting.memory_changed()  # requests that share it need less now
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone. Its memory goes back once the device is done with it.
@@ -224,33 +213,30 @@ class Scheduler:
             if request in self.held:
                 self._let_go(request)
             else:
-                self._dequeue(request)
+                self.waiting.remove(request)
             request.status = Status.FINISHED
-            self._num_refused = 0
-        self._max_others.pop(request, None)
+            self.waiting.memory_changed()
+        self.waiting.forget(request)
+        self._preempted.pop(request, None)
         for feature in self._features.having(Feature.finished):
             feature.finished(request)
-
-    def memory_changed(self) -> None:
-        """There may be room now for requests that found none."""
-        self._num_refused = 0
 
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
         has_moved = False
-        for sequence in (each for request in self.running if self._windowed for each in self._sequences(request)):
+        for sequence in (each for request in self.running if self._windowed for each in self.sequences(request)):
             for group in self._windowed:
                 before = sequence.start(group)
                 sequence.advance_start(group)
                 has_moved |= sequence.start(group) != before
         if has_moved:
-            self._num_refused = 0
+            self.waiting.memory_changed()
         return has_moved
 
     def rows_dropped(self, request: Request) -> None:
         """Rows of a running request are gone: it may decode again, and there may be room."""
         self._unassigned.append(request)  # the sampler counts rows
-        self._num_refused = 0
+        self.waiting.memory_changed()
         if request.status is Status.DECODING:
             self.decoding.join([request.memory.slot])
 
@@ -269,7 +255,7 @@ class Scheduler:
                 return chunks
         return [Chunk.own(request)]
 
-    def _sequences(self, request: Request) -> Sequence[KVSequence]:
+    def sequences(self, request: Request) -> Sequence[KVSequence]:
         """The sequences of a running request."""
         for feature in self._features.having(Feature.sequences) if request.shape.num_slots > 1 else ():
             if (sequences := feature.sequences(request)) is not None:
@@ -286,24 +272,24 @@ class Scheduler:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
         for feature in self._features.having(Feature.released) if self.held else ():
             self._resume(feature.released())
-        if not self.waiting or ((self.running or self.held) and len(self.waiting) <= self._num_refused):
+        if not self.waiting or ((self.running or self.held) and self.waiting.is_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
             return
-        if num_slots <= 0 and self._num_slots_for(self.waiting[0].ask.priority) <= 0:
-            self._num_refused = len(self.waiting)
+        if num_slots <= 0 and self._num_slots_for(self.waiting.first.ask.priority) <= 0:
+            self.waiting.refuse()
             return
-        queue = self._queue()
+        order = self._order()
         while num_tokens > 0 and num_left:
             if num_left <= _MAX_ADMITTED - _MIN_ADMITTED and self._is_idle():
                 return
-            request = queue.next()
+            request = order.next()
             if request is None or request.shape.num_slots > self._num_slots_for(request.ask.priority):
                 return
             if any(feature.is_full(request.ask.priority) for feature in self._features.having(Feature.is_full)):
                 return
-            if len(self.running) > self._max_others.get(request, math.inf):
+            if request in self._preempted and len(self.running) > self._preempted[request].max_others:
                 return
             opened: tuple[KVSequence, int] | None = None
             is_held: bool | None = False
@@ -316,12 +302,12 @@ class Scheduler:
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
                     if is_held is False:  # else what ended requests have left may be had behind any step
-                        self._num_refused = len(self.waiting)
+                        self.waiting.refuse()
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
-                queue = self._queue()
+                order = self._order()
                 continue
-            queue.admitted(request)
+            order.admitted(request)
             self._start(request, *opened)
             num_tokens -= len(request.tokens) - request.memory.length
             num_slots -= request.shape.num_slots
@@ -336,7 +322,7 @@ class Scheduler:
             for feature in self._features.having(Feature.hold):
                 if (is_held := feature.hold(request)) is not False:
                     if is_held:
-                        self._dequeue(request)
+                        self.waiting.remove(request)
                         self.held[request] = None
                     return is_held
         except Exception as error:
@@ -352,8 +338,8 @@ class Scheduler:
         """Let requests that were held be admitted."""
         for request in requests:
             self.held.pop(request, None)
-            self._enqueue(request, request.place)
-            self._num_refused = 0
+            self.waiting.add(request, request.place)
+            self.waiting.memory_changed()
 
     def _give_up_held(self, priority: float = -math.inf) -> bool:
         """Free slots and memory of the newest held request that is less urgent than this; is there one?"""
@@ -364,19 +350,10 @@ class Scheduler:
         self._resume([newest])
         return True
 
-    def _queue(self) -> "_Queue":
-        """The waiting requests in the order of admission, as of now."""
+    def _order(self) -> Order:
+        """The order of admission, as of now."""
         self._unconfirmed = [each for each in self._unconfirmed if each.is_running and not each.is_prompt_confirmed]
-        return _Queue(self.waiting, self._unconfirmed, self._prefix)
-
-    def _enqueue(self, request: Request, place: int) -> None:
-        request.place = place
-        insort(self.waiting, request, key=URGENCY)
-
-    def _dequeue(self, request: Request) -> None:
-        index = bisect_left(self.waiting, URGENCY(request), key=URGENCY)
-        assert self.waiting[index] is request, "it does not wait"
-        del self.waiting[index]
+        return self.waiting.order(self._unconfirmed)
 
     def _open(self, request: Request) -> tuple[KVSequence, int] | None:
         """Memory for all tokens of a request, and how many of them need not be computed; None if there are too few pages.
@@ -405,13 +382,13 @@ class Scheduler:
 
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
         """A waiting request runs from now on."""
-        if request.num_admitted == 0:
+        if (preempted := self._preempted.pop(request, None)) is None:
             request.cached = tuple(self._sources(request, min(num_known, len(request.prompt))).items())
         else:
-            num_kept = min(num_known, request.num_lost)
-            self.resumed_tokens += self._sources(request, num_kept) + Counter({RECOMPUTED: request.num_lost - num_kept})
+            num_kept, num_lost = min(num_known, preempted.num_rows), preempted.num_rows
+            self.resumed_tokens += self._sources(request, num_kept) + Counter({RECOMPUTED: num_lost - num_kept})
         self.hit_tokens += self._sources(request, num_known)
-        self._dequeue(request)
+        self.waiting.begin(request)
         request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
         self.running[request] = self._prefilling[request] = None
@@ -503,7 +480,7 @@ class Scheduler:
             del self._priorities[place : place + request.shape.num_slots]
         self._prefilling.pop(request, None)
         self.decoding.leave(request.memory.slot)
-        self._num_refused = 0
+        self.waiting.memory_changed()
         for feature in self._features.having(Feature.left):
             feature.left(request)
         self._sampler.release(request.memory.slot)
@@ -536,82 +513,20 @@ class Scheduler:
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
-        num_known = 0 if self._prefix is None else _look_up(request, self._prefix)
-        wanted_bytes = (request.shape.num_first_rows - num_known) * layout.row_bytes
+        wanted_bytes = (request.shape.num_first_rows - self.waiting.num_cached(request)) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
             for running in self.running
             if running.ask.priority > request.ask.priority
-            for sequence in self._sequences(running)
+            for sequence in self.sequences(running)
         )
         return wanted_bytes <= stats.pool_budget_bytes - stats.pool_used_bytes + given_bytes
 
     def preempt(self, request: Request, *, max_others: int) -> None:
         """Take its memory; it waits to begin again. One that samples no tokens waits until at most `max_others` run."""
-        if not request.shape.samples:
-            self._max_others[request] = max_others
-        request.num_lost = len(request.confirmed_tokens)
+        may_resume, num_rows = request.shape.samples, len(request.confirmed_tokens)
+        self._preempted[request] = _Preempted(num_rows, math.inf if may_resume else max_others)
         self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
         self._reshape(request)
-        self._enqueue(request, -next(self._places))
+        self.waiting.add(request, -next(self._places))
         self.num_preempted += 1
-
-
-class _Queue:
-    """The order in which waiting requests are admitted to one step: by priority, by the longest cached prefix (as in SGLang),
-    by arrival. A prompt is looked up once.
-
-    `waiting` is in order of priority and arrival; `computing` are the running requests whose prompts have no rows yet. The
-    caller removes from one and adds to the other what is admitted.
-    """
-
-    def __init__(self, waiting: list[Request], computing: list[Request], prefix: Prefixes | None) -> None:
-        self._waiting = waiting
-        self._priority = waiting[0].ask.priority if waiting else None
-        self._computing = computing
-        self._prefix = prefix
-        self._num_cached: dict[Request, int] = {}
-
-    def next(self) -> Request | None:
-        """The next request to admit; None if each waits for a running one to compute tokens that both share."""
-        urgent = self._urgent()
-        if not urgent or self._prefix is None or urgent[0].num_overtaken >= _MAX_OVERTAKEN:
-            return next(iter(urgent), None)
-        best: Request | None = None
-        longest = -1
-        for request in urgent:
-            num_cached = self._num_cached.get(request)
-            if num_cached is None:
-                num_cached = self._num_cached[request] = _look_up(request, self._prefix)
-            if num_cached > longest and not self._is_being_computed(request, num_cached):
-                best, longest = request, num_cached
-        return best
-
-    def admitted(self, request: Request) -> None:
-        """It is about to run, and has overtaken those that arrived before it."""
-        for passed in itertools.takewhile(lambda each: each is not request, self._urgent()):
-            passed.num_overtaken += 1
-
-    def _urgent(self) -> list[Request]:
-        """The waiting requests that are compared."""
-        return [request for request in self._waiting[:_MAX_COMPARED] if request.ask.priority == self._priority]
-
-    def _is_being_computed(self, request: Request, num_cached: int) -> bool:
-        """Does a running request compute more of this prompt than is cached by now?"""
-        end, wanted = num_cached + _MIN_AWAITED, request.attachable
-        for other in self._computing if len(wanted) >= end else ():
-            if other is not request.awaited:
-                is_alike = np.array_equal(other.prompt[num_cached:end], wanted[num_cached:end])  # first, for these are few
-                if not is_alike or other.namespace != request.namespace:
-                    continue
-                request.awaited, request.num_awaited = other, num_common(other.prompt, wanted)
-            if request.num_awaited >= end:
-                return True
-        return False
-
-
-def _look_up(request: Request, prefix: Prefixes) -> int:
-    """How many tokens of a waiting request are cached now."""
-    if request.lookup is None:
-        request.lookup = prefix.lookup(request.attachable, namespace=request.namespace)
-    return request.lookup()

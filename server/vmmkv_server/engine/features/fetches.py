@@ -26,7 +26,7 @@ from vmmkv.units import ceil_div
 from vmmkv_server.engine.feature import Feature
 from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.request import Request
-from vmmkv_server.engine.scheduler import URGENCY
+from vmmkv_server.engine.waiting import URGENCY
 from vmmkv_server.protocol import DEVICE
 
 LEAST_TOKENS: Final = 256

@@ -13,18 +13,18 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import torch
 
 from vmmkv.prefix.radix_tree import num_common
-from vmmkv_server.engine.attention import SharedPrefixes
+from vmmkv_server.engine.feature import Feature
+from vmmkv_server.engine.features import Core
+from vmmkv_server.engine.group_tensors import MAX_GROUPS, PrefixGroup
 from vmmkv_server.engine.kv_backend import Slots, TokenIds
 from vmmkv_server.engine.request import RequestTable
-from vmmkv_server.engine.uploads import Uploads, aligned_parts, packed_size
+from vmmkv_server.engine.step import Step
 
-MAX_GROUPS: Final = 8
 _MIN_COMMON: Final = 256
 """Tokens of a common prefix below which a group is not faster."""
 _MIN_SAVED: Final = 16_384
@@ -34,16 +34,18 @@ _MAX_BOUNDS: Final = 256
 """Places at which a run of prompts is cut into groups: the time grows by their square."""
 
 
-class PrefixGroup(NamedTuple):
-    """Requests with a common prefix: their slots, and the number of common tokens."""
+class PrefixGroups(Feature):
+    """Groups the rows that decode, where the runner's steps can attend to a common prefix as one problem."""
 
-    members: Slots
-    num_common: int
+    def __init__(self, core: Core) -> None:
+        self._runner, self._cache, self._table = core.runner, core.cache, core.scheduler.table
+        self._order = BatchOrder(self._table)
 
-    @property
-    def saved(self) -> int:
-        """Rows that a step reads less."""
-        return (len(self.members) - 1) * self.num_common
+    def launched(self, step: Step) -> None:
+        """The members of groups stand side by side."""
+        if self._runner.has_prefix_groups and len(step.slots):
+            step.slots = self._order.arrange(step.slots, self._runner.set_prefix_groups)
+            step.ends, step.epochs = self._cache.lengths[step.slots], self._table.epochs[step.slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,32 +207,3 @@ class BatchOrder:
                 # Rows that are dropped are shared with no other.
                 self._prompts.add(slot, Prompt.of(request.namespace, request.prompt[: None if request.shape.keeps_rows else 0]))
             self._epochs_S[slot] = now_S[slot]
-
-
-class GroupTensors:
-    """The groups among the rows that decode next, on the device, at addresses that do not change. At first there are none."""
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.are_any = False
-        self._sizes = MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS, max_rows
-        self._packed = torch.zeros(packed_size(self._sizes), dtype=torch.int32, device=device)
-
-    def tensors(self, num_rows: int) -> SharedPrefixes:
-        """Of a batch of so many rows."""
-        starts_G1, leaders_G, num_rows_G, firsts_B = aligned_parts(self._packed, self._sizes)
-        return SharedPrefixes(starts_G1=starts_G1, leaders_G=leaders_G, num_rows_G=num_rows_G, firsts_B=firsts_B[:num_rows])
-
-    def upload(self, slots: Slots, groups: Sequence[PrefixGroup], uploads: Uploads) -> None:
-        """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
-        self.are_any = bool(groups)
-        if not groups:
-            return  # steps without groups look at none of it
-        packed = np.zeros(len(self._packed), np.int32)
-        starts, leaders, num_rows, firsts = aligned_parts(packed, self._sizes)
-        begin = 0
-        for index, group in enumerate(groups):
-            end = begin + len(group.members)
-            leaders[index], num_rows[index] = slots[begin], group.num_common
-            firsts[begin:end] = group.num_common
-            starts[index + 1 :] = begin = end
-        uploads.into(self._packed, packed)
