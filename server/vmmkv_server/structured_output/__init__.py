@@ -3,7 +3,7 @@
     wire ──> schema ──> compiler ──> its worker process                    HTTP process
       request fields      Grammar      cache, time limit │ compiled grammar
                                                          v
-    matcher (masks) ──> engine.grammars (hooks of the engine's loop)   engine process
+    matcher (masks) ──> engine.features.grammars (hooks)   engine process
 
 Read `schema` first. `json_schema` writes the grammar of a schema, with `text` for strings and `numerals` for numbers.
 `xgrammar` does the matching (Dong et al., XGrammar, 2024); it is imported with the first grammar.
