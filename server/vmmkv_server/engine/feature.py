@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from vmmkv_server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv_server.engine.request import Request, Shape
+from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.step import Chunk, Results, Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.protocol import Generate
@@ -51,6 +52,13 @@ class Feature:
 
     Questions are asked by the core. Events are told after they have happened, to all features in order.
     """
+
+    @staticmethod
+    def warm_up(runner: Runner, whole: Chunk, behind: Chunk, compute: Callable[..., None]) -> None:
+        """Have kernels compile, and torch take its peak of memory, for what it adds to steps, before there is an engine.
+
+        `whole` and `behind` are two chunks of one prompt; `compute` runs a step of one of them, with more fields of `Step`.
+        """
 
     # questions
 

@@ -19,7 +19,6 @@ from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
-from vmmkv.eviction import SnapKV
 from vmmkv.holder import check_there
 from vmmkv.model_config import ModelConfig, read
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
@@ -27,9 +26,7 @@ from vmmkv.units import ceil_div, format_bytes
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
-from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.features.compaction import Compactor, KeptRows
-from vmmkv_server.engine.features.prompt_scores import ScoredRows, ScoredStates
+from vmmkv_server.engine.engine import FEATURES, Engine
 from vmmkv_server.engine.kv_backend import (
     BackendConfig,
     EngineCache,
@@ -488,11 +485,10 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
 
 
 def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, float, float]:
-    """Run the largest prefill, one that scores its tokens, a decode step with every sampling option, and one with a mask only.
+    """Run the largest prefill, a decode step with every sampling option, one with a mask only, and what features add to steps.
 
-    Then compact by scores. Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows
-    whether the model can. Run again it shows the rate of prefill: its tokens, and when it began and ended, of
-    time.perf_counter, are returned.
+    Kernels compile, and torch's peak of memory is reached. The prefill is run twice: first it shows whether the model can, then
+    the rate of prefill: its tokens, and when it began and ended, of time.perf_counter, are returned.
 
     Raises: ValueError if the model cannot be served.
     """
@@ -505,25 +501,18 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         request.sequence = sequence
         runner.sampler.assign([request])
         prefill, last = (0, 0.0, 0.0), num_tokens - 1
-        for start, end, scores in ((0, last, False), (0, last, True), (0, last, False), (last, num_tokens, False)):
-            if start < end and (runner.model.has_states or not scores):
-                chunk = Chunk(request, sequence, start, request.prompt[start:end])
-                scored = [ScoredRows(0, 0, request.prompt[1:], 1)]
-                began_s = time.perf_counter()
-                _compute(runner, chunk, wanted=ScoredStates(runner, scored) if scores else None)
-                if not (start or scores):
-                    prefill = end, began_s, time.perf_counter()
-                runner.model.check()
+        whole = Chunk(request, sequence, 0, request.prompt[:last])
+        behind = Chunk(request, sequence, last, request.prompt[last:])
+        for chunk in (whole, whole, behind) if last else (behind,):
+            began_s = time.perf_counter()
+            _compute(runner, chunk)
+            if chunk is whole:
+                prefill = last, began_s, time.perf_counter()
+            runner.model.check()
         runner.sampler.release(sequence.slot)
-        _compute(runner, chunk)
-        if runner.keys is not None and last:
-            eviction = Eviction(policy=SnapKV(budget=last, window=1), every=None, share_prompt=True, keeps_positions=False)
-            kept = KeptRows(eviction, request)
-            ranked = kept.ranked(sequence.slot, last, num_tokens)
-            assert ranked is not None, "the last query is ranked by"
-            _compute(runner, chunk, ranked=[ranked])
-            sequence.advance(num_tokens)
-            Compactor(runner, lambda message: None).compact(kept)
+        _compute(runner, behind)
+        for feature in FEATURES if last else ():
+            feature.warm_up(runner, whole, behind, functools.partial(_compute, runner))
     runner.uploads.send(_masks(runner, cache.num_slots).packed)  # as many masks as there can be: memory is there then
     return prefill
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import vmmkv
+from vmmkv.eviction import H2O, SnapKV
 from vmmkv.memory.sharing import num_unmoved
-from vmmkv.eviction import H2O
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.ranking import Ranked
@@ -45,6 +45,20 @@ class Compaction(Feature):
         self._kept: dict[Request, KeptRows] = {}
         """What the policies leave of the requests' rows, from when these last began to wait."""
         self._running: dict[Request, KeptRows] = {}
+
+    @staticmethod
+    def warm_up(runner: Runner, whole: Chunk, behind: Chunk, compute: Callable[..., None]) -> None:
+        """Compact by scores."""
+        if runner.keys is None:
+            return
+        policy = SnapKV(budget=behind.start, window=1)
+        eviction = Eviction(policy=policy, every=None, share_prompt=True, keeps_positions=False)
+        kept = KeptRows(eviction, behind.request)
+        ranked = kept.ranked(behind.slot, behind.start, behind.end)
+        assert ranked is not None, "the last query is ranked by"
+        compute(behind, ranked=[ranked])
+        behind.sequence.advance(behind.end)
+        Compactor(runner, lambda message: None).compact(kept)
 
     def need(self, ask: Generate, need: Need) -> Need:
         """As many rows as the policy leaves at the most."""

@@ -7,6 +7,7 @@ A row from the prefix cache has no state, so such a request computes its whole p
 Legend: W rows that are scored, E hidden, V vocabulary, T likeliest tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -20,7 +21,7 @@ from vmmkv_server.engine.kv_backend import TokenIds
 from vmmkv_server.engine.request import Request, Shape
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.sampler import logprobs
-from vmmkv_server.engine.step import Results, Step
+from vmmkv_server.engine.step import Chunk, Results, Step
 from vmmkv_server.protocol import Generate, PromptLogprobs
 
 LOGITS_BYTES: Final = 64 * MIB
@@ -47,6 +48,13 @@ class PromptScores(Feature):
         self._send = core.send
         self._num_sent: dict[Request, int] = {}
         """Rows whose next token's log-probability has been sent; of those of which some have."""
+
+    @staticmethod
+    def warm_up(runner: Runner, whole: Chunk, behind: Chunk, compute: Callable[..., None]) -> None:
+        """Score all tokens of a prompt."""
+        if runner.model.has_states:
+            scored = ScoredRows(0, 0, whole.request.prompt[1:], 1)
+            compute(whole, wanted=ScoredStates(runner, [scored]))
 
     def refusal(self, ask: Generate) -> str | None:
         """Models of transformers that have no head of their own give no states."""
