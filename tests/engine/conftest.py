@@ -27,7 +27,7 @@ from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv_server.engine.models.transformers import TransformersModel
-from vmmkv_server.engine.request import Status
+from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.protocol import Failed, Generate, Message, Output, Outputs
 from vmmkv_server.sampling_params import InvalidParam, SamplingParams
@@ -243,6 +243,9 @@ class Harness:
         assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *fetching}
         assert fetches.waiting.keys() == fetching.keys()
         assert set(fetches._began_s) <= {wait.fetch for wait in fetches.waiting.values()}
+        for kept in (each for feature in self.engine.features.every for each in vars(feature).values()):
+            requests = {key for key in kept if isinstance(key, Request)} if isinstance(kept, dict | set) else set()
+            assert requests <= {*scheduler._by_id.values()}, "no table of a feature has a request that has ended"
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (

@@ -171,15 +171,15 @@ class Features:
     """The features of one engine, in order. Without any it is that of a scheduler alone."""
 
     def __init__(self) -> None:
-        self._every: tuple[Feature, ...] = ()
+        self.every: tuple[Feature, ...] = ()
         self._having: dict[Callable[..., Any], tuple[Feature, ...]] = {}
 
     def plug_in(self, features: Iterable[Feature]) -> None:
         """Have these features, in place of others."""
-        self._every = tuple(features)
+        self.every = tuple(features)
         for name, hook in vars(Feature).items():
             if not name.startswith("_"):
-                self._having[hook] = tuple(each for each in self._every if getattr(type(each), name) is not hook)
+                self._having[hook] = tuple(each for each in self.every if getattr(type(each), name) is not hook)
 
     def having(self, hook: Callable[..., Any]) -> tuple[Feature, ...]:
         """The features that define a hook, which is named as `Feature.planned`."""
@@ -187,4 +187,4 @@ class Features:
 
     def of(self, kind: type[Kind]) -> Kind:
         """The feature of this type."""
-        return next(each for each in self._every if isinstance(each, kind))
+        return next(each for each in self.every if isinstance(each, kind))

@@ -1,0 +1,28 @@
+"""The socket of features."""
+
+from vmmkv_server.engine.feature import Feature, Features
+
+
+def test_features_are_told_in_order_and_only_of_what_they_define() -> None:
+    told: list[str] = []
+
+    class Working(Feature):
+        def poll(self) -> None:
+            told.append("working")
+
+    class Resting(Working):
+        def poll(self) -> None:
+            told.append("resting")
+
+        def close(self) -> None:
+            told.append("closed")
+
+    features = Features()
+    assert not features.having(Feature.poll)
+    features.plug_in([Resting(), Working(), Feature()])
+    for feature in features.having(Feature.poll):
+        feature.poll()
+    for feature in features.having(Feature.close):
+        feature.close()
+    assert told == ["resting", "working", "closed"] and not features.having(Feature.shape)
+    assert type(features.of(Resting)) is Resting
