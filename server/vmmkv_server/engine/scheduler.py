@@ -208,18 +208,16 @@ class Scheduler:
         """
         if request.is_running:
             self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
-        self._by_id.pop(request.ask.request_id, None)  # not before: one that an interrupt keeps from stopping is aborted
-        if request.status is not Status.FINISHED:
-            if request in self.held:
-                self._let_go(request)
-            else:
-                self.waiting.remove(request)
-            request.status = Status.FINISHED
-            self.waiting.memory_changed()
-        self.waiting.forget(request)
-        self._preempted.pop(request, None)
+        elif request in self.held:
+            self._let_go(request)
+        elif request in self.waiting:  # else an interrupt came behind this
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
         for feature in self._features.having(Feature.finished):
             feature.finished(request)
+        self.waiting.forget(request)
+        self._preempted.pop(request, None)
+        self._by_id.pop(request.ask.request_id, None)  # last: one that an interrupt keeps from ending is aborted
 
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
@@ -330,9 +328,9 @@ class Scheduler:
         return False
 
     def _let_go(self, request: Request) -> None:
+        del self.held[request]
         for feature in self._features.having(Feature.let_go):
             feature.let_go(request)
-        del self.held[request]
 
     def _resume(self, requests: list[Request]) -> None:
         """Let requests that were held be admitted."""

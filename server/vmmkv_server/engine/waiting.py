@@ -59,6 +59,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
+    def __contains__(self, request: Request) -> bool:
+        index = bisect_left(self._requests, URGENCY(request), key=URGENCY)
+        return index < len(self._requests) and self._requests[index] is request
+
     @property
     def first(self) -> Request:
         """The most urgent one."""
@@ -88,9 +92,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """A request waits no longer."""
-        index = bisect_left(self._requests, URGENCY(request), key=URGENCY)
-        assert self._requests[index] is request, "it does not wait"
-        del self._requests[index]
+        assert request in self, "it does not wait"
+        del self._requests[bisect_left(self._requests, URGENCY(request), key=URGENCY)]
 
     def begin(self, request: Request) -> None:
         """A waiting request runs from now on."""
@@ -99,8 +102,9 @@ class WaitingQueue:
         facts.lookup = facts.awaited = None
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """A request has ended: others may have its room."""
         self._facts.pop(request, None)
+        self._num_refused = 0
 
     def num_cached(self, request: Request) -> int:
         """How many tokens of a waiting request are cached now."""
