@@ -19,7 +19,7 @@ def test_features_are_told_in_order_and_only_of_what_they_define() -> None:
 
     features = Features()
     assert not features.having(Feature.poll)
-    features.plug_in([Resting(), Working(), Feature()])
+    features.plug_in([Resting(None), Working(None), Feature(None)])
     for feature in features.having(Feature.poll):
         feature.poll()
     for feature in features.having(Feature.close):

@@ -53,6 +53,9 @@ class Feature:
     Questions are asked by the core. Events are told after they have happened, to all features in order.
     """
 
+    def __init__(self, core: Any) -> None:
+        """`core` is the `Core` of its engine: see `features/__init__.py`."""
+
     @staticmethod
     def warm_up(runner: Runner, whole: Chunk, behind: Chunk, compute: Callable[..., None]) -> None:
         """Have kernels compile, and torch take its peak of memory, for what it adds to steps, before there is an engine.
