@@ -26,6 +26,8 @@ TIERS = "tests/laws/test_tiers.py"
 STORES = "tests/laws/test_stores.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
+STORE_UNIT = "tests/unit/test_store.py"
+STORE_MACHINE = "tests/laws/test_store_machine.py"
 FETCHES = "tests/engine/test_fetches.py"
 SWAPS = f"{FETCHES}::test_what_preempted_requests_generated_comes_back_from_a_tier"
 HOLDER = "tests/unit/test_holder.py"
@@ -55,6 +57,7 @@ SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
 COMPACTION = f"{ENGINE}/features/compaction.py"
 TRANSFERS, KEYS, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/keys.py", "vmmkv/tiers/shared.py"
+MOVER, FETCH_SEARCH = "vmmkv/tiers/mover.py", "vmmkv/prefix/fetch_search.py"
 THREADED, HOST, DISK = "vmmkv/tiers/tier.py", "vmmkv/tiers/host.py", "vmmkv/tiers/disk.py"
 ADMINISTRATION, OWN_PROCESS = f"{ENGINE}/administration.py", "server/vmmkv_server/llm.py"
 OTHERS = f"{TIERS_UNIT}::test_no_other_tenant_model_or_layout_finds_a_record"
@@ -290,26 +293,52 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "mappings inherited by fork": ("                madvise(address, size_bytes, MADV_DONTFORK)\n", ""),
     },
     (TRANSFERS, f"{TIER_MACHINE}::test_copies_that_another_brings_while_a_path_is_stored_come_first"): {
-        "rows stored before the copies that make them": ("if placed.extent in self._unwritten:", "if False:"),
+        "rows stored before the copies that make them": ("if not self._transfers.is_written_in(placed.extent):", "if False:"),
     },
     (TRANSFERS, f"{TIER_MACHINE}::test_copies_of_a_path_not_worth_storing_come_before_the_store_of_another"): {
-        "a path stored before copies that were queued for no tier": ("while number > self._num_written:", "while False:"),
+        "a path stored before copies that were queued for no tier": (
+            "while not self._transfers.is_written(self._number):",
+            "while False:",
+        ),
     },
-    (TRANSFERS, f"{TIER_MACHINE}::TestOnASimulatedDevice"): {
+    (MOVER, STORE_UNIT, STORE_MACHINE): {
+        "spans free before they are copied": (
+            "        of.num_under_way += 1\n",
+            "        of.num_under_way += isinstance(of, Load)\n",
+        ),
+        "a put that waits for ever": ("if source.deadline_s >= time.monotonic() else None", ""),
+        "a tier without room taken to have the record": ("answer not in (Refusal.NO_ROOM, Refusal.NOT_NOW)", "True"),
+    },
+    ("vmmkv/tiers/store.py", STORE_UNIT, STORE_MACHINE): {
+        "a record that one tier misses asked of no other": ("if self.failed and self._left:", "if False:"),
+        "what one tier gives brought to no other": (
+            "        for tier in self._store.tiers_worth_it():\n",
+            "        for tier in ():\n",
+        ),
+        "a get that is waited for for ever": ("if self.deadline_s < time.monotonic():", "if False:"),
+        "spans copied to where others begin": ("                lent += size_bytes\n", ""),
+    },
+    (DISK, f"{TIERS}::test_a_disk_with_records_of_another_size_is_refused_and_keeps_them"): {
+        "records of another size taken for empty slots": ("            self._check_record_bytes()\n", ""),
+    },
+    (MOVER, f"{TIER_MACHINE}::TestOnASimulatedDevice"): {
         "loads that are over before their copies": (
             "for copy in [copy for copy in self._copies if copy.fence.done()]:",
             "for copy in [*self._copies]:",
         ),
     },
     (TRANSFERS, f"{TIER_MACHINE}::test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are_written"): {
-        "loads on the stream of stores": ("self._store_stream if part is None else self._load_stream", "self._store_stream"),
-        "stores that take every window": ("left=_SPARE_WINDOWS + _LOAD_WINDOWS)", "left=_SPARE_WINDOWS)"),
+        "loads on the stream of stores": (
+            "self._load_stream if is_load else self._store_stream):\n            return self._windows",
+            "self._store_stream):\n            return self._windows",
+        ),
+        "stores that take every window": ("(_SPARE_WINDOWS if is_load else _SPARE_WINDOWS + _LOAD_WINDOWS)", "_SPARE_WINDOWS"),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_one_load_serves_all_that_wait_for_it"): {
-        "a load for each that waits": ("return next(filter(None, map(self._loading.get, keys)), None)", "return None"),
+    (FETCH_SEARCH, f"{TIERS_UNIT}::test_one_load_serves_all_that_wait_for_it"): {
+        "a load for each that waits": ("self.other = next(filter(None, map(self._loading.get, keys)), None)", "pass"),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_a_fetch_that_nothing_waits_for_gives_everything_back"): {
-        "extents of a fetch that was given up stay held": ("            pool.drop(part.extent)\n", ""),
+        "extents of a fetch that was given up stay held": ("            pool.drop(part.buffer)\n", ""),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant"): {
         "extents that a load has written pass for zero": (
@@ -339,7 +368,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "if False and entry[_ENTRY.size :] != _own_checksum(",
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_a_path_that_is_stored_in_pieces_loses_its_end_first"): {
+    (MOVER, f"{TIERS_UNIT}::test_a_path_that_is_stored_in_pieces_loses_its_end_first"): {
         "what is stored of a path is newer than what was there": (
             "        if 0 < num_held < len(has):\n",
             "        if False:\n",
@@ -363,16 +392,16 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "if wait.fetch.done]",
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has"): {
+    (MOVER, f"{TIERS_UNIT}::test_a_fetch_waits_for_a_tier_that_finds_out_what_it_has"): {
         "a tier that finds out what it has is taken to have nothing": (
-            "            if len(answers) == len(self.tiers):\n",
-            "            if True:\n",
+            "return found if len(known) == len(answers) or all(found) else None",
+            "return found",
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_a_load_that_fails_between_two_looks_at_it_is_a_miss"): {
+    (MOVER, f"{TIERS_UNIT}::test_a_load_that_fails_between_two_looks_at_it_is_a_miss"): {
         "a load that fails while it is looked at": (
-            "any(move.transfer.missed for move in part.coming)",
-            "any(move.transfer.missed for move in part.coming if move not in come)",
+            "any(move.transfer.missed for move in load.coming)",
+            "any(move.transfer.missed for move in load.coming if move not in come)",
         ),
     },
     (SHARED, f"{STORES}::test_a_value_that_is_not_the_record_is_a_miss_and_is_removed"): {
@@ -399,7 +428,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     ): {
         "memory that is being loaded into is kept from running requests": (" or self._give_up_held():", ":"),
     },
-    (TRANSFERS, f"{FETCHES}::test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed"): {
+    (FETCH_SEARCH, f"{FETCHES}::test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_computed"): {
         "all of a prompt computed where its end is in a slow tier": (
             "            for pages in have:  # what is before",
             "            break\n            for pages in have:  # what is before",
@@ -411,7 +440,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "return False",
         ),
     },
-    (TRANSFERS, f"{FETCHES}::test_rows_behind_a_common_beginning_give_way_to_a_load"): {
+    (FETCH_SEARCH, f"{FETCHES}::test_rows_behind_a_common_beginning_give_way_to_a_load"): {
         "rows kept that a load does not go on from": (
             "chain.tokens[:end_token]).node",
             "chain.tokens[:end_token]).node and match.path[-1]",
@@ -469,13 +498,15 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self.table.lengths[slot] = 0",
         ),
     },
-    (TRANSFERS, TIERS_UNIT): {
+    (MOVER, TIERS_UNIT): {
         "records that are neighbours in an extent alone moved by one copy": (
-            "return tier, offset - number * RECORD_BYTES, transfer.address - number * RECORD_BYTES",
-            "return tier, offset - number * RECORD_BYTES, 0",
+            "return tier, offset - number * record_bytes, transfer.address - number * record_bytes",
+            "return tier, offset - number * record_bytes, 0",
         ),
+    },
+    (TRANSFERS, TIERS_UNIT): {
         "a fetch in a pool full of what has just ended": ("                self.cache.collect()  #", "                pass  #"),
-        "what one tier loads never stored in another": ("if len(self.tiers) > 1:", "if False:"),
+        "what one tier loads never stored in another": ("if len(self.mover.tiers) > 1:", "if False:"),
     },
     (SOURCE, HOLDER): {
         "rows of an earlier process taken for zeroes": (
@@ -498,7 +529,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (TRANSFERS, HOLDER): {
         "what is not here stored in a tier": (
-            "if not has.issuperset(keys) and not self._index.import_extents([placed.extent]):",
+            "if not has.issuperset(keys) and not self._transfers.index.import_extents([placed.extent]):",
             "if False:",
         ),
     },
@@ -635,13 +666,13 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self.give_back(transfer)",
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_what_a_failed_copy_was_to_store_is_not_kept"): {
-        "what a failed copy stored kept": ("tier.drop if copy.failed else tier.finished", "tier.finished"),
+    (MOVER, f"{TIERS_UNIT}::test_what_a_failed_copy_was_to_store_is_not_kept"): {
+        "what a failed copy stored kept": ("move.tier.drop if copy.failed else move.tier.finished", "move.tier.finished"),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_a_page_that_lacks_its_first_rows_is_not_stored"): {
-        "an extent that lacks its first rows stored": ("keys = [] if placed.first_token else chain", "keys = chain"),
+        "an extent that lacks its first rows stored": ("keys = [] if placed.first_token else self.chain", "keys = self.chain"),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_rows_that_a_page_on_the_device_lacks_are_fetched"): {
+    (FETCH_SEARCH, f"{TIERS_UNIT}::test_rows_that_a_page_on_the_device_lacks_are_fetched"): {
         "a find that counts lacking rows as on the device": (" and not piece.value.first_token]", "]"),
     },
     (SHARING, f"{TIERS_UNIT}::test_a_page_that_lacks_its_first_rows_is_not_stored"): {
@@ -711,30 +742,34 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            pass\n        raise OSError",
         ),
     },
-    (TRANSFERS, TIERS_UNIT, TIER_MACHINE): {
+    (FETCH_SEARCH, TIERS_UNIT, TIER_MACHINE): {
         "what a fetch goes on from evicted": (
-            "            tree.lock(fetch._node)\n",
+            "            tree.lock(self.node)\n",
             "",
-            (TRANSFERS, "            index.tree.unlock(fetch._node)\n", "            pass\n"),
-        ),
-        "loads of a fetch that was given up go on": (
-            "            part.failed = True\n        for part in [part",
-            "            pass\n        for part in [part",
+            (TRANSFERS, "            self.index.tree.unlock(search.node)\n", "            pass\n"),
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped"): {
-        "paths queued without a bound": ("            if len(stores) > _MOST_QUEUED:\n                del stores[first]\n", ""),
+    (TRANSFERS, TIERS_UNIT, TIER_MACHINE): {
+        "loads of a fetch that was given up go on": ("            self.mover.drop(part)\n", "            pass\n"),
+    },
+    (MOVER, f"{TIERS_UNIT}::test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped"): {
+        "paths queued without a bound": (
+            "            if len(stores) > _MOST_QUEUED:\n                self._forget(stores, first)\n",
+            "",
+        ),
+    },
+    (FETCH_SEARCH, FETCHES): {
+        "a load that is worth nothing": ("if self._worth is None or self._worth(fetch):", "if True:"),
     },
     (TRANSFERS, FETCHES): {
-        "a load that is worth nothing": ("if fetch._worth is None or fetch._worth(fetch):", "if True:"),
         "a load that takes the room of running requests": (
-            "if pool.spare_pages + pool.kept_pages < fetch._room_pages:",
-            "if False:",
+            "if not counts or pool.spare_pages + pool.kept_pages < room_pages:",
+            "if not counts:",
         ),
     },
-    (TRANSFERS, f"{TIERS_UNIT}::test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored"): {
+    (MOVER, f"{TIERS_UNIT}::test_of_a_path_that_is_longer_than_the_tier_its_beginning_is_stored"): {
         "a path longer than a tier evicts its own beginning": (
-            "            has.update(chain.in_order[stats.budget_bytes // RECORD_BYTES :])",
+            "            has.update(source.keys[stats.budget_bytes // self.record_bytes :])",
             "            pass",
         ),
     },

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vmmkv.memory.slots import ParkedSlot
     from vmmkv.prefix import Attached, AttachMethod, Fetch, PrefixCache, PrefixStats
     from vmmkv.sequence import Sequence
-    from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats
+    from vmmkv.tiers import DiskTier, HostTier, KeyChain, Store, Tier, TierStats
 
 __version__ = "0.1.0"
 
@@ -72,6 +72,7 @@ __all__ = [
     "KVCache",
     "KVLayout",
     "KVType",
+    "KeyChain",
     "LayoutError",
     "LogDamaged",
     "OutOfPages",
@@ -86,6 +87,7 @@ __all__ = [
     "RowsUnmapped",
     "Sequence",
     "SequenceTooLong",
+    "Store",
     "Tier",
     "TierStats",
     "TierUnavailable",
@@ -101,7 +103,7 @@ _LAZY = {  # by module: what needs torch
     "memory.slots": ("ParkedSlot",),
     "prefix": ("AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"),
     "sequence": ("Sequence",),
-    "tiers": ("DiskTier", "HostTier", "Tier", "TierStats"),
+    "tiers": ("DiskTier", "HostTier", "KeyChain", "Store", "Tier", "TierStats"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 

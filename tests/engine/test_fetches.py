@@ -22,7 +22,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import Borrowed, Fetch, transfers
+from vmmkv.prefix import Borrowed, Fetch, fetch_search, transfers
 from vmmkv.tiers import TierStats, Transfer
 from vmmkv_server import LLM, RequestOutput, SamplingParams
 from vmmkv_server.config import ServeConfig
@@ -419,7 +419,7 @@ def test_later_requests_do_not_take_the_room_that_one_waits_for(
     harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
-    monkeypatch.setattr(transfers, "_MOST_KEYS", 1)
+    monkeypatch.setattr(fetch_search, "MOST_KEYS", 1)
     monkeypatch.setattr(transfers, "_PIECES_AT_ONCE", 1)
     one = serving(harness, tier, budget_pages=14)
     tokens = stored(one, PROMPT)

@@ -11,7 +11,7 @@ from tests.gpu.conftest import WALK
 from tests.gpu.test_cache_machine_cuda import OverCuda
 from tests.gpu.test_prefix_cuda import LONG, PROMPT, assert_reads, cache, computed
 from tests.laws.test_tier_machine import TierMachine
-from vmmkv import MIB, DiskTier, HostTier, KVCache, PrefixCache, Tier
+from vmmkv import MIB, DiskTier, HostTier, KeyChain, KVCache, PrefixCache, Store, Tier
 from vmmkv.saved import Offloaded
 
 __all__ = ["cache"]
@@ -42,6 +42,21 @@ def test_what_is_evicted_comes_back(cache: KVCache, tier: Tier) -> None:
     assert attached.num_tokens == 992
     assert_reads(attached.sequence, 992)
     cache.check()
+
+
+def test_blocks_of_an_engine_are_stored_as_they_are_when_their_kernels_have_ended(tier: Tier) -> None:
+    written, got = (torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
+    (key,) = KeyChain("model", every=16).of(range(16)).keys()
+    with Store([tier], "cuda") as store:
+        torch.cuda._sleep(LONG)
+        written.fill_(7)
+        put = store.put(key, [(written.data_ptr(), MIB), (written[MIB:].data_ptr(), MIB)])
+        store.poll()
+        assert not torch.cuda.current_stream().query() and not put.done, "a put waited for the kernel, or not for its rows"
+        assert store.flush(30) and put.done
+        written.zero_()
+        get = store.get(key, [(got.data_ptr(), 2 * MIB)])
+        assert store.flush(30) and get.found and bool((got == 7).all())
 
 
 def test_stores_and_loads_wait_for_no_kernel_and_hold_up_none(cache: KVCache) -> None:

@@ -24,8 +24,7 @@ from tests.laws.simulated_driver import SimulatedDriver
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
 from tests.laws.test_stores import Clock
 from vmmkv import HostTier, KVCache, Pool
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix.transfers import Fetch
+from vmmkv.prefix import Fetch, PrefixCache
 from vmmkv.tiers import shared
 from vmmkv.tiers.tier import ThreadedTier
 from vmmkv.units import PAGE_BYTES
@@ -128,9 +127,9 @@ class TierMachine(PrefixMachine):
 
     @invariant()
     def what_is_lent_is_under_way(self):
-        transfers = self.prefix._transfers
-        under_way = {id(move.transfer) for copy in transfers._copies for move in copy.moves}
-        under_way |= {id(move.transfer) for part in transfers._parts for move in part.coming}
+        mover = self.prefix._transfers.mover
+        under_way = {id(move.transfer) for copy in mover._copies for move in copy.moves}
+        under_way |= {id(move.transfer) for load in mover._loads for move in load.coming}
         for tier in self.tiers:
             assert {id(transfer) for transfer in tier.lent} <= under_way, "a tier's memory was not given back"
 
@@ -433,19 +432,19 @@ def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are
         laid_in_pages(prefix, list(range(100, 298)))  # in more extents than there are windows
         for _ in range(3):
             prefix.poll()
-        transfers = prefix._transfers
-        assert not transfers._copies and not kernel.done
+        mover = prefix._transfers.mover
+        assert not mover._copies and not kernel.done
         driver.finish_all()
         for _ in range(3):
             prefix.poll()
         stores = driver._ready()
-        assert transfers._copies and stores
+        assert mover._copies and stores
         fetch = prefix.fetch(prompt)
         assert prefix.poll()
         while ready := [work for work in driver._ready() if work not in stores]:
             driver._run(ready[0])
         prefix.poll()
-        assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and transfers._copies
+        assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and mover._copies
 
 
 def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_need(monkeypatch):

@@ -28,9 +28,10 @@ from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.slots import LiveSlot
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
+from vmmkv.prefix.fetch_search import Fetch
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
-from vmmkv.prefix.transfers import Fetch, PrefixListener, Transfers
+from vmmkv.prefix.transfers import PrefixListener, Transfers
 from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
@@ -392,7 +393,7 @@ class PrefixCache:
                 time.sleep(1e-4)  # a tier is at work
             else:
                 fence.wait()
-        return transfers is None or transfers.flush(until_s)
+        return transfers is None or transfers.mover.flush_tiers(until_s)
 
     # what an earlier process left
 
@@ -463,8 +464,8 @@ class PrefixCache:
                 duplicate_pages=index.duplicate_pages,
                 evicted_pages=index.evicted_pages,
                 fetched_tokens=0 if transfers is None else transfers.fetched_tokens,
-                tiers=() if transfers is None else transfers.stats(),
-                tier_errors=0 if transfers is None else transfers.errors,
+                tiers=() if transfers is None else transfers.mover.stats(),
+                tier_errors=0 if transfers is None else transfers.mover.errors,
             )
 
     def store_if(self, worth: Callable[[str], bool]) -> None:
@@ -473,7 +474,7 @@ class PrefixCache:
         It is asked once for a sequence, and not of tiers that other engines may load from.
         """
         if self._transfers is not None:
-            self._transfers.worth = worth
+            self._transfers.mover.worth = worth
 
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.

@@ -1,29 +1,34 @@
-"""Tiers: where rows go that leave the device, and come back from.
+"""Tiers: where rows go that leave the device, and come back from. `Store` puts bytes of any engine there.
 
 tier     the protocol and its records; read this first
 record   the size of records, and their checksums
 keys     KeyChain: the keys of records, what must agree for bytes to be the same
+store    Store: put and get records of an engine
+mover    the queues and copies of a Store, and of a prefix cache
 host     HostTier: pinned memory
 disk     DiskTier: one file of slots, found again after a restart
 shared   RedisTier, MooncakeTier: stores that engines on several machines share
-saved    rows of running sequences: in a file (Sequence.save, KVCache.restore), in host memory (VmmCache.offload)
 
-`vmmkv.prefix.transfers` copies between the device and tiers.
+`vmmkv.prefix.transfers` copies between the extents of a prefix tree and tiers.
 """
 
 from vmmkv.tiers.disk import DiskTier
 from vmmkv.tiers.host import HostTier
 from vmmkv.tiers.keys import KeyChain
 from vmmkv.tiers.shared import MooncakeTier, RedisTier, open_store
+from vmmkv.tiers.store import Get, Put, Store
 from vmmkv.tiers.tier import Refusal, Tier, TierStats, Transfer
 
 __all__ = [
     "DiskTier",
+    "Get",
     "HostTier",
     "KeyChain",
     "MooncakeTier",
+    "Put",
     "RedisTier",
     "Refusal",
+    "Store",
     "Tier",
     "TierStats",
     "Transfer",

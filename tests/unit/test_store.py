@@ -1,0 +1,149 @@
+"""Store: bytes of any engine in tiers. Random use, and failures, are in tests/laws/test_store_machine.py."""
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.laws.faulty_tier import FaultyTier
+from vmmkv.tiers import DiskTier, HostTier, KeyChain, Refusal, Store
+
+SIZE = 3 * 4096
+KEYS = KeyChain("model", every=16).of(range(16 * 40)).keys()
+
+
+def block(number):
+    """A block of an engine: two layers of K and V, which lie apart."""
+    return [torch.full((SIZE // 4,), number + layer, dtype=torch.uint8) for layer in range(4)]
+
+
+BLOCKS = []
+"""All that were given to a store: it knows addresses alone, and memory that is freed may be another's."""
+
+
+def spans(layers):
+    BLOCKS.append(layers)
+    return [(layer.data_ptr(), layer.numel()) for layer in layers]
+
+
+@pytest.fixture
+def host():
+    tier = HostTier(4 * SIZE, record_bytes=SIZE)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path, 32 * SIZE, record_bytes=SIZE)
+    yield tier
+    tier.close()
+
+
+def test_what_is_put_is_got_from_any_tier_that_has_it(host, disk):
+    with Store([host, disk]) as store:
+        for number in range(10):
+            assert store.lookup([KEYS[number]]) == [False]
+            put = store.put(KEYS[number], spans(given := block(number)))
+            assert not put.done
+            assert store.flush() and put.done
+            assert put.answers == {"host": Refusal.THERE, "disk": Refusal.THERE}
+            for layer in given:
+                layer.zero_()  # the engine uses the block again
+        assert store.lookup(KEYS[:11]) == [True] * 10 + [False]
+        for number in (9, *range(10)):
+            got = block(99)
+            get = store.get(KEYS[number], spans(got))
+            assert not get.done
+            assert store.flush() and get.found
+            assert all(torch.equal(one, other) for one, other in zip(got, block(number), strict=True))
+        missing = store.get(KEYS[10], spans(block(0)))
+        assert store.flush() and missing.found is False
+        assert [tier.loaded_bytes > 0 for tier in store.stats()] == [True, True]
+
+
+def test_what_comes_from_one_tier_is_brought_to_those_that_lack_it(host, disk):
+    with Store([host, disk]) as store:
+        for number in range(8):  # the host keeps four
+            store.put(KEYS[number], spans(block(number)))
+            store.flush()
+        assert host.lookup(KEYS[:1]) == [False]
+        assert store.get(KEYS[0], spans(block(9))) and store.flush()
+        assert host.lookup(KEYS[:1]) == [True]
+
+
+def test_a_record_that_a_tier_misses_comes_from_another(host, disk):
+    forgets = FaultyTier(host, 0, ["forgets"], chance=0)
+    with Store([forgets, disk]) as store:
+        store.put(KEYS[0], spans(block(1)))
+        store.flush()
+        forgets.chance = 1.0
+        get = store.get(KEYS[0], spans(got := block(9)))
+        assert store.flush() and get.found and torch.equal(got[0], block(1)[0])
+        assert disk.stats().loaded_bytes == SIZE
+
+
+def test_answers_tell_a_tier_that_has_a_record_from_one_without_room_or_time(host, disk):
+    with Store([host, disk]) as store:
+        store.put(KEYS[0], spans(block(0)))
+        store.flush()
+        again = store.put(KEYS[0], spans(block(0)))
+        assert store.flush() and {*again.answers.values()} == {Refusal.THERE}
+        full = [host.load(KEYS[0])] + [host.store(key) for key in KEYS[10:13]]
+        busy = [disk.store(key) for key in KEYS[20:40]] + [disk.load(KEYS[0]) for _ in range(8192)]
+        busy = [transfer for transfer in busy if transfer and not isinstance(transfer, Refusal)]
+        put = store.put(KEYS[1], spans(block(1)))
+        store.poll()
+        assert not put.done and put.answers == {"host": Refusal.NO_ROOM, "disk": Refusal.NOT_NOW}
+        for tier, transfers in ((host, full), (disk, busy)):
+            for transfer in transfers:
+                tier.drop(transfer)
+        assert store.flush() and put.done and {*put.answers.values()} == {Refusal.THERE}
+
+
+def test_what_no_tier_takes_or_finds_is_waited_for_no_longer_than_was_said(host):
+    tier = FaultyTier(host, 0, ["refuses", "asks"], chance=1.0)
+    with Store([tier]) as store:
+        late = [store.put(KEYS[0], spans(block(0)), timeout_s=0), store.get(KEYS[1], spans(block(0)), timeout_s=0)]
+        waits = [store.put(KEYS[2], spans(block(0))), store.get(KEYS[3], spans(block(0)))]
+        store.poll()
+        assert [each.done for each in late] == [True, True] and late[0].answers == {tier.name: Refusal.NOT_NOW}
+        store.poll()
+        assert not any(each.done for each in waits)
+        for each in waits:
+            each.give_up()
+        assert all(each.done for each in waits) and not store.poll()
+
+
+def test_a_tier_of_this_engine_alone_gets_what_is_worth_it(host, disk):
+    with Store([host, disk]) as store:
+        store.worth = lambda name: name == "disk"
+        put = store.put(KEYS[0], spans(block(0)))
+        assert store.flush() and put.answers == {"disk": Refusal.THERE}
+
+
+def test_a_tier_that_raises_is_a_miss_and_is_counted(host, disk):
+    gone = FaultyTier(host, 0, ["raises"], chance=1.0)
+    with Store([gone, disk]) as store:
+        put = store.put(KEYS[0], spans(block(0)))
+        assert store.flush() and put.answers["disk"] is Refusal.THERE
+        get = store.get(KEYS[0], spans(block(9)))
+        assert store.flush() and get.found and store.errors and len(store.stats()) == 1
+
+
+def test_what_is_no_record_of_the_store_is_refused_by_what_is(host, tmp_path):
+    with pytest.raises(ValueError, match="tiers: none; give one at least"):
+        Store([])
+    other = HostTier(4096, record_bytes=4096)
+    other.name = "small"
+    with pytest.raises(ValueError, match=f"host with record_bytes={SIZE} and small with record_bytes=4096; .* of one size"):
+        Store([host, other])
+    with Store([host]) as store:
+        buffer = ctypes.create_string_buffer(SIZE)
+        for call in (store.put, store.get):
+            with pytest.raises(ValueError, match=f"spans of 4096 bytes: .* has {SIZE}; .*record_bytes=4096"):
+                call(KEYS[0], [(ctypes.addressof(buffer), 4096)])
+            with pytest.raises(ValueError, match="spans of 0 bytes"):
+                call(KEYS[0], [])
+            with pytest.raises(ValueError, match="a key is 32 bytes, as KeyChain gives"):
+                call(b"short", [(ctypes.addressof(buffer), SIZE)])

@@ -1,0 +1,294 @@
+"""Fetches: what tiers have of a prompt past what the device has, found out piece by piece.
+
+    START ──> NEXT ──> HASHING <──> ASKING ──> CHOOSING ──> ENDED
+               │ none has the next records        │ not worth it, or another fetch loads them
+               └──────────────────────────────────┴─────────> ENDED, with nothing to load
+
+No step waits for a tier, and the cost of those between the first and the last does not grow with the prompt.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+from vmmkv.layout import KVLayout
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, largest_at
+from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.radix_tree import Node
+from vmmkv.tiers.keys import PageKeys
+from vmmkv.tiers.mover import MOST_KEYS, Mover
+from vmmkv.tiers.record import RECORD_BYTES
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+_MOST_ASKED: Final = 1024
+"""Keys of a fetch that a tier is asked about at once: it may take a round trip."""
+
+_DEVICE, _TIER = 1, 2
+"""Where a page is: 0 for nowhere, _DEVICE, _TIER in the first tier, one more in the second, and so on."""
+
+_IS_ON_DEVICE: Final = bytes(place == _DEVICE for place in range(256))
+
+
+class Fetch:
+    """A load of records into the tree, for all that wait for it. Made by `PrefixCache.fetch`, which counts who waits.
+
+    When it is `done`, `attach` finds the loaded rows, up to the first record that was missed.
+    """
+
+    def __init__(self, give_up: "Callable[[Fetch], None]", *, known: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        """Tokens that `attach` finds when it is done; an upper bound until then."""
+        self.done = False
+        self.ended_s = math.inf
+        """When it was done, of time.perf_counter: nothing looks at once."""
+        self.bytes_by_tier: Counter[str] = Counter()
+        """Bytes of its records by the name of the tier that has them. Empty until that is found, and for a fetch of none."""
+        self.loaded_bytes: Counter[str] = Counter()
+        """The same of the records that were loaded."""
+        self.waiting = 1
+        """Calls of `PrefixCache.fetch` that returned it, less those of `give_up`."""
+        self.known_tokens = known
+        """Tokens that were on the device when it began."""
+        self._give_up = give_up
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its records."""
+        return self.bytes_by_tier.total()
+
+    def give_up(self) -> None:
+        """Wait no longer. A fetch that nothing waits for ends: `attach` finds what has come of its beginning."""
+        self._give_up(self)
+
+    def __repr__(self) -> str:
+        return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
+
+
+class FetchState(Enum):
+    """What a search does next."""
+
+    START = "match the prompt in the tree, and lock what the fetch goes on from"
+    NEXT = "ask whether tiers have the first records that the device lacks"
+    HASHING = "hash some keys"
+    ASKING = "ask one tier about them"
+    CHOOSING = "take as much as is worth it"
+    ENDED = "nothing: `places`, `other`, or neither say what was found"
+
+
+class FetchSearch:
+    """The search of a fetch: which records to load, and from which tiers."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        chain: PageKeys,
+        index: PrefixIndex,
+        mover: Mover[Extent],
+        loading: Mapping[bytes, Fetch],
+        *,
+        least_tokens: int,
+        worth: Callable[[Fetch], bool] | None,
+        ended: Callable[[], object],
+    ) -> None:
+        self.fetch: Final = fetch
+        self.chain: Final = chain
+        self.state = FetchState.START
+        self.places: list[tuple[int, range]] = []
+        """Group and pages of the extents to load, when it has ended."""
+        self.other: Fetch | None = None
+        """A fetch that loads the same records already."""
+        self.node: Node[Placed] | None = None
+        """The locked node that the extents follow in the tree."""
+        self._layout: Final = chain.layout
+        self._index, self._mover, self._loading = index, mover, loading
+        self._least_tokens, self._worth, self._ended = least_tokens, worth, ended
+        self._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in self._layout.groups]
+        """Where each page of each group is: see _TIER."""
+        self._firsts: list[int] = []
+        """The first page of each group that is needed and lacks."""
+        self._whole = [index for index, group in enumerate(self._layout.groups) if group.window is None]
+        """The groups without a window, of which every page is needed."""
+        self._nexts: list[bytes] = []
+        """The keys of the first pages that they lack."""
+        self._new: list[tuple[int, int]] = []
+        """Pages that are hashed, and that tiers are still to be asked about."""
+        self._is_more = True
+        """Are there keys left to hash?"""
+        self._num_asked = 0
+        """Tiers that have answered about them."""
+        self._lacking: list[tuple[int, int]] = []
+        """Those that no tier before has."""
+        self._keys: list[bytes] = []
+        """Their keys, which the next tier is asked about."""
+        self._is_waiting = False
+        """Has it still to find out?"""
+
+    def advance(self, may_go_on: Callable[[], bool]) -> bool:
+        """See Search.advance. An error ends it, with nothing to load."""
+        try:
+            while self.state is not FetchState.ENDED and _STEPS[self.state](self, may_go_on):
+                pass
+        except BaseException:
+            self._end([])
+            self._ended()
+            raise
+        if self.state is FetchState.ENDED:
+            self._ended()
+        return self.state is not FetchState.ENDED
+
+    def tiers_of(self, index: int, pages: range) -> list[tuple[int, bytes]]:
+        """The number of the tier that has each of these pages of a group, and its key."""
+        return [(self._have[index][page] - _TIER, self.chain.by_group[index][page]) for page in pages]
+
+    def on_device(self) -> list[bytearray]:
+        """By group and page: was it on the device?"""
+        return [pages.translate(_IS_ON_DEVICE) for pages in self._have]
+
+    # Each step returns whether another one may follow in this poll.
+
+    def _start(self, may_go_on: Callable[[], bool]) -> bool:
+        chain, tree = self.chain, self._index.tree
+        match = tree.match(chain.namespace, chain.tokens)
+        known = itertools.chain.from_iterable(node.pieces for node in match.path)
+        pieces = [piece for piece in known if piece.end_token <= match.num_tokens and not piece.value.first_token]
+        for piece in pieces:
+            first, end = piece.value.page, piece.value.end_page
+            self._have[piece.group][first:end] = bytes([_DEVICE]) * (end - first)
+        if pieces:  # making room must not evict what this goes on from, but may what others have behind that
+            end_token = max(piece.end_token for piece in pieces)
+            self.node = tree.insert(chain.namespace, chain.tokens[:end_token]).node
+            tree.lock(self.node)
+        self._firsts = [
+            _first_lacking(pages, needed(self._layout, index, self.fetch.known_tokens).start)
+            for index, pages in enumerate(self._have)
+        ]
+        self._nexts = [
+            chain.key(index, self._firsts[index]) for index in self._whole if self._firsts[index] < len(self._have[index])
+        ]
+        self.state = FetchState.NEXT
+        return True
+
+    def _ask_next(self, may_go_on: Callable[[], bool]) -> bool:
+        """Nearly no new prompt gets further."""
+        found = self._mover.lookup(self._nexts) if self._nexts else []
+        if found is None:
+            return False
+        if not all(found) or self._is_loaded_by_other(self._nexts):
+            return self._end([])
+        self.chain.skip(self._firsts)
+        self.state = FetchState.HASHING
+        return True
+
+    def _hash(self, may_go_on: Callable[[], bool]) -> bool:
+        some = self.chain.hash_some(MOST_KEYS)
+        self._new += some
+        self._is_more = len(some) == MOST_KEYS
+        if not self._is_more or len(self._new) >= _MOST_ASKED:
+            self.state = FetchState.ASKING
+        return not self._is_more or may_go_on()
+
+    def _ask(self, may_go_on: Callable[[], bool]) -> bool:
+        tier, place = self._mover.tiers[self._num_asked], self._num_asked + _TIER
+        if not self._is_waiting:
+            self._lacking = [(index, page) for index, page in self._new if not self._have[index][page]]
+            self._keys = [self.chain.by_group[index][page] for index, page in self._lacking]
+        elif self._mover.lookup_in(tier, self._keys[-1:]) is None:
+            return False
+        found = self._mover.lookup_in(tier, self._keys)
+        self._is_waiting = found is None
+        if found is None:
+            return False
+        for index, page in itertools.compress(self._lacking, found):
+            self._have[index][page] = place
+        self._num_asked += 1
+        if self._num_asked == len(self._mover.tiers):
+            self._num_asked, self._new = 0, []
+            all_there = all(len(self.chain.by_group[index]) <= _first_lacking(self._have[index]) for index in self._whole)
+            self.state = FetchState.HASHING if self._is_more and all_there else FetchState.CHOOSING
+        return True
+
+    def _choose(self, may_go_on: Callable[[], bool]) -> bool:
+        fetch, have = self.fetch, self._have
+        while (num_tokens := reach(self._layout, have, len(self.chain.tokens) - 1)) - fetch.known_tokens >= self._least_tokens:
+            fetch.num_tokens, fetch.bytes_by_tier = num_tokens, Counter()
+            places = [*self._places(num_tokens)]
+            if self._is_loaded_by_other(
+                [key for index, pages in places for key in self.chain.by_group[index][pages.start : pages.stop]]
+            ):
+                break
+            last = 0
+            for place, tier in enumerate(self._mover.tiers, _TIER):
+                if num_records := sum(have[index].count(place, pages.start, pages.stop) for index, pages in places):
+                    fetch.bytes_by_tier[tier.name] += num_records * RECORD_BYTES
+                    last = place
+            if not last:
+                break
+            if self._worth is None or self._worth(fetch):
+                return self._end(places)
+            for pages in have:  # what is before the records of the slowest tier may be worth it
+                pages[:] = pages.replace(bytes([last]), b"\0")
+        return self._end([])
+
+    def _end(self, places: list[tuple[int, range]]) -> bool:
+        self.state, self.places, self._worth = FetchState.ENDED, places, None
+        return False
+
+    def _is_loaded_by_other(self, keys: Sequence[bytes]) -> bool:
+        """Does another fetch load one of these records?"""
+        self.other = next(filter(None, map(self._loading.get, keys)), None)
+        return self.other is not None
+
+    def _places(self, num_tokens: int) -> Iterator[tuple[int, range]]:
+        """Group and pages of the extents to load: large ones where all their pages are needed."""
+        for index, (group, pages, first) in enumerate(zip(self._layout.groups, self._have, self._firsts, strict=True)):
+            wanted = needed(self._layout, index, num_tokens)
+            page = max(first, wanted.start)
+            while page < wanted.stop:
+                end = min(wanted.stop, page + SIZE_CLASSES[0]) if group.window is None else page
+                there = pages.find(_DEVICE, page, end)
+                run = range(page, page + largest_at(page, end if there < 0 else there))
+                if pages[page] != _DEVICE:
+                    yield index, run
+                page = run.stop
+
+
+_STEPS: Final[Mapping[FetchState, Callable[[FetchSearch, Callable[[], bool]], bool]]] = {
+    FetchState.START: FetchSearch._start,
+    FetchState.NEXT: FetchSearch._ask_next,
+    FetchState.HASHING: FetchSearch._hash,
+    FetchState.ASKING: FetchSearch._ask,
+    FetchState.CHOOSING: FetchSearch._choose,
+}
+
+
+def needed(layout: KVLayout, index: int, num_tokens: int) -> range:
+    """The pages of a group with the rows that a sequence of so many tokens needs for its next one."""
+    group = layout.groups[index]
+    start = group.page_of(layout.start_for(group, num_tokens))
+    return range(start, ceil_div(num_tokens * group.row_bytes, PAGE_BYTES))
+
+
+def reach(layout: KVLayout, have: list[bytearray], most: int) -> int:
+    """The largest number of tokens, up to `most`, for which each needed page is there."""
+    num_tokens = most
+    while True:
+        fewer = num_tokens
+        for index, (group, pages) in enumerate(zip(layout.groups, have, strict=True)):
+            wanted = needed(layout, index, num_tokens)
+            missing = pages.find(0, wanted.start, wanted.stop)
+            if missing < 0 and wanted.stop > len(pages):
+                missing = max(len(pages), wanted.start)
+            if missing >= 0:
+                fewer = min(fewer, group.tokens_under(missing))
+        if fewer == num_tokens:
+            return num_tokens
+        num_tokens = fewer
+
+
+def _first_lacking(pages: bytearray, start: int = 0) -> int:
+    """The first page from `start` on that is nowhere; their number if there is none."""
+    page = pages.find(0, start)
+    return len(pages) if page < 0 else page
