@@ -868,7 +868,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "self._replayer.router_mandatory = False",
         ),
     },
-    ("server/vmmkv_server/http/limits.py", "tests/server/test_limits.py::test_a_client_that_reads_nothing_is_given_up"): {
+    ("server/vmmkv_server/http/edge.py", "tests/server/test_connections.py::test_a_client_that_reads_nothing_is_given_up"): {
         "a client of a stream that does not read waited for": ("asyncio.timeout(SEND_S)", "asyncio.timeout(None)"),
     },
     ("vmmkv/holder/process.py", f"{HOLDER}::test_a_process_that_does_not_read_costs_the_holder_one_answer_and_no_time"): {

@@ -14,7 +14,6 @@ import errno
 import gc
 import ipaddress
 import logging
-import math
 import resource
 import shutil
 import signal
@@ -29,14 +28,15 @@ import msgspec
 import uvicorn
 import zmq
 from rich.console import Console
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vmmkv.errors import VmmkvError
 from vmmkv.units import counted, format_bytes
 from vmmkv_server.config import FrontConfig, ServeConfig, with_flags
 from vmmkv_server.console import LoadingProgress
 from vmmkv_server.engine_client import ENGINE_COMMAND, EngineClient, EngineProcess
-from vmmkv_server.http.app import Service, create_app
+from vmmkv_server.http import edge
+from vmmkv_server.http.app import create_app
+from vmmkv_server.http.generation import Service
 from vmmkv_server.http.limits import MAX_HEADER_BYTES
 from vmmkv_server.logs import LogLines, configure_logging
 from vmmkv_server.metrics import log_rates
@@ -56,44 +56,10 @@ BACKLOG: Final = 2048
 """Connections that the kernel holds until they are accepted."""
 ACCEPTS_AT_ONCE: Final = 64
 """Connections accepted in one turn of the event loop, and failed attempts when no descriptors are left."""
-PROBE_INTERVAL_S: Final = 1.0
-_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class CannotStart(VmmkvError):
     """The address cannot be used, or the model cannot be served."""
-
-
-class HalfCloseProtocol(H11Protocol):
-    """uvicorn's protocol, which also answers a client that ends its side of the connection after its request.
-
-    A client that is gone ends its side too; only sending tells the two apart. Until the answer begins, an interim response
-    (100, which clients skip) is sent every second; it ends a dead connection.
-    """
-
-    _probe_timer: asyncio.TimerHandle | None = None
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection open while an answer is due."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return False
-        cycle.keep_alive = False  # the connection closes behind the answer
-        self._probe()
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-        super().connection_lost(exc)
-
-    def _probe(self) -> None:
-        if self.cycle.response_started or self.transport.is_closing():
-            return
-        if self.scope["http_version"] == "1.1":  # 1.0 has no interim responses
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._probe_timer = self.loop.call_later(PROBE_INTERVAL_S, self._probe)
 
 
 class _Server(uvicorn.Server):
@@ -122,7 +88,7 @@ class _Server(uvicorn.Server):
 def uvicorn_options(num_in_flight: int) -> dict[str, Any]:
     """Options of uvicorn for so many sequences in flight. httptools, its default parser, has no limit on headers."""
     return {
-        "http": HalfCloseProtocol,
+        "http": "h11",
         "h11_max_incomplete_event_size": 4 * MAX_HEADER_BYTES,
         "limit_concurrency": num_in_flight + SPARE_CONNECTIONS,
         "backlog": ACCEPTS_AT_ONCE,  # also the kernel's, until `_Server.startup`
@@ -192,7 +158,7 @@ class _Launch:
                 timeout_graceful_shutdown=GRACE_S,
                 **uvicorn_options(config.max_num_seqs + front.max_queued_requests),
             ),
-            self._service.dashboard.close,
+            self._service.stop,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._reports: set[asyncio.Task[None]] = set()
@@ -203,7 +169,7 @@ class _Launch:
 
     async def serve(self, engine_command: Sequence[str]) -> int:
         loop = asyncio.get_running_loop()
-        log_once_without_descriptors(loop)
+        edge.install(self._server.config)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
         # Before ZeroMQ's threads exist, since it forks; the engine's connect waits for our bind.
@@ -340,24 +306,3 @@ def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> frozenset[st
 def _is_loopback(listener: socket.socket) -> bool:
     """Whether only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-
-
-def log_once_without_descriptors(loop: asyncio.AbstractEventLoop) -> None:
-    """Log one line when connections cannot be accepted for want of descriptors.
-
-    asyncio tries again every second, and reports each failure to the loop's exception handler.
-    """
-    last_s = -math.inf
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last_s
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTORS:
-            loop.default_exception_handler(context)
-            return
-        if loop.time() - last_s > 10:  # else the same shortage
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            log.error("no connection can be accepted: %s (limit %d); trying again every second", error.strerror, limit)
-        last_s = loop.time()
-
-    loop.set_exception_handler(handle)

@@ -22,7 +22,9 @@ from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv_server.config import FrontConfig
 from vmmkv_server.engine_client import Answers, EngineClient
-from vmmkv_server.http.app import Service, create_app
+from vmmkv_server.http import edge
+from vmmkv_server.http.app import create_app
+from vmmkv_server.http.generation import Service
 from vmmkv_server.launch import uvicorn_options
 from vmmkv_server.protocol import Abort, Generate, Ready, encode
 from vmmkv_server.tokenizer import Tokenizer
@@ -188,7 +190,7 @@ def running_server(
             client.start()
             service = Service(client, "tiny", front, hosts)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), sockets)
+            one = Running(engine, client, service, asyncio.get_running_loop(), edge.Edge(create_app(service)), sockets)
             async with contextlib.AsyncExitStack() as closing:
                 closing.push_async_callback(client.close)
                 if start_engine:
@@ -199,7 +201,8 @@ def running_server(
                     one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                     options = uvicorn_options(ready.limits.max_sequences + service.front.max_queued_requests)
                     options |= {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-                    server = uvicorn.Server(uvicorn.Config(one.app, **options))
+                    server = uvicorn.Server(uvicorn.Config(create_app(service), **options))
+                    edge.install(server.config)
                     serving = asyncio.create_task(server.serve(sockets=[listener]))
                     closing.push_async_callback(asyncio.wait, [serving])
                     closing.callback(setattr, server, "should_exit", True)

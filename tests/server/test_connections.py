@@ -7,10 +7,12 @@ import socket
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import Running, asking, eventually
-from vmmkv_server.launch import log_once_without_descriptors
+from vmmkv_server.http import edge
+from vmmkv_server.http.edge import log_once_without_descriptors
 
 
 def connected(server: Running) -> socket.socket:
@@ -65,3 +67,15 @@ def test_a_shortage_of_descriptors_is_one_line_of_the_log(caplog: pytest.LogCapt
         asyncio.run(asyncio.wait_for(shortage(), 60))
     said = [record.message.partition(" (")[0] for record in caplog.records]
     assert said == ["no connection can be accepted: Too many open files", "something else"]
+
+
+def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "SEND_S", 0.05)
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/health", "raw_path": b"/health", "query_string": b"", "headers": []}
+        await asyncio.wait_for(
+            edge.Edge(PlainTextResponse("text"))(scope, asyncio.Event().wait, lambda message: asyncio.Event().wait()), 60
+        )
+
+    asyncio.run(ask())

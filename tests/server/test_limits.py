@@ -29,7 +29,6 @@ from tests.server.support import (
 )
 from vmmkv_server.config import FrontConfig
 from vmmkv_server.engine_client import EngineClient
-from vmmkv_server.http import limits
 from vmmkv_server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv_server.launch import answered_hosts
 from vmmkv_server.protocol import Abort, Forget, Loading, Ready, Resize, Sleep
@@ -500,17 +499,6 @@ def test_refusals_are_counted_on_routes_that_ask_for_something(path: str, status
 
     assert asyncio.run(ask()) == status
     assert counted == [status] * is_counted
-
-
-def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SEND_S", 0.05)
-
-    async def ask() -> None:
-        guard = Guard(PlainTextResponse("text"), queue=queue(), hosts=None, on_refused=lambda status: None)
-        scope = {"type": "http", "method": "GET", "path": "/health", "raw_path": b"/health", "query_string": b"", "headers": []}
-        await asyncio.wait_for(guard(scope, asyncio.Event().wait, lambda message: asyncio.Event().wait()), 60)
-
-    asyncio.run(ask())
 
 
 def test_keys_are_in_no_representation() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.server.fake_engine import READY, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
 from vmmkv.errors import did_you_mean
-from vmmkv_server.http import app
+from vmmkv_server.http import generation
 from vmmkv_server.http.schemas import MAX_VARIABLE_CHARS
 
 OF_BOTH: dict[str, list[Any]] = {
@@ -209,9 +209,9 @@ def test_a_text_that_is_only_counted_needs_no_room_unless_it_is_very_long(
 ) -> None:
     text = "a" * 4000
     for param, asked in (("prompt", {"prompt": text}), ("messages", {"messages": [{"role": "user", "content": text}]})):
-        monkeypatch.setattr(app, "COUNTED_BYTES", 5000)
+        monkeypatch.setattr(generation, "COUNTED_BYTES", 5000)
         assert server.post("/tokenize", asked).json()["count"] >= 4000 > READY.limits.max_tokens
-        monkeypatch.setattr(app, "COUNTED_BYTES", 3000)
+        monkeypatch.setattr(generation, "COUNTED_BYTES", 3000)
         refused = server.post("/tokenize", asked)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)

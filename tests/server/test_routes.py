@@ -463,7 +463,6 @@ class TestStream:
             before, began_s = num_asked(server), time.monotonic()
             time.sleep(1.0)
             assert num_asked(server) - before <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
-        assert eventually(lambda: not server.service.dashboard._news)
 
         def is_quiet() -> bool:
             before = num_asked(server)
@@ -475,7 +474,7 @@ class TestStream:
     def test_it_ends_when_the_server_does(self, fresh: Running) -> None:
         with watching(fresh) as events:
             next(events)
-            fresh.loop.call_soon_threadsafe(fresh.service.dashboard.close)
+            fresh.loop.call_soon_threadsafe(fresh.service.stop)
             for _ in events:
                 pass
 

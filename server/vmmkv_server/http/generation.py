@@ -1,35 +1,73 @@
-"""From a checked request to text as it comes: the engine's requests, and a stream of text for each choice.
+"""From a request's body to its answer: check, tokenise, submit, stream.
 
-prompts ── engine_requests ──> Generate ... engine ... Output ── ChoiceStream ──> TextDelta
+    body ── Job ── tokenise ── submit ──> Generate ... engine ... Output ── Generation ──> TextDelta ── JSON, or events
+
+`Service` is the state that all requests share.
 """
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
-from vmmkv_server.engine_client import Answers, EngineClient, News, RequestFailed
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from vmmkv.units import counted
+from vmmkv_server.config import FrontConfig
+from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, News, RequestFailed, Watchdog
 from vmmkv_server.http import errors
-from vmmkv_server.http.schemas import GenerationRequest
+from vmmkv_server.http.errors import ApiError
+from vmmkv_server.http.limits import AdmissionQueue, RequestState, current_id
+from vmmkv_server.http.responses import (
+    ChoiceStream,
+    DetokenizedText,
+    Health,
+    ModelCard,
+    RenderedRequest,
+    ResponseForm,
+    TextDelta,
+    Tokens,
+    Usage,
+)
+from vmmkv_server.http.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from vmmkv_server.metrics import Metrics
-from vmmkv_server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready
-from vmmkv_server.sampling_params import SEED_MASK, SamplingParams
+from vmmkv_server.protocol import Beams, Generate, Loading, Output, PromptLogprobs, Ready
+from vmmkv_server.sampling_params import SEED_MASK, InvalidParam, Limits, RequestRefused, SamplingParams
 from vmmkv_server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
-from vmmkv_server.tokenizer import Detokenizer, Echo
+from vmmkv_server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+INLINE_CHARS: Final = 4096
+"""Texts of fewer characters together are tokenised in about a millisecond."""
+INLINE_LOGPROBS: Final = 512
+"""So many log-probabilities are written in a few milliseconds."""
+INLINE_ECHO_TOKENS: Final = 256
+"""For so many tokens of prompts, the places in their text are found in about a millisecond."""
+COUNTED_BYTES: Final = 1 << 20
+"""Of a body of /tokenize. The text of a longer one must be such that its tokens may fit into a request: a tokenizer takes
+hundreds of bytes of memory for each character."""
+MESSAGE_CHARS: Final = 64
+"""A message takes so many characters' time beside its content."""
 MAX_PROMPT_LOGPROBS: Final = 1 << 17
 """Log-probabilities of the prompts of one request: each is named in the answer, which takes some microseconds."""
 _PROMPT_TOKEN_WEIGHT: Final = 4
@@ -68,59 +106,24 @@ class Deadline:
             return None
         return self.arrived_s + self.spared_s + self.timeout_s - time.perf_counter()
 
+    async def keep(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which is cancelled when the time is over. Raises: ApiError (408)."""
+        try:
+            async with asyncio.timeout(self.left_s()):
+                return await work
+        except TimeoutError as error:
+            raise self.error() from error
+
     def error(self) -> errors.ApiError:
         """408. OpenAI's client would send the request again by itself, and is told not to."""
         return errors.too_late(f"The answer was not finished within {self.timeout_s:g} s.", {"x-should-retry": "false"})
 
 
-def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
-    """Raises: ApiError (400) if a request is for more log-probabilities of its prompts than an answer may hold."""
-    if request.params.prompt_logprobs is None:
-        return
-    each = _PROMPT_TOKEN_WEIGHT + request.params.prompt_logprobs
-    num_tokens = request.params.n * sum(map(len, prompts))
-    if each * num_tokens > MAX_PROMPT_LOGPROBS:
-        why = (
-            f"with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of {num_tokens} tokens "
-            f"of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or choices in a request"
-        )
-        raise errors.invalid("logprobs", why, code="too_many_logprobs")
-
-
-def engine_requests(
-    request: GenerationRequest,
-    base_id: str,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    *,
-    grammar: bytes,
-    namespace: str | None,
-) -> list[Generate]:
-    """For each prompt, with its params, a Generate for each choice, or one for its beam search.
-
-    Choice i of the first prompt has the request's seed + i: the answer that a request for it alone would get. Later prompts
-    begin at seeds of their own, so that equal prompts may get different answers.
-    """
-    first_seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-    num_each = 1 if request.params.is_search else request.params.n
-    return [
-        Generate(
-            request_id=f"{base_id}-{prompt_index * num_each + index}",
-            prompt=prompt,
-            params=dataclasses.replace(own, seed=(first_seed + prompt_index * _SEED_STEP + index) & SEED_MASK),
-            priority=request.priority,
-            cache_salt=namespace,
-            grammar=grammar,
-        )
-        for prompt_index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
-        for index in range(num_each)
-    ]
-
-
 class GrammarService:
     """The grammars that requests ask for, and the compiler of one server, created for the first of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
         self._compiler: GrammarCompiler | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Of schemas: to read one holds Python's lock, which several threads would take from the event loop in turn."""
@@ -134,24 +137,22 @@ class GrammarService:
         except GrammarRefused as error:
             raise errors.invalid(request.grammar_source, error) from error
 
-    async def compiled(self, param: str, grammar: Grammar, ready: Ready, *, namespace: str | None, deadline: Deadline) -> bytes:
+    async def compiled(self, param: str, grammar: Grammar, *, namespace: str | None, deadline: Deadline) -> bytes:
         """The grammar of `param` as the engine takes it. The compiler's start is not on the request's time.
 
-        Raises: ApiError: 400 naming the parameter, 408, 503.
+        Raises: EngineNotReady, EngineDead; ApiError: 400 naming the parameter, 408, 503.
         """
         if self._compiler is None:
+            ready = self._engine.require_ready()
             self._compiler = GrammarCompiler(Path(ready.model), ready.limits.vocabulary_size, ready.end_tokens)
         compiler, began_s = self._compiler, time.perf_counter()
         try:
             if not compiler.knows(grammar, namespace=namespace):
                 await compiler.start()
                 deadline.spared_s += time.perf_counter() - began_s
-            async with asyncio.timeout(deadline.left_s()):
-                return await compiler.compile(grammar, namespace=namespace)
+            return await deadline.keep(compiler.compile(grammar, namespace=namespace))
         except GrammarRefused as error:
             raise errors.invalid(param, error, code="invalid_grammar") from error
-        except TimeoutError as error:
-            raise deadline.error() from error
         except CompilerBusy as error:
             raise errors.unavailable(f"{error} Try again in a while.") from error
         except CompilerUnavailable as error:
@@ -164,123 +165,230 @@ class GrammarService:
             await self._compiler.close()
 
 
-class Score(NamedTuple):
-    """The log-probability of a token of the answer."""
-
-    token_id: int
-    logprob: float | None
-    """None for the first token of a prompt, which comes after nothing."""
-    likeliest: Sequence[tuple[int, float]]
-    """The likeliest tokens at its place, and their log-probabilities; as many as were asked for."""
-    offset: int
-    """Where the token begins in the text of the answer, in characters."""
+_CUT_OFF: Final = (
+    "the holder of the KV memory is gone: this server goes on with the memory that it has, which does not outlive it, and gets "
+    "nothing from other servers; start a holder again, and then the servers that use it"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class EchoScores:
-    """The Scores of a prompt, packed as the engine sent them: unpacking takes long, so it is done off the event loop."""
+class Service:
+    """One model: its engine, its tokenizer once that is loaded, and admission to it."""
 
-    echo: Echo
-    messages: list[PromptLogprobs] = field(default_factory=list)
+    def __init__(
+        self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Collection[str] | None = None
+    ) -> None:
+        """`hosts`: as of `Guard`."""
+        self.front = front or FrontConfig()
+        self.hosts = hosts
+        self.engine = engine
+        self.model = model
+        self.metrics = Metrics(engine, model)
+        self.in_flight: set[Generation] = set()
+        self.queue = AdmissionQueue(engine, self.front)
+        self.grammars = GrammarService(engine)
+        self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
+        self.at_stop: list[Callable[[], None]] = []
+        """Ends of streams that have none by themselves."""
+        self.tokenizer: Tokenizer | None = None
+        self.created = int(time.time())
 
-    @property
-    def are_complete(self) -> bool:
-        """Whether every token has one; the first token of the prompt has one although nothing is sent of it."""
-        return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES == len(self.echo.token_ids)
+    def health(self) -> Health:
+        """Whether requests are taken, and if not, why."""
+        match self.engine.phase:
+            case Dead(reason=reason):
+                return Health(status="dead", reason=reason)
+            case Loading(stage=stage, done=done, total=total):
+                return Health(status="loading", reason=f"{stage}: {done} of {total}")
+            case Ready():
+                still = f"still in flight: {counted(self.queue.num_sequences, 'sequence')}"
+                if self.queue.drained_by_s is not None:
+                    return Health(status="draining", reason=still)
+                if self.queue.is_asleep:
+                    reason = still if self.queue.num_sequences else "POST /wake_up ends it"
+                    return Health(status="asleep", reason=reason)
+                if (complaint := self.watchdog.complaint()) is not None:
+                    return Health(status="stuck", reason=complaint)
+                if self.tokenizer is None:
+                    return Health(status="loading", reason="the tokenizer")
+                is_cut_off = self.engine.snapshot is not None and self.engine.snapshot.holder_is_gone
+                return Health(status="ok", reason=_CUT_OFF if is_cut_off else None)
 
-    @property
-    def num_logprobs(self) -> int:
-        """Log-probabilities, those of the likeliest tokens among them."""
-        return sum(len(message.logprobs) + len(message.top_logprobs) for message in self.messages) // LOGPROB_BYTES
+    def check_name(self, model: str | None) -> None:
+        """Raises: ApiError (404) for another model, with the name that would work."""
+        if model not in (None, self.model):
+            message = f"The model {model!r} does not exist; this server has {self.model!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    def unpacked(self) -> Iterator[Score]:
-        """The Score of each token, in order. Takes a few microseconds each."""
-        scores = [(None, ()), *chain.from_iterable(zip(*message.unpacked(), strict=True) for message in self.messages)]
-        for token_id, (logprob, likeliest), offset in zip(self.echo.token_ids, scores, self.echo.offsets, strict=True):
-            yield Score(token_id, logprob, likeliest, offset)
+    def require(self, model: str | None) -> tuple[Limits, Tokenizer]:
+        """What one request can have, and the tokenizer.
+
+        Raises: EngineNotReady, EngineDead; ApiError: 404 for another model, 503.
+        """
+        self.check_name(model)
+        limits = self.engine.require_ready().limits
+        if self.tokenizer is None:
+            raise errors.unavailable("The tokenizer is loading; try again in a while.")
+        return dataclasses.replace(limits, model=self.model, vocabulary_size=self.tokenizer.vocab_size), self.tokenizer
+
+    def stop(self) -> None:
+        """End the streams that have no end."""
+        for end in self.at_stop:
+            end()
+
+    def deadline(self, wanted_s: float | None = None) -> Deadline:
+        """The end of a request that arrives now and asked for so much time."""
+        limits_s = [each for each in (wanted_s, self.front.request_timeout_s) if each is not None]
+        return Deadline(time.perf_counter(), min(limits_s, default=None))
+
+    def describe(self) -> ModelCard:
+        """The model as /v1/models shows it."""
+        card, ready = ModelCard(id=self.model, created=self.created), self.engine.phase
+        if isinstance(ready, Ready):
+            card.max_model_len, card.implementation = ready.limits.max_tokens, ready.implementation
+            card.kv_cache_dtype = ready.kv_cache_dtype
+        return card
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text of one choice; its last one has a finish reason."""
+class Job:
+    """A request on its way to the engine. Making one checks what can be without its tokens.
 
-    index: int
-    """Of the choice."""
-    text: str
-    finish_reason: FinishReason | None
-    scores: Sequence[Score] | None = None
-    """Of the new tokens; None unless they were asked for."""
-    echo_scores: EchoScores | None = None
-    """Of a prompt that stands before the new tokens."""
-
-    @property
-    def num_logprobs(self) -> int:
-        """Log-probabilities to write."""
-        of_echo = 0 if self.echo_scores is None else self.echo_scores.num_logprobs
-        return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
-
-    def all_scores(self) -> list[Score]:
-        """Those of an echoed prompt too."""
-        return [*(self.echo_scores.unpacked() if self.echo_scores else ()), *(self.scores or ())]
-
-
-class ChoiceStream:
-    """The text of one choice: `feed` it the engine's outputs, `take` what is new.
-
-    The text begins with that of an `echo`. `scored`: keep a Score for each token; those of the echo come by `feed_prompt`,
-    before any output.
+    Raises: EngineNotReady, EngineDead; ApiError: 400 naming the parameter, 404 for another model, 408, 503.
     """
 
-    def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
-        self.detokenizer = detokenizer
-        self._text = "" if echo is None else echo.text
-        self._first_offset = len(self._text)
-        self._scores: list[Score] | None = [] if scored else None
-        self._echo_scores = EchoScores(echo) if scored and echo is not None else None
-        self._reason: FinishReason | None = None
+    def __init__(self, service: Service, request: Request, body: GenerationRequest) -> None:
+        self.state: RequestState = request.state.request
+        self.deadline = service.deadline(body.timeout)
+        self.limits, self.tokenizer = service.require(body.model)
+        self.prompts: list[list[int]] = []
+        """Token ids of each prompt, once it is tokenised."""
+        self.params: list[SamplingParams] = []
+        """The sampling parameters of each prompt."""
+        self._service = service
+        self._body = body
+        self._namespace = service.queue.namespace(self.state.caller, body.cache_salt)
+        self._asked: Grammar | None = None
+        self._grammar = b""
+        self._echoes: list[Echo] | None = None
+        """With `echo`, the texts that answers begin with, and their tokens' places if those are scored."""
+        if body.priority < 0 and not service.queue.sees_all(self.state.caller):
+            why = f"{body.priority} goes before the requests of other keys; send 0, or more to go later"
+            raise errors.invalid("priority", why)
 
-    def feed_prompt(self, message: PromptLogprobs) -> None:
-        """Log-probabilities of the next tokens of the echoed prompt, in order."""
-        assert self._echo_scores is not None, "they were not asked for"
-        self._echo_scores.messages.append(message)
+    async def tokenise(self) -> None:
+        """Read the grammar, tokenise the prompts, and check what they ask for."""
+        body = self._body
+        try:
+            if body.grammar_param:
+                self._asked = await self.deadline.keep(self._service.grammars.read(body))
+            await self.deadline.keep(self._encode())
+            self.params = list(map(self._params_for, self.prompts))
+        except PromptError as error:
+            raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
+        except InvalidParam as error:
+            raise errors.invalid(error.param, f"it {error.reason}") from error
+        except RequestRefused as error:
+            names = {"prompt": body.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
+            param = names.get(error.param, error.param)
+            raise ApiError(400, str(error).replace("beam_width", param), param=param, code=error.code) from error
 
-    def feed(self, outputs: Sequence[Output]) -> None:
-        """The engine's outputs since the last call, in order. Tokens after a stop string are dropped."""
-        if self.detokenizer.stopped:
+    async def prepare(self, check_tokens: Callable[[int], None]) -> None:
+        """Tokenise, and compile the grammar if there is room for so many tokens: `check_tokens` raises if not."""
+        await self.tokenise()
+        check_tokens(self._body.params.num_sequences * sum(map(len, self.prompts)))
+        if self._asked is not None:
+            self._grammar = await self._service.grammars.compiled(
+                self._body.grammar_param, self._asked, namespace=self._namespace, deadline=self.deadline
+            )
+
+    def submit(self, name: str) -> "Generation":
+        """Send the request to the engine: for each prompt a Generate for each choice, or one for its beam search.
+
+        Choice i of the first prompt has the request's seed + i: the answer that a request for it alone would get. Later prompts
+        begin at seeds of their own, so that equal prompts may get different answers.
+        """
+        body = self._body
+        first_seed = secrets.randbits(63) if body.params.seed is None else body.params.seed
+        num_each = 1 if body.params.is_search else body.params.n
+        requests, choices = list[Generate](), list[ChoiceStream]()
+        for prompt_index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
+            for index in range(num_each):
+                seed = (first_seed + prompt_index * _SEED_STEP + index) & SEED_MASK
+                requests.append(
+                    Generate(
+                        request_id=f"{name}-{prompt_index * num_each + index}",
+                        prompt=prompt,
+                        params=dataclasses.replace(params, seed=seed),
+                        priority=body.priority,
+                        cache_salt=self._namespace,
+                        grammar=self._grammar,
+                    )
+                )
+            for _ in range(params.n):
+                context = prompt if body.is_continued else ()
+                detokenizer = self.tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens)
+                echo = None if self._echoes is None else self._echoes[prompt_index]
+                choices.append(ChoiceStream(detokenizer, scored=params.logprobs is not None, echo=echo))
+        at_end = not body.stream and not body.stop
+        return Generation(self._service, requests, choices, num_choices=body.params.n, deadline=self.deadline, at_end=at_end)
+
+    async def _encode(self) -> None:
+        """Raises: PromptError, RequestRefused, ApiError."""
+        body, tokenizer = self._body, self.tokenizer
+        if isinstance(body, ChatRequest):
+            self.prompts = [
+                await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, self.limits, body.wanted_tokens)
+            ]
             return
-        reason = outputs[-1].finish_reason
-        token_ids = list(chain.from_iterable(output.token_ids for output in outputs))
-        if self._scores is not None:
-            self._feed_scored(token_ids, outputs)
-            token_ids = []
-        if reason is None:
-            self._text += self.detokenizer.feed(token_ids)
-        elif not self.detokenizer.stopped:
-            self._text += self.detokenizer.finish(token_ids)
-        self._reason = "stop" if self.detokenizer.stopped else reason
+        assert isinstance(body, CompletionRequest)
+        num_given = sum(map(len, body.prompt))
+        encode = functools.partial(tokenizer.encode, limits=self.limits, wanted=body.wanted_tokens)
+        self.prompts = prompts = await off_loop(num_given, lambda: list(map(encode, body.prompt)), inline=INLINE_CHARS)
+        if body.params.prompt_logprobs is not None:
+            _check_prompt_logprobs(body.params, prompts)
+            num_tokens = sum(map(len, prompts))
+            self._echoes = await off_loop(
+                num_tokens, lambda: list(map(tokenizer.echo, body.prompt, prompts)), inline=INLINE_ECHO_TOKENS
+            )
+        elif body.echo:
+            texts = await off_loop(num_given, lambda: list(map(tokenizer.text_of, body.prompt)), inline=INLINE_CHARS)
+            self._echoes = [Echo(text, (), ()) for text in texts]
 
-    def take(self, index: int) -> TextDelta | None:
-        """New text since the last call, as of choice `index`. None if there is none: scores wait for text."""
-        is_waiting = self._echo_scores is not None and not self._echo_scores.are_complete
-        if self._reason is None and (is_waiting or not self._text):
-            return None
-        delta = TextDelta(index, self._text, self._reason, self._scores, self._echo_scores)
-        self._text, self._echo_scores = "", None
-        if self._scores is not None:
-            self._scores = []
-        return delta
+    def _params_for(self, prompt: list[int]) -> SamplingParams:
+        """Raises: InvalidParam, RequestRefused for what can never be served here."""
+        body, limits = self._body, self.limits
+        eviction = limits.eviction(body.params)
+        new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens, eviction=eviction)
+        params = dataclasses.replace(body.params, max_tokens=new_tokens)
+        limits.check(prompt, params, follows_grammar=bool(body.grammar_param))
+        return params
 
-    def _feed_scored(self, token_ids: Sequence[int], outputs: Sequence[Output]) -> None:
-        logprobs = list(chain.from_iterable(output.logprobs for output in outputs))
-        likeliest = chain.from_iterable(output.top_logprobs or ((),) * len(output.logprobs) for output in outputs)
-        assert self._scores is not None and len(logprobs) >= len(token_ids), "the engine sent no log-probabilities"
-        # Both can be longer by one: an end token has its own, and is not among the tokens.
-        for token_id, logprob, likely in zip(token_ids, logprobs, likeliest, strict=False):
-            if self.detokenizer.stopped:
-                return
-            offset = self._first_offset + self.detokenizer.num_characters
-            self._scores.append(Score(token_id, logprob, likely, offset))
-            self._text += self.detokenizer.feed([token_id])
+
+def _check_prompt_logprobs(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
+    """Raises: ApiError (400) if a request is for more log-probabilities of its prompts than an answer may hold."""
+    assert params.prompt_logprobs is not None, "they are asked for"
+    each, num_tokens = _PROMPT_TOKEN_WEIGHT + params.prompt_logprobs, params.n * sum(map(len, prompts))
+    if each * num_tokens > MAX_PROMPT_LOGPROBS:
+        why = (
+            f"with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of {num_tokens} tokens "
+            f"of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or choices in a request"
+        )
+        raise errors.invalid("logprobs", why, code="too_many_logprobs")
+
+
+async def _encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    variables: dict[str, TemplateVariable] | None,
+    limits: Limits | None = None,
+    wanted: int | None = None,
+) -> list[int]:
+    """Raises: PromptError; RequestRefused beyond the `limits`."""
+    turns = [message.model_dump() for message in messages]
+    texts = (value for turn in turns for value in turn.values() if isinstance(value, str))
+    cost = MESSAGE_CHARS * len(turns) + sum(map(len, texts))
+    has_more = any(message.model_extra for message in messages)  # of any size
+    encode = functools.partial(tokenizer.encode_chat, turns, variables, limits, wanted)
+    return await off_loop(cost, encode, inline=0 if has_more else INLINE_CHARS)
 
 
 class Generation:
@@ -294,19 +402,16 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient,
-        metrics: Metrics,
-        in_flight: "set[Generation]",
+        service: "Service",
         requests: Sequence[Generate],
         choices: Sequence[ChoiceStream],
         *,
         num_choices: int,
         deadline: Deadline,
-        at_end: bool = False,
+        at_end: bool,
     ) -> None:
         self.arrived_s = deadline.arrived_s
-        self._metrics = metrics
-        self._in_flight = in_flight
+        self._service = service
         self._choices = choices
         self._num_choices = num_choices
         choices_each = len(choices) // len(requests)
@@ -321,11 +426,16 @@ class Generation:
         left_s = deadline.left_s()
         if left_s is not None and left_s <= 0:
             raise deadline.error()
-        self._answers: Answers = engine.submit(requests, arrived_s=self.arrived_s, at_end=at_end)
+        self._answers: Answers = service.engine.submit(requests, arrived_s=self.arrived_s, at_end=at_end)
         self._timer: asyncio.TimerHandle | None = None
         if left_s is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._answers.fail, deadline.error())
-        in_flight.add(self)
+        service.in_flight.add(self)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return len(self._choices)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all choices mixed. Raises: RequestFailed, EngineDead; ApiError when the time is over."""
@@ -420,8 +530,145 @@ class Generation:
         if self._outcome is not None:
             return
         self._outcome = outcome
-        self._in_flight.discard(self)
-        self._metrics.requests.labels(outcome).inc()
-        self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)
+        self._service.in_flight.discard(self)
+        self._service.metrics.requests.labels(outcome).inc()
+        self._service.metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request ended", extra={"outcome": outcome, "tokens": self.token_counts()})
+
+
+async def _present(request: Request, work: Coroutine[Any, Any, T], engine: EngineClient | None = None) -> T:
+    """The result of `work`, which is cancelled when the client goes away, or an engine that it needs dies.
+
+    Raises: ApiError (499), EngineDead.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    dying = leaving if engine is None else asyncio.create_task(engine.dead.wait())
+    try:
+        await asyncio.wait({working, leaving, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if engine is not None and not leaving.done():
+            engine.require_ready()
+        raise ApiError(499, "The client went away.", code="client_closed_request")  # the status is nginx's
+    finally:
+        for task in (working, leaving, dying):
+            task.cancel()
+
+
+async def _disconnected(request: Request) -> bool:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    return True
+
+
+# The routes.
+
+
+async def answer(service: Service, request: Request, body: GenerationRequest, form_type: type[ResponseForm]) -> Response:
+    """Check a request, tokenise it, submit it, and send its answer whole or as a stream.
+
+    Raises: ApiError, EngineNotReady, EngineDead, RequestFailed.
+    """
+    job = Job(service, request, body)
+    # Again: a drain may have begun since its headers came.
+    check_tokens = job.state.at_end.enter_context(service.queue.place(body.num_prompts * body.params.num_sequences))
+    await _present(request, job.prepare(check_tokens), service.engine)
+    form = form_type(service.model, job.tokenizer.texts)
+    generation = job.submit(form.id)
+    job.state.at_end.callback(generation.close)
+    job.state.has_begun = True
+    if body.stream:
+        return StreamingResponse(
+            _events(form, generation, body), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    return Response(await _present(request, _whole(form, generation)), media_type="application/json")
+
+
+async def render(service: Service, request: Request, body: GenerationRequest, form_type: type[ResponseForm]) -> Response:
+    """Send what `answer` would send to the engine. Raises: ApiError, EngineNotReady, EngineDead."""
+    if body.use_beam_search:
+        raise errors.invalid("use_beam_search", "a beam search cannot be rendered: leave it out")
+    job = Job(service, request, body)
+    await _present(request, job.tokenise())
+
+    def write() -> str:
+        id_prefix = form_type.id_prefix
+        texts = [
+            RenderedRequest.of(body, prompt, params, model=service.model, id_prefix=id_prefix).model_dump_json()
+            for prompt, params in zip(job.prompts, job.params, strict=True)
+        ]
+        return texts[0] if isinstance(body, ChatRequest) else f"[{','.join(texts)}]"
+
+    return Response(await off_loop(sum(map(len, job.prompts)), write, inline=INLINE_CHARS), media_type="application/json")
+
+
+async def tokenize(service: Service, request: Request, body: TokenizeRequest) -> Response:
+    """Send the token ids of a text or a conversation. Raises: ApiError, EngineNotReady, EngineDead."""
+    limits, tokenizer = service.require(body.model)
+    most = limits if len(await request.body()) > COUNTED_BYTES else None
+    if body.prompt is None:
+        param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs, most)
+    else:
+        add_special_tokens = body.add_special_tokens is not False
+        encode = functools.partial(tokenizer.encode, body.prompt, most, add_special_tokens=add_special_tokens)
+        param, work = "prompt", off_loop(len(body.prompt), encode, inline=INLINE_CHARS)
+    try:
+        ids = await _present(request, service.deadline().keep(work))
+    except PromptError as error:
+        raise errors.invalid(param, error) from error
+    except RequestRefused as error:
+        raise ApiError(400, str(error), param=param, code=error.code) from error
+
+    def write() -> str:
+        texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
+        return Tokens.model_construct(
+            count=len(ids), max_model_len=limits.max_tokens, tokens=ids, token_strs=texts
+        ).model_dump_json()
+
+    return Response(await off_loop(len(ids), write, inline=INLINE_CHARS), media_type="application/json")
+
+
+async def detokenize(service: Service, request: Request, body: DetokenizeRequest) -> DetokenizedText:
+    """The text of token ids, special tokens among it. Raises: ApiError, EngineNotReady, EngineDead."""
+    _, tokenizer = service.require(body.model)
+    decode = functools.partial(tokenizer.text_of, body.tokens, skip_special_tokens=False)
+    work = off_loop(len(body.tokens), decode, inline=INLINE_CHARS)
+    try:
+        return DetokenizedText(prompt=await _present(request, service.deadline().keep(work)))
+    except PromptError as error:
+        raise errors.invalid("tokens", error) from error
+
+
+async def _whole(form: ResponseForm, generation: Generation) -> str:
+    """The answer as JSON."""
+    choices = await generation.whole()
+    usage = Usage.of(generation.token_counts(), generation.kept_rows())
+    return await _json(lambda: form.whole(choices, usage), choices)
+
+
+async def _json(make: Callable[[], BaseModel], deltas: Iterable[TextDelta]) -> str:
+    """JSON made of these deltas, off the event loop if they have many log-probabilities."""
+    num_logprobs = sum(delta.num_logprobs for delta in deltas)
+    return await off_loop(num_logprobs, lambda: make().model_dump_json(), inline=INLINE_LOGPROBS)
+
+
+async def _events(form: ResponseForm, generation: Generation, body: GenerationRequest) -> AsyncIterator[str]:
+    """Server-sent events. An error after the start is one of them, for the status is sent."""
+
+    async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
+        usage = Usage.of(generation.token_counts(), generation.kept_rows()) if with_usage else None
+        return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
+
+    try:
+        for delta in form.opening(generation.num_choices):
+            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
+        async for delta in generation.deltas():
+            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
+        if body.stream_counts.include_usage:
+            yield await chunk(with_usage=True)
+    except Exception as error:
+        if not isinstance(error, ApiError | RequestFailed | EngineDead):
+            log.exception("the stream of request %s failed", current_id.get())
+        yield f"data: {errors.from_exception(error).body.model_dump_json()}\n\n"
+    yield "data: [DONE]\n\n"

@@ -20,13 +20,16 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.units import counted, format_bytes
@@ -45,8 +48,6 @@ MAX_BODIES: Final = 16
 """All bodies that are held together are at most so many of the largest."""
 BODY_S: Final = 60.0
 """How long a client may take to send a body."""
-SEND_S: Final = 60.0
-"""How long it may take to read a piece of its answer, before it is taken to have gone away."""
 WINDOW_S: Final = 30
 """Rates are taken over so long."""
 MOST_RETRY_S: Final = 60
@@ -314,14 +315,10 @@ class Guard:
                 has_started = True
                 self._count(scope, message["status"])
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
-            try:
-                async with asyncio.timeout(SEND_S):
-                    await send(message)
-            except TimeoutError:
-                raise ClientDisconnect from None
+            await send(message)
 
         try:
-            await (self._head if scope["method"] == "HEAD" else self._pass)(scope, headers, receive, send_named)
+            await self._pass(scope, headers, receive, send_named)
         except ClientDisconnect:
             pass  # before its body was complete
         except Exception as error:
@@ -357,22 +354,6 @@ class Guard:
             scope.setdefault("state", {})["request"] = RequestState(caller, at_end)
             await self._app(scope, receive, send)
 
-    async def _head(self, scope: Scope, headers: dict[bytes, bytes], _: Receive, send: Send) -> None:
-        """The headers that GET would get. A stream ends there."""
-        ended = asyncio.Event()
-
-        async def send_head(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await send(message)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                ended.set()
-
-        async def receive_end() -> Message:
-            await ended.wait()
-            return {"type": "http.disconnect"}
-
-        await self._pass({**scope, "method": "GET"}, headers, _with_body(b"", receive_end), send_head)
-
     async def _read_body(self, scope: Scope, receive: Receive, at_end: contextlib.ExitStack) -> Receive:
         """Read all of a body, counted in the queue until the end; returns what the route receives."""
         data, num_bytes = bytearray(), 0
@@ -407,3 +388,44 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
         return whole.pop() if whole else await receive()
 
     return receive_again
+
+
+class Origins(CORSMiddleware):
+    """CORS. A browser that asks for a page of an origin which is not allowed is told what would allow it, and the log once.
+
+    `hosts` as of `Guard`, which sees no such question.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Sequence[str], hosts: Collection[str] | None) -> None:
+        super().__init__(
+            app,
+            allow_origins=allowed,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_credentials=False,  # pages send a key themselves; a browser adds nothing of its own
+            expose_headers=["X-Request-Id", "Retry-After"] if allowed else [],
+        )
+        self._hosts = hosts
+        self._has_told = False
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks whether a page may send its request."""
+        try:
+            check_host(request_headers.get("host", ""), self._hosts)
+            self._check_origin(request_headers["origin"])
+        except ApiError as error:
+            return error.response({"Vary": "Origin"})
+        return super().preflight_response(request_headers)
+
+    def _check_origin(self, origin: str) -> None:
+        if self.is_allowed_origin(origin):
+            return
+        allowed = f"; allowed are {', '.join(self.allow_origins)}" if self.allow_origins else ""
+        message = (
+            f"Pages of the origin {origin!r} may not use this server from a browser{allowed}: start it with --allowed-origin "
+            "and that origin."
+        )
+        if not self._has_told:
+            self._has_told = True
+            log.warning(message)
+        raise ApiError(400, message, code="unknown_origin")

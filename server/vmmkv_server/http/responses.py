@@ -1,16 +1,20 @@
-"""Response bodies: OpenAI's completions and chat completions, whole and as chunks of a stream, and those of other routes."""
+"""Response bodies: OpenAI's completions and chat completions, whole and as chunks of a stream, and those of other routes.
+
+Output ── ChoiceStream ──> TextDelta ── ResponseForm ──> JSON
+"""
 
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
 from vmmkv import __version__
-from vmmkv_server.http.generation import Score, TextDelta
 from vmmkv_server.http.schemas import GenerationRequest
 from vmmkv_server.protocol import (
     BLOCK_TOKENS,
@@ -18,11 +22,14 @@ from vmmkv_server.protocol import (
     KV_EVENTS_HWM,
     KV_EVENTS_PENDING,
     KV_EVENTS_REPLAYED,
+    LOGPROB_BYTES,
     FinishReason,
+    Output,
+    PromptLogprobs,
     Ready,
 )
 from vmmkv_server.sampling_params import SamplingParams
-from vmmkv_server.tokenizer import TokenTexts
+from vmmkv_server.tokenizer import Detokenizer, Echo, TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's number."""
@@ -315,6 +322,131 @@ class KVMemory(BaseModel):
     """While it sleeps, that which it has again when it wakes up."""
     pool_tokens: int
     """Tokens of one sequence that the budget holds."""
+
+
+# Text as it comes.
+
+
+class Score(NamedTuple):
+    """The log-probability of a token of the answer."""
+
+    token_id: int
+    logprob: float | None
+    """None for the first token of a prompt, which comes after nothing."""
+    likeliest: Sequence[tuple[int, float]]
+    """The likeliest tokens at its place, and their log-probabilities; as many as were asked for."""
+    offset: int
+    """Where the token begins in the text of the answer, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class EchoScores:
+    """The Scores of a prompt, packed as the engine sent them: unpacking takes long, so it is done off the event loop."""
+
+    echo: Echo
+    messages: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every token has one; the first token of the prompt has one although nothing is sent of it."""
+        return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES == len(self.echo.token_ids)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities, those of the likeliest tokens among them."""
+        return sum(len(message.logprobs) + len(message.top_logprobs) for message in self.messages) // LOGPROB_BYTES
+
+    def unpacked(self) -> Iterator[Score]:
+        """The Score of each token, in order. Takes a few microseconds each."""
+        scores = [(None, ()), *chain.from_iterable(zip(*message.unpacked(), strict=True) for message in self.messages)]
+        for token_id, (logprob, likeliest), offset in zip(self.echo.token_ids, scores, self.echo.offsets, strict=True):
+            yield Score(token_id, logprob, likeliest, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text of one choice; its last one has a finish reason."""
+
+    index: int
+    """Of the choice."""
+    text: str
+    finish_reason: FinishReason | None
+    scores: Sequence[Score] | None = None
+    """Of the new tokens; None unless they were asked for."""
+    echo_scores: EchoScores | None = None
+    """Of a prompt that stands before the new tokens."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities to write."""
+        of_echo = 0 if self.echo_scores is None else self.echo_scores.num_logprobs
+        return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
+
+    def all_scores(self) -> list[Score]:
+        """Those of an echoed prompt too."""
+        return [*(self.echo_scores.unpacked() if self.echo_scores else ()), *(self.scores or ())]
+
+
+class ChoiceStream:
+    """The text of one choice: `feed` it the engine's outputs, `take` what is new.
+
+    The text begins with that of an `echo`. `scored`: keep a Score for each token; those of the echo come by `feed_prompt`,
+    before any output.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
+        self.detokenizer = detokenizer
+        self._text = "" if echo is None else echo.text
+        self._first_offset = len(self._text)
+        self._scores: list[Score] | None = [] if scored else None
+        self._echo_scores = EchoScores(echo) if scored and echo is not None else None
+        self._reason: FinishReason | None = None
+
+    def feed_prompt(self, message: PromptLogprobs) -> None:
+        """Log-probabilities of the next tokens of the echoed prompt, in order."""
+        assert self._echo_scores is not None, "they were not asked for"
+        self._echo_scores.messages.append(message)
+
+    def feed(self, outputs: Sequence[Output]) -> None:
+        """The engine's outputs since the last call, in order. Tokens after a stop string are dropped."""
+        if self.detokenizer.stopped:
+            return
+        reason = outputs[-1].finish_reason
+        token_ids = list(chain.from_iterable(output.token_ids for output in outputs))
+        if self._scores is not None:
+            self._feed_scored(token_ids, outputs)
+            token_ids = []
+        if reason is None:
+            self._text += self.detokenizer.feed(token_ids)
+        elif not self.detokenizer.stopped:
+            self._text += self.detokenizer.finish(token_ids)
+        self._reason = "stop" if self.detokenizer.stopped else reason
+
+    def take(self, index: int) -> TextDelta | None:
+        """New text since the last call, as of choice `index`. None if there is none: scores wait for text."""
+        is_waiting = self._echo_scores is not None and not self._echo_scores.are_complete
+        if self._reason is None and (is_waiting or not self._text):
+            return None
+        delta = TextDelta(index, self._text, self._reason, self._scores, self._echo_scores)
+        self._text, self._echo_scores = "", None
+        if self._scores is not None:
+            self._scores = []
+        return delta
+
+    def _feed_scored(self, token_ids: Sequence[int], outputs: Sequence[Output]) -> None:
+        logprobs = list(chain.from_iterable(output.logprobs for output in outputs))
+        likeliest = chain.from_iterable(output.top_logprobs or ((),) * len(output.logprobs) for output in outputs)
+        assert self._scores is not None and len(logprobs) >= len(token_ids), "the engine sent no log-probabilities"
+        # Both can be longer by one: an end token has its own, and is not among the tokens.
+        for token_id, logprob, likely in zip(token_ids, logprobs, likeliest, strict=False):
+            if self.detokenizer.stopped:
+                return
+            offset = self._first_offset + self.detokenizer.num_characters
+            self._scores.append(Score(token_id, logprob, likely, offset))
+            self._text += self.detokenizer.feed([token_id])
+
+
+# The form of an answer.
 
 
 class ResponseForm(ABC):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator
 from importlib import resources
 from typing import Any, Final
 
@@ -20,10 +20,9 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import StreamingResponse
 
 from vmmkv.units import PAGE_BYTES
-from vmmkv_server.engine_client import EngineClient, MapUnavailable
+from vmmkv_server.engine_client import MapUnavailable
 from vmmkv_server.http import errors
-from vmmkv_server.http.generation import Generation
-from vmmkv_server.http.limits import AdmissionQueue
+from vmmkv_server.http.generation import Service
 from vmmkv_server.latencies import Times
 from vmmkv_server.metrics import Rates
 from vmmkv_server.protocol import Ready, Snapshot
@@ -59,13 +58,11 @@ FILES: Final[dict[str, tuple[bytes, str]]] = {
 
 
 class Dashboard:
-    """The state of one server for all viewers. `health` gives the answer of /health, `model` is the served name."""
+    """The state of one server for all viewers."""
 
-    def __init__(self, engine: EngineClient, in_flight: Set[Generation], health: Callable[[], Any], model: str) -> None:
-        self._engine = engine
-        self._in_flight = in_flight
-        self._health = health
-        self._model = model
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine = service.engine
         self._last: dict[str, str] = {}
         """The last event of each kind."""
         self._news: set[asyncio.Event] = set()
@@ -136,10 +133,10 @@ class Dashboard:
     def _state(self) -> dict[str, Any]:
         phase, now_s = self._engine.phase, time.perf_counter()
         ready = phase if isinstance(phase, Ready) else None
-        flights = sorted(self._in_flight, key=lambda each: each.arrived_s)
+        flights = sorted(self._service.in_flight, key=lambda each: each.arrived_s)
         return {
-            "model": self._model,
-            "health": self._health().model_dump(),
+            "model": self._service.model,
+            "health": self._service.health().model_dump(),
             "device": ready and ready.device,
             "max_tokens": ready and ready.limits.max_tokens,
             "memory": memory_of(self._engine.snapshot),
@@ -182,10 +179,11 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, Any] | None:
     return memory | {"tiers": tiers, "running": snapshot.running, "waiting": snapshot.waiting}
 
 
-def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) -> APIRouter:
-    """The page, its stream, and the memory map."""
-    router = APIRouter()
-    sees_all = [Depends(queue.require_sees_all)]
+def routes(service: Service) -> APIRouter:
+    """The page, its stream, and the memory map. The stream ends when the server stops."""
+    router, dashboard, engine = APIRouter(), Dashboard(service), service.engine
+    service.at_stop.append(dashboard.close)
+    sees_all = [Depends(service.queue.require_sees_all)]
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
