@@ -26,7 +26,7 @@ from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, 
 from dynamo.common.backend.publisher import ZmqSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
-from vmmkv_server.config import OPTIONS, ServeConfig, make_configs
+from vmmkv_server import config as options
 from vmmkv_server.engine_client import ENGINE_COMMAND, Answers, EngineClient, EngineDead, EngineProcess
 from vmmkv_server.models import resolve
 from vmmkv_server.protocol import BLOCK_TOKENS, Generate, Output, Ready
@@ -42,7 +42,7 @@ FORWARDED = (
 class VmmkvEngine(LLMEngine):
     """One engine process: tokens in, tokens out."""
 
-    def __init__(self, config: ServeConfig, name: str) -> None:
+    def __init__(self, config: options.EngineConfig, name: str) -> None:
         self._config = config
         self._name = name
         self._directory = tempfile.TemporaryDirectory(prefix="vmmkv-")
@@ -57,13 +57,13 @@ class VmmkvEngine(LLMEngine):
         parser = argparse.ArgumentParser(description="a vmmkv engine as a worker of NVIDIA Dynamo")
         parser.add_argument("--namespace", default="dynamo")
         parser.add_argument("--component", default="backend")
-        for option in (each for each in OPTIONS if each.field in ServeConfig.__dataclass_fields__):
+        for option in (each for each in options.OPTIONS if each.field in options.EngineConfig.__dataclass_fields__):
             is_switch = option.kind is bool
             form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": option.kind}
             parser.add_argument(option.flag, dest=option.field, default=None, **({} if option.is_size else form))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
         namespace, component = given.pop("namespace"), given.pop("component")
-        config, _ = make_configs(given, {}, None)
+        config = options.make_config(given, {}, None).engine
         name = Path(config.model).name
         config = dataclasses.replace(config, model=str(resolve(config.model, weights=config.load_format != "dummy")))
         return cls(config, name), WorkerConfig(

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from vmmkv.errors import VmmkvError
 from vmmkv.units import counted, format_bytes
-from vmmkv_server.config import FrontConfig, ServeConfig, with_flags
+from vmmkv_server.config import ServeConfig, with_flags
 from vmmkv_server.console import LoadingProgress
 from vmmkv_server.engine_client import ENGINE_COMMAND, EngineClient, EngineProcess
 from vmmkv_server.http import edge
@@ -95,25 +95,25 @@ def uvicorn_options(num_in_flight: int) -> dict[str, Any]:
     }
 
 
-def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies. Returns the exit code: 0, or 1 after a line in the log.
 
     Blocks; for the main thread. `engine_command` is for tests.
     Raises: ModelUnavailable, CannotStart. Where logs are JSON, these are logged, and 1 is returned.
     """
-    configure_logging(config.log_level, config.log_format)
+    configure_logging(config.engine.log_level, config.engine.log_format)
     try:
-        return _serve(config, front or FrontConfig(), engine_command)
+        return _serve(config, engine_command)
     except VmmkvError as error:
-        if config.log_format != "json":
+        if config.engine.log_format != "json":
             raise
         log.error("%s", error)
         return 1
 
 
-def _serve(config: ServeConfig, front: FrontConfig, engine_command: Sequence[str]) -> int:
+def _serve(config: ServeConfig, engine_command: Sequence[str]) -> int:
     listener = _listen(config.host, config.port)
-    if not front.api_keys and not _is_loopback(listener):
+    if not config.api_keys and not _is_loopback(listener):
         log.warning(
             "Anyone who reaches %s port %d may use this server: it listens beyond this machine and has no keys; "
             "add --api-key-file, or --host 127.0.0.1.",
@@ -125,29 +125,29 @@ def _serve(config: ServeConfig, front: FrontConfig, engine_command: Sequence[str
     is_short = len(tempfile.gettempdir()) + len("/vmmkv-xxxxxxxx/engine") <= zmq.IPC_PATH_MAX_LEN
     private = tempfile.TemporaryDirectory(prefix="vmmkv-", dir=None if is_short else "/tmp")
     with listener, private as directory:
-        model_dir = resolve(config.model, weights=config.load_format != "dummy")
-        name = _served_name(config.model)
-        config = dataclasses.replace(config, model=str(model_dir))
-        return asyncio.run(_Launch(config, front, name, listener, Path(directory)).serve(engine_command))
+        model_dir = resolve(config.engine.model, weights=config.engine.load_format != "dummy")
+        name = _served_name(config.engine.model)
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, model=str(model_dir)))
+        return asyncio.run(_Launch(config, name, listener, Path(directory)).serve(engine_command))
 
 
 class _Launch:
-    """One run of the server: `config.model` is a directory, `name` the model's name in requests.
+    """One run of the server: `config.engine.model` is a directory, `name` the model's name in requests.
 
     `directory` is for the engine's socket; it goes when the engine has connected.
     """
 
-    def __init__(self, config: ServeConfig, front: FrontConfig, name: str, listener: socket.socket, directory: Path) -> None:
-        self._config = config
+    def __init__(self, config: ServeConfig, name: str, listener: socket.socket, directory: Path) -> None:
+        self._config = config.engine
         self._directory = directory
         self._listener = listener
-        as_json = config.log_format == "json"
+        as_json = config.engine.log_format == "json"
         console = Console(file=cast(IO[str], LogLines(log)), width=1000) if as_json else Console(stderr=True)
         self._progress = LoadingProgress(console)
         self._client = EngineClient(f"ipc://{directory}/engine", on_loading=self._progress.show)
-        hosts = answered_hosts(front, config.host, here=_is_loopback(listener))
-        self._service = Service(self._client, name, front, hosts=hosts)
-        debug = config.log_level == "debug"
+        hosts = answered_hosts(config, here=_is_loopback(listener))
+        self._service = Service(self._client, name, config, hosts=hosts)
+        debug = config.engine.log_level == "debug"
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._service),
@@ -156,7 +156,7 @@ class _Launch:
                 log_level="info" if debug else "warning",
                 access_log=debug,  # else a scraper's lines would bury the others
                 timeout_graceful_shutdown=GRACE_S,
-                **uvicorn_options(config.max_num_seqs + front.max_queued_requests),
+                **uvicorn_options(config.engine.max_num_seqs + config.max_queued_requests),
             ),
             self._service.stop,
         )
@@ -203,7 +203,7 @@ class _Launch:
             return
         self._stopping = True
         self._tasks.add(asyncio.create_task(self._drain()))
-        timeout_s = self._service.front.drain_timeout_s
+        timeout_s = self._service.config.drain_timeout_s
         self._progress.console.print(
             f"stopping: requests in flight get up to {timeout_s:g} s; once more (Ctrl-C) stops at once", highlight=False
         )
@@ -292,15 +292,15 @@ def _listen(host: str, port: int) -> socket.socket:
         raise CannotStart(f"cannot listen on --host {host} --port {port}: {reason}{remedy}") from error
 
 
-def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> frozenset[str] | None:
+def answered_hosts(config: ServeConfig, *, here: bool) -> frozenset[str] | None:
     """Names in the Host header that are answered, besides addresses; None for any.
 
     By DNS rebinding a page of another site can reach a server on this machine through its browser, under a name that points
     to 127.0.0.1. So a server that listens `here` alone answers to its own names, and so does any server with allowed hosts.
     """
-    if not here and not front.allowed_hosts:
+    if not here and not config.allowed_hosts:
         return None
-    return frozenset(map(str.lower, (*front.allowed_hosts, host, "localhost")))
+    return frozenset(map(str.lower, (*config.allowed_hosts, config.host, "localhost")))
 
 
 def _is_loopback(listener: socket.socket) -> bool:

@@ -12,7 +12,6 @@ Names are vLLM's. Prompts are batched, share prefixes, and wait for room, as in 
 import asyncio
 import dataclasses
 import gc
-import inspect
 import itertools
 import logging
 import random
@@ -27,7 +26,7 @@ from os import PathLike
 from pathlib import Path
 from reprlib import repr as shortened
 from traceback import clear_frames
-from typing import Any, Final, Never, TypeAlias
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from rich.console import Console
 from vmmkv.errors import Closed
 from vmmkv.lifetime import Closing
 from vmmkv.units import counted, format_bytes
-from vmmkv_server.config import DEFAULT_MODEL, ServeConfig
+from vmmkv_server.config import DEFAULT_MODEL, EngineConfig
 from vmmkv_server.console import DeferredInterrupt, GenerationProgress, LoadingProgress
 from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.loading import Loaded, current, load
@@ -124,6 +123,29 @@ class RequestOutput:
     """Why the request failed, if it did; `outputs` hold the tokens so far."""
 
 
+class EngineOptions(TypedDict, total=False):
+    """The options of LLM: those of EngineConfig but the model, `kv_policy`, KV events and logs, which belong to a server."""
+
+    device: str
+    dtype: str | torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    tensor_parallel_size: int
+    kv_budget_bytes: int | None
+    kv_cache_dtype: str
+    kv_holder: str | PathLike[str] | None
+    kv_lender: str | PathLike[str] | None
+    max_tokens: int | None
+    prefix_cache: bool
+    kv_host_budget_bytes: int | None
+    kv_disk: str | PathLike[str] | None
+    kv_disk_budget_bytes: int | None
+    kv_store: str | None
+    model_impl: str
+    load_format: str
+    seed: int
+
+
 class LLM(Closing):
     """A model and its KV cache, for one caller at a time. Close it, or use it in a `with` block, to free its memory.
 
@@ -143,52 +165,10 @@ class LLM(Closing):
     def __init__(
         self,
         model: str | PathLike[str] = DEFAULT_MODEL,
-        *,
-        device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        tensor_parallel_size: int = 1,
-        kv_budget_bytes: int | None = None,
-        kv_cache_dtype: str = "auto",
-        kv_holder: str | PathLike[str] | None = None,
-        kv_lender: str | PathLike[str] | None = None,
-        max_tokens: int | None = None,
-        prefix_cache: bool = True,
-        kv_host_budget_bytes: int | None = None,
-        kv_disk: str | PathLike[str] | None = None,
-        kv_disk_budget_bytes: int | None = None,
-        kv_store: str | None = None,
-        model_impl: str = "auto",
-        load_format: str = "auto",
-        seed: int = 0,
-        **unknown: Never,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._loaded: Loaded | None = None
-        if unknown:
-            known = [one for one in inspect.signature(LLM).parameters if one != "unknown"]
-            raise TypeError(unknown_option("LLM", next(iter(unknown)), known, _IN_VLLM))
-        config = ServeConfig(
-            model=str(model) if isinstance(model, PathLike) else model,
-            device=device,
-            dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_budget_bytes=kv_budget_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_holder=str(kv_holder) if isinstance(kv_holder, PathLike) else kv_holder,
-            kv_lender=str(kv_lender) if isinstance(kv_lender, PathLike) else kv_lender,
-            max_tokens=max_tokens,
-            prefix_cache=prefix_cache,
-            kv_host_budget_bytes=kv_host_budget_bytes,
-            kv_disk=str(kv_disk) if isinstance(kv_disk, PathLike) else kv_disk,
-            kv_disk_budget_bytes=kv_disk_budget_bytes,
-            kv_store=kv_store,
-            model_impl=model_impl,
-            load_format=load_format,
-            seed=seed,
-        )
+        config = _config_of(model, options)
         self.snapshot: Snapshot | None = None
         """The engine's counts of requests and memory, at the end of the last `generate` or later."""
         self._model = config.model
@@ -201,6 +181,15 @@ class LLM(Closing):
         """From the engine, read between steps, since reading may abort requests."""
         directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
+        self._load(dataclasses.replace(config, model=str(directory)))
+        ready = self.ready
+        self._limits = dataclasses.replace(ready.limits, model=self._model)
+        log.info(
+            "%s: %s on %s, KV cache in %s, %s implementation",
+            model, ready.dtype, ready.device, ready.kv_cache_dtype, ready.implementation,
+        )  # fmt: skip
+
+    def _load(self, config: EngineConfig) -> None:
         console = Console(stderr=True)
         progress = LoadingProgress(console)
 
@@ -212,10 +201,10 @@ class LLM(Closing):
             elif console.is_terminal:
                 progress.show(message)
             else:
-                log.info("%s: %s", model, message.stage)
+                log.info("%s: %s", self._model, message.stage)
 
         try:
-            self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)
+            self._loaded = load(config, hear)
             self._settle()
         except BaseException as error:
             _clear_frames(error)
@@ -224,12 +213,6 @@ class LLM(Closing):
             raise
         finally:
             progress.close(done=self._loaded is not None)
-        ready = self.ready
-        self._limits = dataclasses.replace(ready.limits, model=self._model)
-        log.info(
-            "%s: %s on %s, KV cache in %s, %s implementation",
-            model, ready.dtype, ready.device, ready.kv_cache_dtype, ready.implementation,
-        )  # fmt: skip
 
     def __del__(self) -> None:
         if getattr(self, "_loaded", None) is not None:
@@ -486,6 +469,20 @@ class LLM(Closing):
         with current(engine.cache.device):
             engine.settle()
         self._messages.clear()
+
+
+def _config_of(model: str | PathLike[str], options: EngineOptions) -> EngineConfig:
+    """Paths and torch's dtypes as texts. Raises: TypeError for an unknown option, ValueError for a wrong one."""
+    given: dict[str, Any] = {"model": model, **options}
+    known = ["model", *EngineOptions.__annotations__]
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(unknown_option("LLM", name, known, _IN_VLLM))
+        if isinstance(value, PathLike):
+            given[name] = str(value)
+        elif isinstance(value, torch.dtype):
+            given[name] = str(value).removeprefix("torch.")
+    return EngineConfig(**given)
 
 
 def _check_process(loaded: Loaded) -> None:

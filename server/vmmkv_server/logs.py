@@ -19,7 +19,7 @@ _SHARED: Final[tuple[Processor, ...]] = (
 
 
 def configure_logging(level: str, log_format: str, file: IO[str] | None = None) -> None:
-    """Set up this process's logging, to stderr by default; `level` and `log_format` as in ServeConfig."""
+    """Set up this process's logging, to stderr by default; `level` and `log_format` as in EngineConfig."""
     file = file or sys.stderr
     if log_format == "json":
         render: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -25,7 +25,7 @@ from vmmkv.errors import BudgetError
 from vmmkv.prefix import Borrowed, Fetch, fetch_search, transfers
 from vmmkv.tiers import TierStats, Transfer
 from vmmkv_server import LLM, RequestOutput, SamplingParams
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.features import fetches
@@ -798,14 +798,14 @@ def test_the_rate_of_prefill_is_measured_before_the_first_request(directory: Pat
 
 def test_models_whose_rows_differ_have_other_fingerprints(directory: Path, tmp_path: Path) -> None:
     def fingerprint(dtype: torch.dtype = torch.float32, **options: Any) -> str:
-        return ModelSource(ServeConfig(model=str(directory), **options), torch.device("cpu"), dtype).fingerprint
+        return ModelSource(EngineConfig(model=str(directory), **options), torch.device("cpu"), dtype).fingerprint
 
     dummies = [fingerprint(load_format="dummy", seed=seed) for seed in (0, 1)]
     prints = [fingerprint(), fingerprint(torch.bfloat16), fingerprint(model_impl="transformers"), *dummies]
     assert len(set(prints)) == len(prints)
     assert fingerprint() == fingerprint(max_num_seqs=3) == prints[0]
     copied = shutil.copytree(directory, tmp_path / "on another machine")
-    assert ModelSource(ServeConfig(model=str(copied)), torch.device("cpu"), torch.float32).fingerprint == prints[0]
+    assert ModelSource(EngineConfig(model=str(copied)), torch.device("cpu"), torch.float32).fingerprint == prints[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

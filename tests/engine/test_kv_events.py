@@ -26,7 +26,7 @@ from vmmkv.prefix.radix_tree import RadixTree
 from vmmkv.tiers.keys import PageKeys
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import MIB, PAGE_BYTES
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.features import kv_events
 from vmmkv_server.engine.features.kv_events import KVEventPublisher, block_hashes
 from vmmkv_server.engine.loading import load
@@ -268,7 +268,7 @@ def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> Non
     tiny_model().save_pretrained(tmp_path)
     options: Any = {"device": "cpu", "max_num_seqs": 2, "max_tokens": 256, "kv_budget_bytes": 64 * MIB}
     events = {"kv_events": "tcp://*:0", "kv_events_replay": "tcp://*:0", "kv_events_topic": "kv"}
-    loaded = load(ServeConfig(model=str(tmp_path), **options, **events), lambda _: None)
+    loaded = load(EngineConfig(model=str(tmp_path), **options, **events), lambda _: None)
     assert loaded.events is not None and loaded.ready.kv_events == loaded.events.source
     prefixes: Any = loaded.memory.prefixes
     with contextlib.closing(loaded), contextlib.closing(Router(loaded.events.source)) as router:

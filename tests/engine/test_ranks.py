@@ -25,7 +25,7 @@ from tests.structured_output.grammars import SIZE, compiled
 from vmmkv import MIB, BudgetError, DriverError
 from vmmkv.units import ceil_div
 from vmmkv_server import LLM, SamplingParams
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import ranks, worker
 from vmmkv_server.engine.models import transformers as transformers_model
 from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
@@ -46,7 +46,7 @@ class Threads:
         self.timeout_s = 30.0
         self._threads: list[threading.Thread] = []
 
-    def start(self, config: ServeConfig, device: torch.device) -> Ranks:
+    def start(self, config: EngineConfig, device: torch.device) -> Ranks:
         store, peers = HashStore(), []
         for rank in range(1, config.tensor_parallel_size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -478,7 +478,7 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_i
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ServeConfig(**options)
+        EngineConfig(**options)
 
 
 def test_more_ranks_than_heads_are_refused_before_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from vmmkv import MIB, KVLayout
 from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
 from vmmkv_server import LLM, SamplingParams
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import waiting
 from vmmkv_server.engine.loading import ModelSource, choose_max_tokens
 from vmmkv_server.engine.models.decoder import DecoderModel
@@ -262,7 +262,7 @@ def test_rows_of_other_frequencies_have_another_identity(tmp_path: Path) -> None
     def fingerprint(max_tokens: int, rope: dict[str, Any]) -> str:
         options = {"rope_parameters": dict(rope), "original_max_position_embeddings": 64, "sliding_window": None}
         model_of(small(hf.Phi3Config, **options)).save_pretrained(tmp_path)
-        config = ServeConfig(model=str(tmp_path), max_tokens=max_tokens, max_num_seqs=2)
+        config = EngineConfig(model=str(tmp_path), max_tokens=max_tokens, max_num_seqs=2)
         return ModelSource(config, torch.device("cpu"), torch.float32).fingerprint
 
     assert fingerprint(60, LONGROPE) != fingerprint(400, LONGROPE) == fingerprint(400, LONGROPE)

@@ -20,7 +20,7 @@ import uvicorn
 
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import Answers, EngineClient
 from vmmkv_server.http import edge
 from vmmkv_server.http.app import create_app
@@ -176,7 +176,7 @@ class Running:
 
 @contextlib.contextmanager
 def running_server(
-    *, ready: Ready = READY, start_engine: bool = True, front: FrontConfig | None = None, sockets: bool = False,
+    *, ready: Ready = READY, start_engine: bool = True, front: ServeConfig | None = None, sockets: bool = False,
     hosts: list[str] | None = None,
 ) -> Iterator[Running]:  # fmt: skip
     """Start all of it, and stop all of it; nothing is left of either. With `sockets` uvicorn serves it."""
@@ -199,7 +199,7 @@ def running_server(
                 if sockets:
                     listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
                     one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                    options = uvicorn_options(ready.limits.max_sequences + service.front.max_queued_requests)
+                    options = uvicorn_options(ready.limits.max_sequences + service.config.max_queued_requests)
                     options |= {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
                     server = uvicorn.Server(uvicorn.Config(create_app(service), **options))
                     edge.install(server.config)

@@ -33,12 +33,11 @@ ROOT = Path(__file__).parents[2]
 SERVE = """\
 import json, sys
 from vmmkv_server.console import end
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import EngineConfig, ServeConfig
 from vmmkv_server.launch import CannotStart, run
-from vmmkv_server.config import ServeConfig
-config, front, command = map(json.loads, sys.argv[1:])
+engine, front, command = map(json.loads, sys.argv[1:])
 try:
-    end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
+    end(run(ServeConfig(engine=EngineConfig(**engine), port=0, **front), engine_command=command))
 except CannotStart as error:
     sys.exit(str(error))
 """
@@ -124,7 +123,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     model_dir: Path, *engine_arguments: str, front: dict[str, Any] | None = None, before: str = "", **settings: Any
 ) -> Iterator[Served]:
-    config = json.dumps({"model": str(model_dir), "port": 0, **settings})
+    config = json.dumps({"model": str(model_dir), **settings})
     engine = json.dumps([sys.executable, "-m", fake_engine.__name__, *engine_arguments])
     with subprocess.Popen(
         [sys.executable, "-c", before + SERVE, config, json.dumps(front or {}), engine],
@@ -158,7 +157,7 @@ def silent_request(url: str) -> Iterator[list[httpx.Response]]:
 
 
 def test_it_serves_until_a_signal_and_leaves_nothing_behind(model_dir: Path) -> None:
-    with serving(model_dir, host="0.0.0.0") as served:
+    with serving(model_dir, front={"host": "0.0.0.0"}) as served:
         url, engine = served.url().replace("0.0.0.0", "127.0.0.1"), served.engine_pid()
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny"]

@@ -27,7 +27,7 @@ from tests.server.support import (
     running_server,
     without_deadlines,
 )
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import EngineClient
 from vmmkv_server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv_server.launch import answered_hosts
@@ -57,7 +57,7 @@ def in_flight(server: Running, count: int, **body: Any) -> Iterator[None]:
 
 
 def queue(*api_keys: str, **options: Any) -> AdmissionQueue:
-    return AdmissionQueue(EngineClient("ipc://nowhere"), FrontConfig(api_keys=api_keys, **options))
+    return AdmissionQueue(EngineClient("ipc://nowhere"), ServeConfig(api_keys=api_keys, **options))
 
 
 def caller(keys: AdmissionQueue, key: str) -> Caller:
@@ -69,12 +69,12 @@ def caller(keys: AdmissionQueue, key: str) -> Caller:
 @pytest.fixture
 def narrow(servers: Servers) -> Running:
     """Four run, two may wait."""
-    return servers.get(front=FrontConfig(max_queued_requests=2, max_queued_tokens=50))
+    return servers.get(front=ServeConfig(max_queued_requests=2, max_queued_tokens=50))
 
 
 @pytest.fixture
 def locked(servers: Servers) -> Running:
-    return servers.get(front=FrontConfig(api_keys=(ONE, TWO), admin_key=ADMIN))
+    return servers.get(front=ServeConfig(api_keys=(ONE, TWO), admin_key=ADMIN))
 
 
 class TestQueue:
@@ -129,7 +129,7 @@ class TestQueue:
 class TestDeadlines:
     @pytest.mark.parametrize("of_server", [False, True])
     def test_a_late_answer_is_a_408_that_clients_do_not_repeat(self, of_server: bool) -> None:
-        with running_server(front=FrontConfig(request_timeout_s=0.3 if of_server else 60)) as server:
+        with running_server(front=ServeConfig(request_timeout_s=0.3 if of_server else 60)) as server:
             client = server.openai.with_options(max_retries=3)
             with pytest.raises(openai.APIStatusError, match=r"0\.3 s") as caught:
                 client.completions.create(**SILENT, extra_body={"timeout": 60 if of_server else 0.3})
@@ -160,7 +160,7 @@ class TestDeadlines:
 
 class TestSizes:
     def test_a_body_that_is_too_large_is_a_413_with_and_without_its_length(self) -> None:
-        with running_server(front=FrontConfig(max_body_bytes=10_000), sockets=True) as server, server.http as http:
+        with running_server(front=ServeConfig(max_body_bytes=10_000), sockets=True) as server, server.http as http:
             large = b'{"model": "tiny", "prompt": "' + b"a" * 20_000 + b'"}'
             for content in (large, iter([large[:5000], large[5000:15_000], large[15_000:]])):
                 assert code(http.post(COMPLETIONS, content=content)) == (413, "body_too_large")
@@ -198,11 +198,11 @@ class TestDrain:
         assert draining.result(60) is True
 
     def test_a_drain_ends_in_time_though_requests_do_not(self) -> None:
-        with running_server(front=FrontConfig(drain_timeout_s=0.2)) as server, in_flight(server, 1):
+        with running_server(front=ServeConfig(drain_timeout_s=0.2)) as server, in_flight(server, 1):
             assert asyncio.run_coroutine_threadsafe(server.service.queue.drain(), server.loop).result(60) is False
 
     def test_an_engine_that_has_work_and_makes_no_step_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
-        with running_server(front=FrontConfig(stuck_after_s=0.3)) as server:
+        with running_server(front=ServeConfig(stuck_after_s=0.3)) as server:
             watching = asyncio.run_coroutine_threadsafe(server.service.watchdog.watch(), server.loop)
             time.sleep(0.4)
             assert server.http.get("/health").json()["status"] == "ok"  # idle is not stuck
@@ -313,7 +313,7 @@ class TestAdministrator:
             assert locked.http.post(path, content="{}", headers=headers).status_code == 400
 
     def test_after_a_resize_requests_are_held_against_the_new_budget(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server:
             assert server.post("/kv/resize", {"budget_bytes": 1 << 25}).status_code == 403
             answer = server.post("/kv/resize", {"budget_bytes": 1 << 25}, ADMIN)
             assert answer.json() == {"freed_bytes": 0, "budget_bytes": 1 << 25, "pool_tokens": 64}
@@ -337,7 +337,7 @@ class TestAdministrator:
 
 class TestSleep:
     def test_asleep_it_takes_no_requests_and_says_so_until_it_is_woken_up(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server:
             for path in ("/sleep", "/wake_up"):
                 assert code(server.http.post(path)) == (403, "insufficient_permissions")
             for _ in range(2):
@@ -360,7 +360,7 @@ class TestSleep:
                 assert eventually(lambda: "vmmkv_asleep 0.0" in server.http.get("/metrics").text)
 
     def test_it_falls_asleep_when_requests_in_flight_have_ended_and_takes_no_others_meanwhile(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
             with in_flight(server, 1):
                 asleep = threads.submit(server.http.post, "/sleep", headers=bearer(ADMIN))
                 assert eventually(lambda: server.service.queue.is_asleep)
@@ -376,7 +376,7 @@ class TestSleep:
             assert aborted < slept
 
     def test_woken_up_before_it_slept_it_goes_on(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server, ThreadPoolExecutor() as threads:
             with in_flight(server, 1):
                 asleep = threads.submit(server.http.post, "/sleep", headers=bearer(ADMIN))
                 assert eventually(lambda: server.service.queue.is_asleep)
@@ -386,7 +386,7 @@ class TestSleep:
             assert not any(isinstance(message, Sleep) for message in server.engine.received)
 
     def test_what_cannot_be_woken_up_stays_asleep(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server:
             assert server.http.post("/sleep", headers=bearer(ADMIN)).status_code == 200
             server.engine.fails_to_sleep = True
             assert code(server.http.post("/wake_up", headers=bearer(ADMIN))) == (409, "cannot_wake_up")
@@ -394,7 +394,7 @@ class TestSleep:
             assert server.complete().status_code == 503
 
     def test_what_cannot_be_done_leaves_it_awake(self) -> None:
-        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+        with running_server(front=ServeConfig(admin_key=ADMIN)) as server:
             refused = server.http.post("/sleep?level=2", headers=bearer(ADMIN))
             assert code(refused) == (400, "invalid_value") and refused.json()["error"]["param"] == "level"
             server.engine.fails_to_sleep = True
@@ -410,7 +410,7 @@ class TestSleep:
 
 class TestHosts:
     def test_a_server_on_this_machine_answers_to_its_own_names_alone(self) -> None:
-        hosts = answered_hosts(FrontConfig(allowed_hosts=("LLM.example.org",)), "my-box", here=True)
+        hosts = answered_hosts(ServeConfig(allowed_hosts=("LLM.example.org",), host="my-box"), here=True)
         own = ("localhost", "LOCALHOST:80", "a.localhost", "127.0.0.1:9", "[::1]:8", "10.0.0.7", "my-box", "llm.example.org:8")
         others = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "")
         with running_server(hosts=hosts) as server:
@@ -420,8 +420,8 @@ class TestHosts:
                     assert answer.status_code == 200 if host in own else code(answer) == (400, "unknown_host"), host
 
     def test_beyond_this_machine_any_name_will_do_until_one_is_given(self) -> None:
-        assert answered_hosts(FrontConfig(), "0.0.0.0", here=False) is None
-        names = answered_hosts(FrontConfig(allowed_hosts=("one.example",)), "0.0.0.0", here=False)
+        assert answered_hosts(ServeConfig(host="0.0.0.0"), here=False) is None
+        names = answered_hosts(ServeConfig(allowed_hosts=("one.example",), host="0.0.0.0"), here=False)
         assert names is not None and "one.example" in names and "any.example" not in names
 
 
@@ -446,7 +446,7 @@ class TestOrigins:
     def test_a_browser_is_told_what_would_allow_its_origin_and_the_log_once(
         self, allowed: tuple[str, ...], caplog: pytest.LogCaptureFixture
     ) -> None:
-        with running_server(front=FrontConfig(allowed_origins=allowed, api_keys=(ONE,))) as server:
+        with running_server(front=ServeConfig(allowed_origins=allowed, api_keys=(ONE,))) as server:
             said = [self.ask(server, origin)[0].json()["error"] for origin in ("http://localhost:5173", "null")]
         assert {error["code"] for error in said} == {"unknown_origin"}
         assert "'http://localhost:5173' may not" in said[0]["message"] and "'null' may not" in said[1]["message"]
@@ -457,7 +457,7 @@ class TestOrigins:
 
     @pytest.mark.parametrize("allowed", ["http://localhost:5173", "*"])
     def test_an_origin_that_is_named_may_ask_and_read_errors_too(self, servers: Servers, allowed: str) -> None:
-        server = servers.get(front=FrontConfig(allowed_origins=(allowed,), api_keys=(ONE,)))
+        server = servers.get(front=ServeConfig(allowed_origins=(allowed,), api_keys=(ONE,)))
         for key, status in ((None, 401), (ONE, 200)):
             before, then = self.ask(server, "http://localhost:5173", key)
             assert (before.status_code, then.status_code) == (200, status)
@@ -471,14 +471,14 @@ class TestOrigins:
         assert before.headers["vary"] == "Origin"
 
     def test_a_browser_asks_under_a_host_that_is_answered_as_for_all_else(self, servers: Servers) -> None:
-        with running_server(front=FrontConfig(allowed_origins=("*",)), hosts=["localhost"]) as server:
+        with running_server(front=ServeConfig(allowed_origins=("*",)), hosts=["localhost"]) as server:
             headers = {"Origin": "http://evil.example", "Host": "evil.example", **self.PREFLIGHT}
             refused = server.http.options(CHAT, headers=headers)
             assert code(refused) == (400, "unknown_host") and refused.headers["vary"] == "Origin"
             assert server.http.options(CHAT, headers=headers | {"Host": "localhost:8000"}).status_code == 200
 
     def test_any_other_origin_gets_nothing(self, servers: Servers) -> None:
-        server = servers.get(front=FrontConfig(allowed_origins=("http://localhost:5173",), api_keys=(ONE,)))
+        server = servers.get(front=ServeConfig(allowed_origins=("http://localhost:5173",), api_keys=(ONE,)))
         for origin in ("http://localhost", "https://localhost:5173", "http://localhost:5173.evil.example", "null"):
             for each in self.ask(server, origin, ONE):
                 assert "access-control-allow-origin" not in each.headers
@@ -502,4 +502,4 @@ def test_refusals_are_counted_on_routes_that_ask_for_something(path: str, status
 
 
 def test_keys_are_in_no_representation() -> None:
-    assert ONE not in repr(FrontConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(queue(ONE)._callers)
+    assert ONE not in repr(ServeConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(queue(ONE)._callers)

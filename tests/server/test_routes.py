@@ -32,7 +32,7 @@ from tests.server.support import (
 from tests.server.tiny import token_ids
 from vmmkv.memory.states import MappedRun, RunState, SlotMap, SlotState
 from vmmkv_server import engine_client
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import MapUnavailable, MemoryMaps
 from vmmkv_server.http import page
 from vmmkv_server.latencies import Times
@@ -288,7 +288,7 @@ class TestMetrics:
 
     def test_refusals_are_counted_by_status_and_ends_in_the_engine_apart(self) -> None:
         key = "some-key"
-        front = FrontConfig(api_keys=(key,), admin_key="admin-key", max_queued_tokens=8)
+        front = ServeConfig(api_keys=(key,), admin_key="admin-key", max_queued_tokens=8)
         with running_server(front=front) as server:
             refused = [server.complete(key, temperature=-1), server.complete("another key"), server.post("/kv/reset", {}, key)]
             assert [answer.status_code for answer in refused] == [400, 401, 403]

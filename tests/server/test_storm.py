@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.http.limits import MAX_BODIES
 
 pytestmark = pytest.mark.nightly
@@ -30,7 +30,7 @@ def nothing_is_left(server: Running) -> bool:
 
 def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them() -> None:
     ready = ready_with(model_tokens=100_000, pool_tokens=100_000)
-    with running_server(ready=ready, front=FrontConfig(max_queued_requests=NUM_LEAVING), sockets=True) as server:
+    with running_server(ready=ready, front=ServeConfig(max_queued_requests=NUM_LEAVING), sockets=True) as server:
         server.engine.endless, server.engine.step_s = True, 0.005
         chance = random.Random(1)
 
@@ -71,7 +71,7 @@ def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them()
 def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
     """Ten times as much as may be held, sent at once by clients that do not finish."""
     size_bytes = 1 << 20
-    with running_server(front=FrontConfig(max_body_bytes=size_bytes), sockets=True) as server:
+    with running_server(front=ServeConfig(max_body_bytes=size_bytes), sockets=True) as server:
         sent_bytes = size_bytes - (1 << 16)
         num_clients, num_held = 160, MAX_BODIES * size_bytes // sent_bytes
         num_refused = 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.sampling_params import InvalidParam, SamplingParams
 
@@ -51,7 +51,7 @@ def test_a_policy_may_be_short_or_json() -> None:
 
 def test_the_default_of_a_server_is_checked_as_it_starts() -> None:
     with pytest.raises(ValueError, match="kv_policy is of type 'lru'"):
-        ServeConfig(kv_policy="lru")
+        EngineConfig(kv_policy="lru")
 
 
 @pytest.mark.parametrize(

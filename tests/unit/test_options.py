@@ -4,15 +4,16 @@ import dataclasses
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
 from vmmkv.units import GIB, MIB
-from vmmkv_server.config import OPTIONS, FrontConfig, Option, ServeConfig, make_configs, with_flags
+from vmmkv_server.config import OPTIONS, EngineConfig, Option, ServeConfig, make_config, with_flags
 
 launch = pytest.importorskip("vmmkv_server.launch")
 
@@ -38,14 +39,12 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
 KEYS = ("a-key-of-one", "a-key-of-two")
 ADMIN = "the-key-of-the-administrator"
 
-Configs = tuple[ServeConfig, FrontConfig]
-
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Configs]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """The configurations that the launcher is called with, in place of launching."""
-    configs: list[Configs] = []
-    monkeypatch.setattr(launch, "run", lambda config, front: configs.append((config, front)) or 3)
+    configs: list[ServeConfig] = []
+    monkeypatch.setattr(launch, "run", lambda config: configs.append(config) or 3)
     return configs
 
 
@@ -55,8 +54,20 @@ def of_python(option: Option, value: Any) -> Any:
     return (value,) if option.kind == tuple[str, ...] else value
 
 
+def flat(config: ServeConfig) -> dict[str, Any]:
+    """The fields of both configurations."""
+    fields = dataclasses.asdict(config)
+    engine: dict[str, Any] = fields.pop("engine")
+    return engine | fields
+
+
 def of_toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def config_of(field: str) -> type[EngineConfig] | type[ServeConfig]:
+    """The configuration that has a field."""
+    return EngineConfig if field in EngineConfig.__dataclass_fields__ else ServeConfig
 
 
 def of_flag(option: Option, value: Any) -> list[str]:
@@ -65,7 +76,7 @@ def of_flag(option: Option, value: Any) -> list[str]:
 
 @pytest.mark.parametrize("option", [one for one in OPTIONS if one.field in VALUES], ids=lambda one: one.name)
 def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
-    option: Option, launched: list[Configs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    option: Option, launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_flag, in_variable, in_file = VALUES[option.field]
     file = tmp_path / "serve.toml"
@@ -75,32 +86,31 @@ def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
     for flag in ([], of_flag(option, in_flag)):
         monkeypatch.setenv(option.variable, str(in_variable))  # keys are taken out of it
         main(["serve", "--config", str(file), *flag])
-    got = [dataclasses.asdict(config) | dataclasses.asdict(front) for config, front in launched]
-    defaults = dataclasses.asdict(ServeConfig()) | dataclasses.asdict(FrontConfig())
+    got, defaults = list(map(flat, launched)), flat(ServeConfig())
     expected = [{}, *({option.field: of_python(option, value)} for value in (in_file, in_variable, in_flag))]
     assert got == [defaults | changed for changed in expected]
 
 
 def test_the_file_itself_can_come_from_the_environment(
-    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "serve.toml").write_text('port = 9\nkv_budget = 4194304\nlog_level = "DEBUG"\nstuck_after = 3\n')
     monkeypatch.setenv("VMMKV_CONFIG", str(tmp_path / "serve.toml"))
     assert main(["serve"]) == 3
     assert launched == [
-        (ServeConfig(port=9, kv_budget_bytes=4 * MIB, log_level="debug"), FrontConfig(stuck_after_s=3.0)),
+        ServeConfig(engine=EngineConfig(kv_budget_bytes=4 * MIB, log_level="debug"), port=9, stuck_after_s=3.0),
     ]
 
 
-def test_an_empty_variable_counts_as_absent(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_absent(launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     for option in OPTIONS:
         monkeypatch.setenv(option.variable, "")
     assert main(["serve"]) == 3
-    assert launched == [(ServeConfig(), FrontConfig())]
+    assert launched == [ServeConfig()]
 
 
 def test_a_misspelt_variable_stops_the_server(
-    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VMMKV_LOGLEVEL", "debug")
     assert main(["serve"]) == 1
@@ -110,7 +120,7 @@ def test_a_misspelt_variable_stops_the_server(
 
 @pytest.mark.parametrize("text", ["true", "false", "FALSE", "0", "maybe"])
 def test_a_switchs_variable_is_true_or_false(
-    text: str, launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VMMKV_PREFIX_CACHE", text)
     if text == "maybe":
@@ -118,7 +128,7 @@ def test_a_switchs_variable_is_true_or_false(
         assert "use true or false" in capsys.readouterr().err
     else:
         assert main(["serve"]) == 3
-        assert launched == [(ServeConfig(prefix_cache=text == "true"), FrontConfig())]
+        assert launched == [ServeConfig(engine=EngineConfig(prefix_cache=text == "true"))]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,7 @@ def test_a_switchs_variable_is_true_or_false(
     ],
 )
 def test_a_wrong_option_is_one_line_that_says_what_is_right(
-    options: str, message: str, launched: list[Configs], capsys: pytest.CaptureFixture[str]
+    options: str, message: str, launched: list[ServeConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *options.split()]) == 1
     error = capsys.readouterr().err
@@ -199,7 +209,7 @@ def test_a_wrong_option_is_one_line_that_says_what_is_right(
     ],
 )
 def test_a_wrong_value_in_a_file_is_one_line_that_names_the_file(
-    text: str, message: str, launched: list[Configs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, launched: list[ServeConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
@@ -210,13 +220,13 @@ def test_a_wrong_value_in_a_file_is_one_line_that_names_the_file(
     assert launched == []
 
 
-def test_a_file_that_does_not_exist_is_one_line(launched: list[Configs], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_does_not_exist_is_one_line(launched: list[ServeConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", "/nowhere/serve.toml"]) == 1
     assert "/nowhere/serve.toml cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_a_wrong_value_of_the_environment_names_its_variable(
-    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VMMKV_KV_BUDGET", "lots")
     assert main(["serve"]) == 1
@@ -247,15 +257,15 @@ def test_messages_of_the_engine_name_flags_on_the_command_line(said: str, shown:
     assert with_flags(said) == shown
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if hasattr(ServeConfig, one.field)], ids=lambda one: one.name)
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda one: one.name)
 def test_a_wrong_option_is_an_argument_in_python_and_a_flag_on_the_command_line(option: Option) -> None:
     wrong: Any = "" if isinstance(option.default, str) else -1
     with pytest.raises(ValueError) as raised:
-        ServeConfig(**{option.field: wrong})
+        config_of(option.field)(**{option.field: wrong})
     said = str(raised.value)
     assert said.startswith(option.field) and "--" not in said
     with pytest.raises(ValueError) as raised:
-        make_configs({option.field: wrong}, {}, None)
+        make_config({option.field: wrong}, {}, None)
     shown = str(raised.value)
     assert shown.startswith(option.flag) and f"{option.field}=" not in shown
 
@@ -277,12 +287,20 @@ def test_a_wrong_option_is_an_argument_in_python_and_a_flag_on_the_command_line(
 )
 def test_an_option_of_a_wrong_type_is_named_with_what_is_wanted(name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
-        ServeConfig(**{name: value})
+        config_of(name)(**{name: value})
     assert str(raised.value).startswith(f"{name} is {value!r}; {said}")
 
 
+def test_options_of_llm_are_the_engines_with_paths_and_dtypes_beside_texts() -> None:
+    llm, engine = get_type_hints(pytest.importorskip("vmmkv_server.llm").EngineOptions), get_type_hints(EngineConfig)
+    of_servers = {"model", "kv_policy", "kv_events", "kv_events_replay", "kv_events_topic", "log_level", "log_format"}
+    assert llm.keys() == engine.keys() - of_servers
+    wider = {str | os.PathLike[str] | None: str | None, str | torch.dtype: str}
+    assert {name: wider.get(kind, kind) for name, kind in llm.items()} == {name: engine[name] for name in llm}
+
+
 def test_numbers_may_be_numpys() -> None:
-    config = ServeConfig(max_num_seqs=np.int64(4), kv_budget_bytes=np.int64(64 * MIB))
+    config = EngineConfig(max_num_seqs=np.int64(4), kv_budget_bytes=np.int64(64 * MIB))
     assert (type(config.max_num_seqs), type(config.kv_budget_bytes)) == (int, int)
 
 
@@ -293,17 +311,17 @@ def test_a_config_is_frozen_and_can_be_sent_to_another_process() -> None:
         config.port = 2
 
 
-def test_keys_come_from_repeated_flags_and_from_files(launched: list[Configs], tmp_path: Path) -> None:
+def test_keys_come_from_repeated_flags_and_from_files(launched: list[ServeConfig], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n\n{KEYS[0]}\n{KEYS[1]}\n")
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = f"--api-key {KEYS[0]} --api-key {KEYS[1]} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin"
     main(["serve", *options.split(), "--drain-timeout", "0"])
-    assert launched[0][1] == FrontConfig(api_keys=KEYS, admin_key=ADMIN, drain_timeout_s=0)
+    assert launched[0] == ServeConfig(api_keys=KEYS, admin_key=ADMIN, drain_timeout_s=0)
 
 
 @pytest.mark.parametrize("wrong", ["letmein", "two words of it", "schlüssel"])
 def test_a_key_in_a_file_that_cannot_be_used_is_named_by_its_line(
-    wrong: str, launched: list[Configs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wrong: str, launched: list[ServeConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "keys").write_text(f"# ours\n\n{KEYS[0]}\n {wrong}\n", encoding="utf-8")
     for option in ("--api-key-file", "--admin-key-file"):
@@ -323,11 +341,11 @@ def test_a_file_that_has_no_keys_is_named(
     assert f"--admin-key-file {tmp_path}/keys {said}" in capsys.readouterr().err
 
 
-def test_keys_do_not_stay_in_the_environment(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_do_not_stay_in_the_environment(launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMMKV_API_KEY", KEYS[0])
     monkeypatch.setenv("VMMKV_ADMIN_KEY", ADMIN)
     assert main(["serve"]) == 3
-    assert (launched[0][1].api_keys, launched[0][1].admin_key) == (KEYS[:1], ADMIN)
+    assert (launched[0].api_keys, launched[0].admin_key) == (KEYS[:1], ADMIN)
     assert not any(key in os.environ.values() for key in (KEYS[0], ADMIN))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vmmkv.config import read_environment
-from vmmkv_server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
+from vmmkv_server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_config
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 
@@ -51,7 +51,7 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     variables = {one.field: one.variable for one in OPTIONS}
     sources = {field: context.get_parameter_source(field) for field in given}
     of_environment = {field: variables[field] for field, source in sources.items() if source and source.name == "ENVIRONMENT"}
-    configs = make_configs(given, of_environment, config)
+    made = make_config(given, of_environment, config)
     for field in SECRETS:  # the processes of the engine and of grammars inherit the environment
         os.environ.pop(variables[field], None)
     try:
@@ -61,12 +61,19 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
             raise
         remedy = "in a checkout: pip install '.[server,hf]'"
         raise ValueError(f"serving needs {error.name}, which is not installed; {remedy}") from error
-    return launch(*configs)
+    return launch(made)
 
 
 def flags(option: Option) -> list[str]:
     """Flags of an option. A switch has two, since the file may have set either."""
     return [option.flag, f"--no-{option.flag.removeprefix('--')}"] if option.kind is bool else [option.flag]
+
+
+def shown_default(option: Option) -> str:
+    """The default in words."""
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    return option.help.default or ("none" if option.default is None else str(option.default))
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
@@ -82,7 +89,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
             envvar=one.variable,
             metavar=one.help.metavar,
             help=one.help.text,
-            show_default=one.help.default or _shown(one.default),
+            show_default=shown_default(one),
             rich_help_panel=one.help.panel,
             parser=_switch if one.kind is bool else None,
         )
@@ -94,12 +101,6 @@ def _switch(text: str) -> bool:
     if text.lower() not in ConfigParser.BOOLEAN_STATES:
         raise typer.BadParameter(f"{text!r} is not known; use true or false")
     return ConfigParser.BOOLEAN_STATES[text.lower()]
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return "none" if default is None else str(default)
 
 
 run.__signature__ = inspect.Signature(list(_parameters()), return_annotation=int)  # type: ignore[attr-defined]

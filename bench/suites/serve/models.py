@@ -19,7 +19,7 @@ import torch
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
 from vmmkv.config import read_environment
-from vmmkv_server.config import VARIABLES, ServeConfig
+from vmmkv_server.config import VARIABLES, EngineConfig
 from vmmkv_server.engine.loading import ModelSource, choose_dtype
 from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir
 
@@ -157,7 +157,7 @@ class Weights:
         self.device: Final = device
         self._stack = ExitStack()
         self.directory: Final = self._stack.enter_context(model.directory())
-        self.config: Final = ServeConfig(model=str(self.directory), device=str(device), load_format="dummy", seed=seed)
+        self.config: Final = EngineConfig(model=str(self.directory), device=str(device), load_format="dummy", seed=seed)
         self.source: Final = ModelSource(self.config, device, choose_dtype("auto", device))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The engine process: `python -m vmmkv_server.engine --socket ADDRESS`, started by `vmmkv serve`.
 
-Its input is a ServeConfig as JSON, whose model is a directory: no other user of this machine sees that.
+Its input is a EngineConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
 Exit codes: 0 it was asked to finish; 1 it could not start; `LOST` its device's context is lost, or another rank.
 """
@@ -18,7 +18,7 @@ import zmq
 
 from vmmkv import VmmkvError
 from vmmkv.units import format_bytes
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.console import end
 from vmmkv_server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv_server.engine.errors import EngineDied
@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vmmkv_server.engine", description=__doc__)
     parser.add_argument("--socket", required=True, help="the ZeroMQ address that the HTTP process has bound")
     arguments = parser.parse_args()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     configure_logging(config.log_level, config.log_format)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(arguments.socket)
@@ -54,7 +54,7 @@ def main() -> int:
             return 1
 
 
-def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
+def serve(config: EngineConfig, socket: "zmq.Socket[Any]") -> int:
     """Load a model and serve requests from the socket until told to finish. Returns the exit code."""
 
     def send(message: FromEngine) -> None:

@@ -23,7 +23,7 @@ from vmmkv.holder import check_there
 from vmmkv.model_config import ModelConfig, read
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
 from vmmkv_server.engine.engine import FEATURES, Engine
@@ -94,7 +94,7 @@ class Loaded:
         self.memory.close()
 
 
-def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
+def load(config: EngineConfig, send: Callable[[FromEngine], None]) -> Loaded:
     """Load everything that `config` names; `config.model` is a directory. Sends Loading messages on the way.
 
     Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages;
@@ -115,7 +115,7 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
             _begin("meeting the other ranks", send)
             ranks.connect(device)
             for tier in tiers:
-                assert isinstance(tier, HostTier), "ServeConfig refuses others, which have rows of one rank alone"
+                assert isinstance(tier, HostTier), "EngineConfig refuses others, which have rows of one rank alone"
                 ranks.have_host_memory(tier.address, tier.budget_bytes)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.callback(loaded.close)
@@ -130,7 +130,7 @@ def _begin(stage: str, send: Callable[[FromEngine], None]) -> None:
 
 
 def assemble(
-    config: ServeConfig,
+    config: EngineConfig,
     source: "ModelSource",
     send: Callable[[FromEngine], None],
     *,
@@ -232,7 +232,7 @@ class ModelSource:
     """
 
     def __init__(
-        self, config: ServeConfig, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None
+        self, config: EngineConfig, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None
     ) -> None:
         import transformers
 
@@ -345,7 +345,7 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> Ranks | None:
+def open_ranks(config: EngineConfig, device: torch.device, undo: contextlib.ExitStack) -> Ranks | None:
     """The processes of the other ranks, if there are any; `undo` ends them. Raises: DriverUnavailable, ValueError, OSError."""
     if config.tensor_parallel_size == 1:
         return None
@@ -361,7 +361,7 @@ def open_ranks(config: ServeConfig, device: torch.device, undo: contextlib.ExitS
     return ranks
 
 
-def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
+def open_events(config: EngineConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
     """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
     if config.kv_events is None:
         return None
@@ -372,7 +372,7 @@ def open_events(config: ServeConfig, undo: contextlib.ExitStack) -> "KVEventPubl
     return publisher
 
 
-def open_tiers(config: ServeConfig, device: torch.device, undo: contextlib.ExitStack) -> list[Tier]:
+def open_tiers(config: EngineConfig, device: torch.device, undo: contextlib.ExitStack) -> list[Tier]:
     """The tiers that were asked for, the fastest first, with their memory and disk space; `undo` closes them.
 
     A shared store need not answer yet. Raises: BudgetError naming what fits, TierUnavailable, ValueError, OSError.

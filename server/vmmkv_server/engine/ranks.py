@@ -43,7 +43,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
 from vmmkv.errors import DriverError
 from vmmkv.units import round_up
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import AttentionMetadata, SharedPrefixes
 from vmmkv_server.engine.collectives import Collectives, in_background
 from vmmkv_server.engine.errors import EngineDied
@@ -183,7 +183,7 @@ class Ranks:
         threading.Thread(target=self._watch, args=(ends, unwatched), name="watch of ranks", daemon=True).start()
 
     @classmethod
-    def start(cls, config: ServeConfig, device: torch.device) -> "Ranks":
+    def start(cls, config: EngineConfig, device: torch.device) -> "Ranks":
         """Start a process for each other rank, which loads its weights on the device of its number. Raises: OSError."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as until_met:
             directory = Path(until_met.enter_context(tempfile.TemporaryDirectory(prefix="vmmkv-ranks-")))

@@ -1,6 +1,6 @@
 """A rank other than 0: `python -m vmmkv_server.engine.worker`, started by `Ranks.start`. It does what rank 0 says, in order.
 
-Its input is the engine's ServeConfig as JSON. It ends with its channel: when rank 0 closes it or ends, or when it fails.
+Its input is the engine's EngineConfig as JSON. It ends with its channel: when rank 0 closes it or ends, or when it fails.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from vmmkv.driver.pinned import host_memory
 from vmmkv.layout import KVLayout
 from vmmkv.memory.address_space import Arena
 from vmmkv.sequence import Planes
-from vmmkv_server.config import ServeConfig
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.console import end
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
@@ -252,7 +252,7 @@ class Worker:
         return states_or_logits
 
 
-def load(config: ServeConfig, rank: int, channel: socket.socket, store: Any, timeout_s: float) -> Worker:
+def load(config: EngineConfig, rank: int, channel: socket.socket, store: Any, timeout_s: float) -> Worker:
     """Load a rank's part of the model. Raises what goes wrong; rank 0 is told."""
     try:
         device = choose_device(config.device, rank)
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="the file by which the ranks meet")
     parser.add_argument("--timeout", type=float, required=True, help="seconds that the others may keep this one waiting")
     arguments = parser.parse_args()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     configure_logging(config.log_level, config.log_format)
     torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
     with socket.socket(fileno=arguments.channel) as channel:

@@ -1,10 +1,11 @@
-"""The HTTP server: OpenAI's API, the page, metrics. Read `app` first.
+"""The HTTP server: OpenAI's API, the page, metrics. Read `generation` first.
 
-app          routes, and a request's way from its body to its answer
+app          the application: routes, and the middleware before them
+generation   a request's way from its body to its answer
 schemas      request bodies
-generation   from a request to text as it comes
-responses    response bodies
-limits       admission: keys, the queue, bodies
+responses    text of answers as it comes, and response bodies
+limits       admission: origins, hosts, keys, the queue, bodies
+edge         HEAD, clients that do not read or end their side, no descriptors; a server works without it
 errors       errors in OpenAI's form
 page         the page at `/` and its stream of events
 """

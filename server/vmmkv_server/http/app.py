@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
         Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()
     )
     # Outside of all others: a browser asks with neither key nor body, and shows an error only to a page that may read it.
-    app.add_middleware(Origins, allowed=service.front.allowed_origins, hosts=service.hosts)
+    app.add_middleware(Origins, allowed=service.config.allowed_origins, hosts=service.hosts)
     return app
 
 

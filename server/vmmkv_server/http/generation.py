@@ -22,7 +22,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from vmmkv.units import counted
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, News, RequestFailed, Watchdog
 from vmmkv_server.http import errors
 from vmmkv_server.http.errors import ApiError
@@ -175,18 +175,18 @@ class Service:
     """One model: its engine, its tokenizer once that is loaded, and admission to it."""
 
     def __init__(
-        self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Collection[str] | None = None
+        self, engine: EngineClient, model: str, config: ServeConfig | None = None, hosts: Collection[str] | None = None
     ) -> None:
         """`hosts`: as of `Guard`."""
-        self.front = front or FrontConfig()
+        self.config = config or ServeConfig()
         self.hosts = hosts
         self.engine = engine
         self.model = model
         self.metrics = Metrics(engine, model)
         self.in_flight: set[Generation] = set()
-        self.queue = AdmissionQueue(engine, self.front)
+        self.queue = AdmissionQueue(engine, self.config)
         self.grammars = GrammarService(engine)
-        self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
+        self.watchdog = Watchdog(engine.silent_s, self.config.stuck_after_s)
         self.at_stop: list[Callable[[], None]] = []
         """Ends of streams that have none by themselves."""
         self.tokenizer: Tokenizer | None = None
@@ -237,7 +237,7 @@ class Service:
 
     def deadline(self, wanted_s: float | None = None) -> Deadline:
         """The end of a request that arrives now and asked for so much time."""
-        limits_s = [each for each in (wanted_s, self.front.request_timeout_s) if each is not None]
+        limits_s = [each for each in (wanted_s, self.config.request_timeout_s) if each is not None]
         return Deadline(time.perf_counter(), min(limits_s, default=None))
 
     def describe(self) -> ModelCard:

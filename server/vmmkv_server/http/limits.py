@@ -33,7 +33,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.units import counted, format_bytes
-from vmmkv_server.config import FrontConfig
+from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import EngineClient
 from vmmkv_server.http import errors
 from vmmkv_server.http.errors import ApiError
@@ -112,7 +112,7 @@ class AdmissionQueue:
     Keys are compared in constant time.
     """
 
-    def __init__(self, engine: EngineClient, config: FrontConfig) -> None:
+    def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self.num_sequences = 0
         """In flight: tokenised, waiting or running."""
         self.held_bytes = 0
