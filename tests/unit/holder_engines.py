@@ -117,7 +117,7 @@ class Engine:
         """Has it sealed anything, or borrowed what is sealed?"""
         if self.pool.holder is not None:
             return bool(self.pool.holder.log.read().live)
-        return any(extent.lent and extent.imported for extent in self.cache.slots.holders())
+        return any(extent.lent and extent.imported for extent in self.pool.extents())
 
     def give_up(self) -> None:
         """All prefixes and parked slots, and what was mapped there."""

@@ -238,7 +238,7 @@ def test_small_extents_are_exchanged_for_a_large_one_while_there_is_a_holder(ope
             sequence.grow(num_tokens)
     with engine.cache.open(tenant="another") as sequence:
         sequence.grow(256)
-        assert [extent.num_pages for extent in engine.cache.slots.holders()] == [16]
+        assert [extent.num_pages for extent in engine.pool.extents()] == [16]
     with engine.cache.open() as sequence:
         holder.kill()
         with pytest.raises(OutOfPages, match="1 extent of 1 page needed, 0 can be evicted"):

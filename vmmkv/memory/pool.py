@@ -14,7 +14,7 @@ import itertools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -48,39 +48,45 @@ class Evictable(NamedTuple):
     """Evict it: its mapped pages are reclaimed, the others are free at once."""
 
 
-class Reclaimer(Protocol):
-    """A cache, as its pool sees it: it holds extents, and gives back what no running sequence uses. The pool's lock is held."""
+class Reclaimer:
+    """Memory that can be given back: a cache's slots, or its prefix tree. This one has none. The pool's lock is held."""
 
     @property
     def pending_pages(self) -> int:
         """Pages that wait for a fence, to be unmapped."""
+        return 0
 
     def idle_pages(self, enough: int) -> int:
         """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
+        return 0
 
     def unevictable_bytes(self) -> int:
         """Bytes that no running sequence uses, and that are not evicted either."""
+        return 0
 
     def pinned_extents(self) -> set[Extent]:
         """Unused extents that pins keep."""
+        return set()
 
     def oldest_evictable(self) -> Evictable | None:
         """The candidate for eviction that it used least recently; None for none."""
+        return None
 
-    def collect(self, budget_us: float = ..., max_pages: float = ...) -> int:
+    def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap reclaimed memory whose fence has passed; the pages. Never blocks."""
+        return 0
 
     def wait_for_reclaim(self) -> bool:
         """Block until the oldest fence of reclaimed memory has passed; False if there is none."""
+        return False
 
     def holders(self) -> Counter[Extent]:
         """Recounted from scratch: how often it holds each extent."""
+        return Counter()
 
     def users(self) -> Counter[Extent]:
         """Recounted from scratch: how many of these are uses."""
-
-    def close(self) -> None:
-        """Give everything back. The lock is not held."""
+        return Counter()
 
 
 class ExtentSource(Protocol):
@@ -231,8 +237,10 @@ class Pool(Closing, Unique):
         self.closed = False
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
-        self.caches: list[Reclaimer] = []
-        """Internal: those that are open."""
+        self.caches: list[Closing] = []
+        """Internal: the slots of those that are open."""
+        self.reclaimers: list[Reclaimer] = []
+        """Internal: what can give memory back, of open caches."""
         self._clock = 0
 
     # extents
@@ -349,7 +357,7 @@ class Pool(Closing, Unique):
             self.check_capture()
             budget_bytes = _checked_budget(budget_bytes, may_be_zero=True)
             self.source.check_budget(budget_bytes)
-            least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self.caches)
+            least_bytes = self.used_bytes + sum(each.unevictable_bytes() for each in self.reclaimers)
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
@@ -414,12 +422,12 @@ class Pool(Closing, Unique):
     def check(self) -> None:
         """Recount law 1 from what the caches hold; AssertionError says how it is broken."""
         with self.lock:
-            held = sum((cache.holders() for cache in self.caches), Counter[Extent]())
+            held = sum((each.holders() for each in self.reclaimers), Counter[Extent]())
             free = [extent for extents in self._free.values() for extent in extents]
             assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
             assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
             assert len(set(free)) == len(free), "an extent is free twice"
-            used = sum((cache.users() for cache in self.caches), Counter[Extent]())
+            used = sum((each.users() for each in self.reclaimers), Counter[Extent]())
             assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
             assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
             assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
@@ -452,7 +460,7 @@ class Pool(Closing, Unique):
 
     def extents(self) -> set[Extent]:
         """All that are created, recounted from scratch."""
-        return {*itertools.chain(*self._free.values(), *(cache.holders() for cache in self.caches))}
+        return {*itertools.chain(*self._free.values(), *(each.holders() for each in self.reclaimers))}
 
     def import_extents(self, extents: Sequence[Extent]) -> list[Extent]:
         """Import those that are not here yet; those that their owner does not have, or has in another size, are returned.
@@ -501,7 +509,7 @@ class Pool(Closing, Unique):
         return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
 
     def _pending_pages(self) -> int:
-        return sum(cache.pending_pages for cache in self.caches)
+        return sum(each.pending_pages for each in self.reclaimers)
 
     @property
     def kept_pages(self) -> int:
@@ -509,7 +517,10 @@ class Pool(Closing, Unique):
         return (self.held_bytes - self.used_bytes) // PAGE_BYTES - self._pinned_pages()
 
     def _pinned_pages(self) -> int:
-        return sum(extent.num_pages for cache in self.caches for extent in cache.pinned_extents())
+        return sum(extent.num_pages for extent in self._pinned_extents())
+
+    def _pinned_extents(self) -> Iterator[Extent]:
+        return itertools.chain.from_iterable(each.pinned_extents() for each in self.reclaimers)
 
     def _about_pins(self) -> str:
         """What a message about missing pages says of those that pins keep."""
@@ -518,9 +529,9 @@ class Pool(Closing, Unique):
 
     def _idle_pages(self, enough: int) -> int:
         num_pages = 0
-        for cache in self.caches:
+        for each in self.reclaimers:
             if num_pages < enough:
-                num_pages += cache.idle_pages(enough - num_pages)
+                num_pages += each.idle_pages(enough - num_pages)
         return num_pages
 
     def _check_feasible(self, counts: Mapping[int, int], *, wait: bool) -> None:
@@ -582,7 +593,7 @@ class Pool(Closing, Unique):
 
         Raises: OutOfPages, before anything is evicted for nothing.
         """
-        kept = {extent for cache in self.caches for extent in cache.holders().keys() - cache.pinned_extents()}
+        kept = {extent for each in self.reclaimers for extent in each.holders()}.difference(self._pinned_extents())
         evictable = sum(extent.num_pages == num_pages for extent in kept if extent.imported and not extent.users)
         if evictable < missing or not self._reclaim(missing * num_pages, wait=wait):
             raise OutOfPages(
@@ -625,17 +636,17 @@ class Pool(Closing, Unique):
     def _reclaim(self, num_pages: int, *, wait: bool) -> bool:
         """One step towards `num_pages` more free ones: False when there is none left to take."""
         num_unmapped = 0
-        for cache in self.caches:
+        for each in self.reclaimers:
             if num_unmapped < num_pages:
-                num_unmapped += cache.collect(max_pages=num_pages - num_unmapped)
+                num_unmapped += each.collect(max_pages=num_pages - num_unmapped)
         if num_unmapped:
             return True
-        kept = [oldest for cache in self.caches if (oldest := cache.oldest_evictable()) is not None]
+        kept = [oldest for each in self.reclaimers if (oldest := each.oldest_evictable()) is not None]
         oldest = min((each for each in kept if wait or each.idle), key=lambda each: each.stamp, default=None)
         if oldest is not None and (oldest.idle or self._pending_pages() < num_pages):
             oldest.evict()
             return True
-        return wait and any(cache.wait_for_reclaim() for cache in self.caches)
+        return wait and any(each.wait_for_reclaim() for each in self.reclaimers)
 
 
 def _open_source(

@@ -10,6 +10,7 @@ cache. In every step the calls that can fail come first: a failure leaves the sl
 """
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections import Counter
@@ -24,10 +25,10 @@ from vmmkv.arguments import whole
 from vmmkv.driver.base import Fence, retried
 from vmmkv.errors import Closed, DriverError, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import KVLayout
-from vmmkv.lifetime import Unique
+from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory import sharing
 from vmmkv.memory.extents import Extent
-from vmmkv.memory.pool import Evictable, Pool
+from vmmkv.memory.pool import Evictable, Pool, Reclaimer
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.memory.states import SlotState
 from vmmkv.units import counted
@@ -127,22 +128,6 @@ class RowKeeper:
     def leave(self, slot: int) -> None:
         """A slot's sequence has ended, or its parked rows are gone."""
 
-    def idle_pages(self, enough: int) -> int:
-        """Pages that it could free at once; counted no further than `enough`."""
-        return 0
-
-    def unevictable_bytes(self) -> int:
-        """Bytes that no running sequence uses, and that it does not evict."""
-        return 0
-
-    def pinned_extents(self) -> set[Extent]:
-        """Unused extents that pins keep."""
-        return set()
-
-    def oldest(self) -> Evictable | None:
-        """The candidate for eviction that it used least recently; None for none."""
-        return None
-
     def poll(self) -> None:
         """Go on with what waits for a fence that has passed. Never blocks."""
 
@@ -150,27 +135,19 @@ class RowKeeper:
         """The fence that it waits for longest; None for none."""
         return None
 
-    def holders(self) -> Counter[Extent]:
-        """Recounted: how often it holds each extent."""
-        return Counter()
-
-    def loading(self) -> Counter[Extent]:
-        """The extents that it loads into, which are used."""
-        return Counter()
-
     def clear(self) -> list[Fence]:
-        """Evict everything; no sequence runs. When these fences have passed `finish_copies` is called."""
+        """Evict everything; no sequence runs. When these fences have passed it is closed."""
         return []
 
-    def finish_copies(self) -> None:
+    def close(self) -> None:
         """Give back what copies that have ended took."""
 
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""
 
 
-class Slots:
-    """The slots of one cache: opened, filled, parked, taken over and evicted. To the pool they are a Reclaimer.
+class Slots(Reclaimer, Closing):
+    """The slots of one cache: opened, filled, parked, taken over and evicted.
 
     Raises, cost: see KVCache.
     """
@@ -202,6 +179,7 @@ class Slots:
             self.memory: Final = SlotMemory(layout, pool, slots=num_slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
             self.table: Final = self.memory.table
             pool.caches.append(self)
+            pool.reclaimers.append(self)
             self._attached = True
 
     # to live
@@ -497,27 +475,15 @@ class Slots:
         """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
         num_pages = self.memory.mapper.passed_pages()
         for parked in self.loose_slots.values():
-            if num_pages >= enough:
-                return num_pages
-            if not parked.fence.done():  # the oldest goes first
+            if num_pages >= enough or not parked.fence.done():  # the oldest goes first
                 break
             num_pages += self.memory.idle_pages(parked.slot)
-        return num_pages + self.keeper.idle_pages(enough - num_pages)
-
-    def unevictable_bytes(self) -> int:
-        """Bytes that no running sequence uses, and that the prefix tree does not evict either."""
-        return self.keeper.unevictable_bytes()
-
-    def pinned_extents(self) -> set[Extent]:
-        """Unused extents that pins keep in the prefix tree. Cost: grows with what is pinned."""
-        return self.keeper.pinned_extents()
+        return num_pages
 
     def oldest_evictable(self) -> Evictable | None:
-        """The least recently used parked slot, or leaf of the prefix tree, and how to evict it."""
-        parked, leaf = next(iter(self.loose_slots.values()), None), self.keeper.oldest()
-        if parked is None or (leaf is not None and leaf.stamp < parked.stamp):
-            return leaf
-        return Evictable(parked.stamp, parked.fence.done(), lambda: self.evict(parked))
+        """The oldest parked slot that the prefix tree does not keep, and how to evict it."""
+        parked = next(iter(self.loose_slots.values()), None)
+        return None if parked is None else Evictable(parked.stamp, parked.fence.done(), functools.partial(self.evict, parked))
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap reclaimed memory whose fence has passed, as far as time and `max_pages` allow; the pages. Never blocks."""
@@ -538,12 +504,12 @@ class Slots:
         return fence is not None
 
     def holders(self) -> Counter[Extent]:
-        """Recounted from scratch: how often the slots and the prefix tree hold each extent."""
-        return self.memory.holders() + self.keeper.holders()
+        """Recounted from scratch: how often each extent is mapped."""
+        return self.memory.holders()
 
     def users(self) -> Counter[Extent]:
         """Recounted from scratch: how many of these are uses."""
-        return self.memory.users() + self.keeper.loading()
+        return self.memory.users()
 
     # the whole; these take the lock
 
@@ -578,9 +544,10 @@ class Slots:
         self.drain()
         with self.pool.lock:
             if self._attached:
-                self.keeper.finish_copies()
                 self.memory.close()
+                self.keeper.close()
                 self.pool.caches.remove(self)
+                self.pool.reclaimers.remove(self)
                 self._attached = False
 
     def check(self) -> None:

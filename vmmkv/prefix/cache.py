@@ -139,6 +139,7 @@ class PrefixCache:
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
             slots.keeper = self._index
+            cache.pool.reclaimers.append(self._index)
             identity = cache.layout.identity(fingerprint)
             self._borrowed = self._follow_holder(identity)
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from vmmkv.driver.base import Fence
 from vmmkv.layout import Group
 from vmmkv.memory.extents import Extent
-from vmmkv.memory.pool import Evictable
+from vmmkv.memory.pool import Evictable, Reclaimer
 from vmmkv.memory.slots import LiveSlot, ParkedSlot, RowKeeper, Slots
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens, piece_place
 from vmmkv.units import PAGE_BYTES, ceil_div
@@ -94,7 +94,7 @@ class IndexFollower:
         """Recount; AssertionError says what is broken."""
 
 
-class PrefixIndex(RowKeeper):
+class PrefixIndex(RowKeeper, Reclaimer):
     """The prefix tree of one cache, and the slots that share its extents. The slots ask it what to evict."""
 
     def __init__(self, slots: Slots) -> None:
@@ -311,7 +311,7 @@ class PrefixIndex(RowKeeper):
 
     def holders(self) -> Counter[Extent]:
         """Recounted: how often the tree holds each extent, or a load into it."""
-        return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces) + self.loading()
+        return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces) + self.users()
 
     def used_pages(self, namespace: Hashable, tokens: Tokens) -> int:
         """Pages in use that a sequence of these tokens needs too: it maps them without taking any."""
@@ -324,7 +324,7 @@ class PrefixIndex(RowKeeper):
             if piece.value.extent.users and piece.end_token <= match.num_tokens and piece.value.end_page > firsts[piece.group]
         )
 
-    def loading(self) -> Counter[Extent]:
+    def users(self) -> Counter[Extent]:
         """The extents that tiers are being loaded into, which are used."""
         return sum((follower.held() for follower in self.followers), Counter[Extent]())
 
@@ -349,7 +349,7 @@ class PrefixIndex(RowKeeper):
             )
         return num_pages
 
-    def oldest(self) -> Evictable | None:
+    def oldest_evictable(self) -> Evictable | None:
         """The least recently used leaf, with the rows in it of parked slots.
 
         If no leaf can be evicted: what a window has passed on the way to one; else a parked slot that ends further up.
@@ -409,7 +409,7 @@ class PrefixIndex(RowKeeper):
     def clear(self) -> list[Fence]:
         """Evict everything, pinned or not, and give up stores and loads; no sequence runs. A holder keeps what is sealed.
 
-        The fences of the copies to and from tiers: when they have passed call `finish_copies`.
+        The fences of the copies to and from tiers: when they have passed call `close`.
         """
         fences = [fence for follower in list(self.followers) for fence in follower.give_up()]
         self.tree.unpin_all()
@@ -417,10 +417,11 @@ class PrefixIndex(RowKeeper):
             self.evict_leaf(leaf)
         return fences
 
-    def finish_copies(self) -> None:
+    def close(self) -> None:
         """Give back the memory of tiers behind copies that have ended."""
         for follower in self.followers:
             follower.finish()
+        self._pool.reclaimers.remove(self)
 
     def park(self, live: LiveSlot) -> ParkedSlot:
         """End a running sequence and keep its slot, with the rows that were inserted. There are some."""
@@ -490,7 +491,7 @@ class PrefixIndex(RowKeeper):
             for piece in node.pieces:
                 group = self._layout.groups[piece.group]
                 assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
-        held_bytes = sum(extent.size_bytes * count for extent, count in (self.holders() - self.loading()).items())
+        held_bytes = sum(extent.size_bytes * count for extent, count in (self.holders() - self.users()).items())
         assert held_bytes == self.held_bytes, "held bytes are miscounted"
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
         locks = sum((follower.locks() for follower in self.followers), Counter(running.values()))
