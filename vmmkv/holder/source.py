@@ -5,27 +5,25 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
 
 from vmmkv.driver.base import Driver
 from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
 from vmmkv.errors import BudgetError, HolderGone
 from vmmkv.holder.client import HolderClient
-from vmmkv.memory.extents import DeviceSource, Extent
+from vmmkv.memory.extents import Extent, ExtentSource
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 log = logging.getLogger(__name__)
 
 
-class HolderSource:
+class HolderSource(ExtentSource):
     """Extents that a holder process creates and owns, so that they outlive this one."""
 
-    lender = None
-    borrowed_bytes = 0
+    holder: HolderClient
 
     def __init__(self, driver: Driver, holder: HolderClient) -> None:
-        self._driver: Final = driver
-        self.holder: Final = holder
+        super().__init__(driver)
+        self.holder = holder
 
     def check_budget(self, budget_bytes: int) -> None:
         """Raises: BudgetError, if the holder may not own so much."""
@@ -61,8 +59,7 @@ class HolderSource:
 
     def release(self, extent: Extent) -> None:
         """Give an extent up. A sealed one stays with the holder for the next process. Cost: a release. Raises: DriverError."""
-        if extent.imported:
-            self._driver.release(extent.handle)
+        super().release(extent)
         if not extent.sealed:
             self.holder.release([extent.serial])
 
@@ -82,25 +79,16 @@ class HolderSource:
         self.holder.close()
 
 
-class LenderSource:
+class LenderSource(ExtentSource):
     """The device's own extents, and those that another engine's holder lends: mapped read-only, and never free here."""
 
-    holder = None
+    lender: HolderClient
 
     def __init__(self, driver: Driver, lender: HolderClient) -> None:
-        self._driver: Final = driver
-        self._device: Final = DeviceSource(driver)
-        self.lender: Final = lender
-        self.borrowed_bytes = 0
+        super().__init__(driver)
+        self.lender = lender
         self._borrowed: Counter[int] = Counter()
         """By serial, how many extents here are that one: what is pending reclaim can be borrowed again."""
-
-    def check_budget(self, budget_bytes: int) -> None:
-        """The lender's budget is its own engine's."""
-
-    def create(self, num_pages: int) -> Extent | None:
-        """A new extent of the device, also when the lender is gone. See DeviceSource.create."""
-        return self._device.create(num_pages)
 
     def borrow(self, serial: int, num_pages: int) -> Extent:
         """A sealed extent of the other engine: held once, and not imported yet. No driver call."""
@@ -115,8 +103,7 @@ class LenderSource:
 
     def release(self, extent: Extent) -> None:
         """Give an extent up; a lent one goes back when it was borrowed as often. Cost: a release. Raises: DriverError."""
-        if extent.imported:
-            self._device.release(extent)
+        super().release(extent)
         if not extent.lent:
             return
         self.borrowed_bytes -= extent.size_bytes
@@ -125,10 +112,6 @@ class LenderSource:
             return  # it was borrowed again before it had left
         del self._borrowed[extent.serial]
         self.lender.release([extent.serial])
-
-    def text_if_ended(self) -> str | None:
-        """The device does not end."""
-        return None
 
     def check(self, extents: Sequence[Extent]) -> None:
         """What is borrowed is counted."""

@@ -1,4 +1,4 @@
-"""Extents: the handles of a pool, in size classes; and the device as their source.
+"""Extents: the handles of a pool, in size classes, and where they come from.
 
 extent.holders = mappings, live or pending reclaim, + tree nodes, + loads  (0: free in its pool)
 extent.users  <= holders: running sequences, acquisitions, loads           (0: free, pinned or evictable)
@@ -6,10 +6,13 @@ extent.users  <= holders: running sequences, acquisitions, loads           (0: f
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vmmkv.driver.base import Driver, Handle
 from vmmkv.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from vmmkv.holder.client import HolderClient
 
 SIZE_CLASSES: Final = (16, 4, 1)
 """Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
@@ -74,35 +77,46 @@ class Extent:
         return not self.zeroed and self.tenant != tenant
 
 
-class DeviceSource:
-    """Extents of the device's own memory, which go with this process. See `vmmkv.memory.pool.ExtentSource`."""
+class ExtentSource:
+    """Where the handles of a pool's extents come from. This is the device; `vmmkv.holder.source` overrides it.
 
-    holder = lender = None
+    The caller holds the pool's lock.
+    """
+
+    holder: "HolderClient | None" = None
+    """The process that owns what is created; None if this one does."""
+    lender: "HolderClient | None" = None
+    """The process that owns what another engine lends; None without."""
     borrowed_bytes = 0
+    """Bytes of extents here that are another engine's."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver: Final = driver
 
     def check_budget(self, budget_bytes: int) -> None:
-        """The device says what it lacks when it is asked for it."""
+        """Raises: BudgetError, if it may not give so much. The device says what it lacks when it is asked for it."""
 
     def create(self, num_pages: int) -> Extent | None:
-        """A new extent. Cost: one create. Raises: DriverError, of the kind OutOfDeviceMemory if there is no more."""
+        """A new extent that nothing holds; None if the source has just ended.
+
+        Cost: a create. Raises: DriverError, of the kinds OutOfDeviceMemory and OutOfDescriptors.
+        """
         return Extent(self._driver.create(num_pages * PAGE_BYTES), num_pages, zeroed=self._driver.creates_zeroed)
 
     def import_handles(self, extents: Sequence[Extent]) -> None:
-        """All of them have their handles."""
+        """Import those that are not here yet, as far as their owner has them. Raises: OutOfDescriptors, DriverError."""
 
     def release(self, extent: Extent) -> None:
-        """Give an extent back to the device. Cost: one release. Raises: DriverError."""
-        self._driver.release(extent.handle)
+        """Give up an extent that nothing holds. Cost: a release. Raises: DriverError, and then its handle is still there."""
+        if extent.imported:
+            self._driver.release(extent.handle)
 
     def text_if_ended(self) -> str | None:
-        """The device does not end."""
+        """Why nothing can be created any more, and what works; None while something can."""
         return None
 
     def check(self, extents: Sequence[Extent]) -> None:
-        """The pool has counted them."""
+        """These are all extents that were created; AssertionError if not."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """End what is open to other processes. Idempotent."""

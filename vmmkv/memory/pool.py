@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
 from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, OutOfDescriptors, OutOfDeviceMemory, OutOfPages
 from vmmkv.lifetime import Closing, Unique
-from vmmkv.memory.extents import SIZE_CLASSES, DeviceSource, Extent
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, ExtentSource
 from vmmkv.memory.transaction import TransactionLock
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
@@ -87,46 +87,6 @@ class Reclaimer:
     def users(self) -> Counter[Extent]:
         """Recounted from scratch: how many of these are uses."""
         return Counter()
-
-
-class ExtentSource(Protocol):
-    """Where the handles of extents come from: the device, a holder process, or both. The pool's lock is held."""
-
-    @property
-    def holder(self) -> "HolderClient | None":
-        """The process that owns what is created; None if this one does."""
-
-    @property
-    def lender(self) -> "HolderClient | None":
-        """The process that owns what another engine lends; None without."""
-
-    @property
-    def borrowed_bytes(self) -> int:
-        """Bytes of extents here that are another engine's."""
-
-    def check_budget(self, budget_bytes: int) -> None:
-        """Raises: BudgetError, if it may not give so much."""
-
-    def create(self, num_pages: int) -> Extent | None:
-        """A new extent that nothing holds; None if the source has just ended.
-
-        Raises: DriverError, of the kinds OutOfDeviceMemory and OutOfDescriptors.
-        """
-
-    def import_handles(self, extents: Sequence[Extent]) -> None:
-        """Import those that are not here yet, as far as their owner has them. Raises: OutOfDescriptors, DriverError."""
-
-    def release(self, extent: Extent) -> None:
-        """Give up an extent that nothing holds. Raises: DriverError, and then its handle is still there."""
-
-    def text_if_ended(self) -> str | None:
-        """Why nothing can be created any more, and what works; None while something can."""
-
-    def check(self, extents: Sequence[Extent]) -> None:
-        """These are all extents that were created; AssertionError if not."""
-
-    def close(self) -> None:
-        """End what is open to other processes. Idempotent."""
 
 
 class NullPage:
@@ -653,7 +613,7 @@ def _open_source(
     driver: Driver, budget_bytes: int, holder: str | os.PathLike[str] | None, lender: str | os.PathLike[str] | None
 ) -> ExtentSource:
     if holder is None and lender is None:
-        return DeviceSource(driver)
+        return ExtentSource(driver)
     from vmmkv.holder.source import open_source
 
     return open_source(driver, budget_bytes, holder=holder, lender=lender)
