@@ -543,7 +543,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "what no seal names kept": ("if serial not in named])", "if False])"),
         "two engines at once": ("if self._owner is not None:\n            error", "if False:\n            error"),
     },
-    ("vmmkv/holder/sealed_log.py", HOLDER): {
+    ("vmmkv/holder/log.py", HOLDER): {
         "a rewrite in place": ("half = 1 - self._half", "half = self._half"),
         "a record that counts before it is whole": (
             "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
@@ -578,7 +578,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "what windows have passed borrowed": ("> firsts[seal.group]", "> 0"),
         "dropped seals borrowed": ("if live.get(seals[place].serial) == place:", "if True:"),
     },
-    ("vmmkv/holder/sealed_log.py", BORROWING): {
+    ("vmmkv/holder/log.py", BORROWING): {
         "a rewrite not seen": ("        self._words[5] = (self._words[5] + 1)", "        _ = (self._words[5] + 1)"),
     },
     ("vmmkv/prefix/index.py", FETCHES): {
@@ -837,7 +837,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (SEALED, f"{DAMAGE}::test_an_extent_stands_at_a_multiple_of_its_size"): {
         "a seal believed whose extent stands anywhere": ("        or seal.page % seal.num_pages\n", ""),
     },
-    ("vmmkv/holder/sealed_log.py", f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
+    ("vmmkv/holder/log.py", f"{DAMAGE}::test_an_engine_starts_cold_from_a_log_with_a_seal_that_no_engine_writes"): {
         "a seal believed whose rows begin behind its end": ("        or not 0 <= first_token < end_token\n", ""),
     },
     ("vmmkv/holder/client.py", f"{DAMAGE}::test_a_borrower_computes_what_a_handle_of_another_size_was_to_hold"): {

@@ -23,7 +23,8 @@ from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import HolderUnavailable
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import HolderGone, LogDamaged
-from vmmkv.holder import HolderClient, Sealed, SealedLog, client, process, sealed_log
+from vmmkv.holder import HolderClient, Sealed, SealedLog, client, process
+from vmmkv.holder import log as sealed_log
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 

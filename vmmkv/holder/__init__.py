@@ -6,7 +6,7 @@
 process      the holder: creates and frees handles, one engine at a time; read this first
 client       an engine's connection to it
 source       a holder as the source of a pool's extents
-sealed_log   the log of sealed extents, in memory that both map
+log          the log of sealed extents, in memory that both map
 sealed       the prefix tree's extents that the next engine takes from there; it follows the tree
 borrowed     what another engine on this host has sealed, for the prefix tree
 
@@ -14,6 +14,6 @@ borrowed     what another engine on this host has sealed, for the prefix tree
 """
 
 from vmmkv.holder.client import HolderClient, check_there
-from vmmkv.holder.sealed_log import Sealed, SealedLog
+from vmmkv.holder.log import Sealed, SealedLog
 
 __all__ = ["HolderClient", "Sealed", "SealedLog", "check_there"]

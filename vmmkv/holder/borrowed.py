@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vmmkv.errors import LogDamaged
+from vmmkv.holder.log import LogContents, Sealed
 from vmmkv.holder.sealed import check_seal
-from vmmkv.holder.sealed_log import LogContents, Sealed
 from vmmkv.holder.source import LenderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool

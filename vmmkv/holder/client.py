@@ -32,7 +32,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
-from vmmkv.holder.sealed_log import SealedLog
+from vmmkv.holder.log import SealedLog
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from vmmkv.holder.client import (
     receive,
     send,
 )
-from vmmkv.holder.sealed_log import SealedLog
+from vmmkv.holder.log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from vmmkv.arguments import label
 from vmmkv.driver.base import Fence
 from vmmkv.errors import HolderGone, LogDamaged
-from vmmkv.holder.sealed_log import LogContents, Sealed
+from vmmkv.holder.log import LogContents, Sealed
 from vmmkv.holder.source import HolderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.extents import SIZE_CLASSES, Extent
