@@ -3,6 +3,7 @@
 That rows are right under any order of calls is proved in tests/laws.
 """
 
+import contextlib
 import inspect
 import itertools
 import signal
@@ -110,6 +111,21 @@ def test_slots_trees_and_sources_override_the_hooks_that_they_answer() -> None:
     assert hooks(ExtentSource) - hooks(LenderSource) == {
         *("borrowed_bytes", "check_budget", "create", "holder", "lender", "text_if_ended"),
     }
+
+
+def test_a_close_can_be_repeated_whichever_of_its_calls_fails(driver, pool):
+    for number in itertools.count():
+        cache = KVCache(LAYOUT, pool, slots=2, max_tokens=128)
+        park(PrefixCache(cache), PROMPT)
+        driver.fail_at = {driver.num_calls + number}
+        with contextlib.suppress(DriverError):
+            cache.close()
+        has_failed, driver.fail_at = bool(pool.caches), set()
+        cache.close()
+        assert not pool.caches and not pool.reclaimers
+        if not has_failed:
+            break
+    assert number > 2
 
 
 def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
