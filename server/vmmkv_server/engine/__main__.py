@@ -1,6 +1,6 @@
 """The engine process: `python -m vmmkv_server.engine --socket ADDRESS`, started by `vmmkv serve`.
 
-Its input is a EngineConfig as JSON, whose model is a directory: no other user of this machine sees that.
+Its input is an EngineConfig as JSON, whose model is a directory: no other user of this machine sees that.
 
 Exit codes: 0 it was asked to finish; 1 it could not start; `LOST` its device's context is lost, or another rank.
 """
