@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from bench.baselines import COMMON_PREFILL, PAGED_FA3, fa3
-from bench.baselines.paged import BlockRows, FA3Rows, PagedCache, PagedPrefixes
+from bench.baselines.paged import BlockRows, FA3Rows, PagedCache
 from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
 from vmmkv.units import format_bytes
@@ -75,44 +75,26 @@ def open_common_prefill(wanted: BackendConfig) -> SlotBackend:
     return opened
 
 
-class BaselineBackend:
-    """A baseline's memory, all of it there from the start. In place of `SlotBackend`."""
-
-    def __init__(self, cache: PagedCache | StaticCache, rows: KVRows, num_rows: int, prefixes: PagedPrefixes | None) -> None:
-        self.cache: Final = cache
-        self.rows: Final = rows
-        self.budget_bytes: Final = num_rows * cache.layout.row_bytes
-        self.num_tokens: Final = num_rows if isinstance(cache, PagedCache) else cache.max_tokens
-        self.prefixes: Final = prefixes
-        """Over whole blocks. Static slots share nothing: a row lies in one of them."""
-
-    def take_free(self) -> None:
-        """There is nothing more to take."""
-
-    def close(self) -> None:
-        """Give the memory back. What torch's allocator keeps is not free for the driver's own calls."""
-        self.rows.views.clear()
-        self.cache.close()
-        if self.cache.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def open_paged(
     wanted: BackendConfig, *, block_rows: int = 16, rows_over: Callable[[PagedCache], BlockRows] = BlockRows
-) -> BaselineBackend:
+) -> PagedCache:
     """As many blocks as the budget holds. Raises: BudgetError, ValueError: see `_num_in_budget` and BaselineCache."""
-    num_blocks = _num_in_budget(wanted, block_rows)
-    sizes = {"num_blocks": num_blocks, "slots": wanted.max_sequences, "max_tokens": wanted.max_tokens}
-    cache = PagedCache(wanted.layout, wanted.device, block_rows=block_rows, **sizes)
-    prefixes = PagedPrefixes(cache) if wanted.shares_prefixes else None
-    return BaselineBackend(cache, rows_over(cache), num_blocks * block_rows, prefixes)
+    return PagedCache(
+        wanted.layout,
+        wanted.device,
+        num_blocks=_num_in_budget(wanted, block_rows),
+        block_rows=block_rows,
+        slots=wanted.max_sequences,
+        max_tokens=wanted.max_tokens,
+        shares_prefixes=wanted.shares_prefixes,
+        rows_over=rows_over,
+    )
 
 
-def open_static(wanted: BackendConfig) -> BaselineBackend:
+def open_static(wanted: BackendConfig) -> StaticCache:
     """As many slots as the budget holds, each of the longest sequence's rows. Raises: as `open_paged`."""
     slots = min(wanted.max_sequences, _num_in_budget(wanted, wanted.max_tokens))
-    cache = StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
-    return BaselineBackend(cache, KVRows(cache), slots * wanted.max_tokens, None)
+    return StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
 
 
 SYSTEMS: Final[Mapping[str, OpenBackend]] = {
@@ -123,7 +105,7 @@ SYSTEMS: Final[Mapping[str, OpenBackend]] = {
     "static": open_static,
     COMMON_PREFILL: open_common_prefill,
 }
-"""By the name that rows have; `static` adds the tokens of a slot."""
+"""By the name that rows have; `static` adds the tokens of a slot. Each is a KVBackend, as mypy sees here."""
 
 
 def systems_on(device: torch.device, fa3_library: Path | None) -> list[str]:

@@ -1,6 +1,6 @@
 """The block-table cache: blocks of so many rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM.
 
-It gives the engine what `KVCache` and `PrefixCache` give it, with the same radix tree. Nothing is mapped: tables and limits go
+Prefixes are in the radix tree of `vmmkv.PrefixCache`. Nothing is mapped: tables and limits go
 to the device when they change, which is at block borders, ahead of need and for all sequences in one copy. Attention is by our
 kernels under a block table, or by FlashAttention-3's; on a CPU, rows are gathered for torch's own.
 
@@ -8,10 +8,10 @@ Legend: N tokens of the step, B sequences, S slots, P blocks, U rows of a block,
 K kv heads, D head dim.
 """
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import numpy as np
@@ -26,7 +26,7 @@ from vmmkv.prefix import PrefixStats
 from vmmkv.prefix.radix_tree import Lookup, Match, Node, Piece, RadixTree
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.attention import AttentionMetadata, KVRows
-from vmmkv_server.engine.kv_backend import TokenIds
+from vmmkv_server.engine.kv_backend import KVSequence, TokenIds
 
 # blocks
 
@@ -106,10 +106,19 @@ NO_BLOCK: Final = -1
 
 
 class PagedCache(BaselineCache):
-    """In place of `vmmkv.KVCache`."""
+    """Blocks under tables. See KVBackend."""
 
     def __init__(
-        self, layout: KVLayout, device: torch.device, *, num_blocks: int, block_rows: int, slots: int, max_tokens: int
+        self,
+        layout: KVLayout,
+        device: torch.device,
+        *,
+        num_blocks: int,
+        block_rows: int,
+        slots: int,
+        max_tokens: int,
+        shares_prefixes: bool = False,
+        rows_over: "Callable[[PagedCache], BlockRows] | None" = None,
     ) -> None:
         super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(num_blocks, block_rows))
         self.blocks: Final = BlockPool(num_blocks)
@@ -118,12 +127,18 @@ class PagedCache(BaselineCache):
         num_columns = ceil_div(max_tokens, block_rows)
         self.tables_SC: Final = torch.full((1 + slots, num_columns), NO_BLOCK, dtype=torch.int32, device=device)
         self.host_tables_SC: Final = np.full((1 + slots, num_columns), NO_BLOCK, np.int32)
-        self.locked: Final[dict[int, Node[int]]] = {}
+        self.shares_prefixes = shares_prefixes
+        self.num_tokens = num_blocks * block_rows
+        self._locked: Final[dict[int, Node[int]]] = {}
         """By slot, the node of the tree whose path its sequence uses."""
         self._num_blocks_S: Final = np.zeros(1 + slots, np.int64)
         self._most_S: Final = np.zeros(1 + slots, np.int64)
         """The most tokens of each sequence; 0 where none runs."""
         self._num_blocked = self._num_ahead = self._num_taken = 0
+        self._tree: Final = self.blocks.tree
+        self._counts: Counter[str] = Counter()
+        """Rows that were hit and missed, and attaches by how."""
+        self.rows = (rows_over or BlockRows)(self)
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
         """A new sequence without blocks. Raises: OutOfPages if all slots run one."""
@@ -131,18 +146,13 @@ class PagedCache(BaselineCache):
         self._most_S[sequence.slot] = sequence.max_tokens
         return sequence
 
-    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
-        """Blocks for all sequences that soon need one, in one upload; none if they are not to be had for all."""
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int = 1) -> None:
+        """See KVBackend: blocks for all sequences that soon need one, in one upload; none if they are too few."""
         wanted = np.minimum(self._most_S, self.lengths + lookahead_tokens)
         short = np.flatnonzero(wanted > self.limits)
-        if not len(short):
-            return 0
-        try:
-            num_blocks = self._reserve(dict(zip(short.tolist(), wanted[short].tolist(), strict=True)))
-        except OutOfPages:
-            return 0  # a sequence that needs one asks for it, and is refused then
-        self._num_ahead += num_blocks
-        return num_blocks
+        if len(short):
+            with contextlib.suppress(OutOfPages):  # a sequence that needs one asks for it, and is refused then
+                self._num_ahead += self._reserve(dict(zip(short.tolist(), wanted[short].tolist(), strict=True)))
 
     def stats(self) -> CacheStats:
         """See BaselineCache.stats; a block is held like a page."""
@@ -178,16 +188,10 @@ class PagedCache(BaselineCache):
         self._num_blocked += bool(self.lengths[slot])
         self._reserve({slot: num_tokens})
 
-    def attach(self, sequence: BaselineSequence, blocks: Sequence[int]) -> None:
-        """A new sequence begins with full blocks that others hold too."""
-        self.blocks.hold(list(blocks))
-        self._extend({sequence.slot: list(blocks)})
-        self.lengths[sequence.slot] = len(blocks) * self.block_rows
-
     def end(self, sequence: BaselineSequence) -> None:
         """Free its slot, and its blocks but for those that others hold."""
         slot = sequence.slot
-        node = self.locked.pop(slot, None)
+        node = self._locked.pop(slot, None)
         if node is not None:
             self.blocks.tree.unlock(node)
         self.blocks.release(self.host_tables_SC[slot, : self._num_blocks_S[slot]].tolist())
@@ -220,120 +224,68 @@ class PagedCache(BaselineCache):
         self.tables_SC.view(-1).index_copy_(0, places_N.long(), values_N)
         self.limit.index_copy_(0, slots_M.long(), limits_M)
 
-
-# prefixes
-
-
-@dataclass(frozen=True, slots=True)
-class AttachedBlocks:
-    """In place of `vmmkv.prefix.Attached`."""
-
-    sequence: BaselineSequence
-    num_tokens: int
-
-
-class PagedPrefixes:
-    """In place of `vmmkv.PrefixCache`."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-        self._block_rows: Final = cache.block_rows
-        self._tree = cache.blocks.tree
-        self._counts: Counter[str] = Counter()
+    # prefixes
 
     def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
-        """Rows of whole blocks."""
+        """See KVBackend: rows of whole blocks."""
         lookup: Lookup[int] = Lookup(namespace, tokens[:-1])
-        return lambda: len(_whole(self._tree.resume(lookup))) * self._block_rows
+        return lambda: len(_whole(self._tree.resume(lookup))) * self.block_rows
 
-    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
-        """See PrefixCache.attach. Cost: an upload if anything is known."""
+    def attach(
+        self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None
+    ) -> tuple[BaselineSequence, int]:
+        """See KVBackend. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
-        num_tokens = len(blocks) * self._block_rows
-        sequence = self._cache.open(max_tokens=max_tokens, tenant=namespace)
-        try:
-            if blocks:
-                node = self._node_to(match, num_tokens)
-                self._tree.touch(node)
-                self._tree.lock(node)
-                self._cache.locked[sequence.slot] = node
-                self._cache.attach(sequence, blocks)
-        except BaseException:
-            sequence.close()
-            raise
-        self._counts["blocks" if blocks else "compute"] += 1
-        self._counts["hit"] += num_tokens
-        self._counts["missed"] += len(tokens) - num_tokens
-        return AttachedBlocks(sequence, num_tokens)
+        num_tokens = len(blocks) * self.block_rows
+        sequence = self.open(max_tokens=max_tokens, tenant=namespace)
+        if blocks:
+            node = self._locked[sequence.slot] = self._node_to(match, num_tokens)
+            self._tree.touch(node)
+            self._tree.lock(node)
+            self.blocks.hold(blocks)
+            self._extend({sequence.slot: blocks})
+            self.lengths[sequence.slot] = num_tokens
+        self._counts.update({"blocks" if blocks else "compute": 1, "hit": num_tokens, "missed": len(tokens) - num_tokens})
+        return sequence, num_tokens
 
     def _node_to(self, match: Match[int], num_tokens: int) -> Node[int]:
         """The node whose path ends there: what lies below is not used, and can be evicted."""
         node = next(node for node in match.path if node.end >= num_tokens)
         return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
-    has_tiers = False
-
-    def borrow(self, tokens: TokenIds, **_: object) -> None:
-        """There is no other engine."""
-
-    def store_if(self, worth: object) -> None:
-        """There are no tiers."""
-
-    def fetch(self, tokens: TokenIds, **_: object) -> None:
-        """There are no tiers."""
-
-    def poll(self, budget_us: float) -> bool:
-        """See `fetch`."""
-        return False
-
-    def insert(self, sequence: BaselineSequence, tokens: TokenIds, *, is_written: bool = True) -> None:
-        """See PrefixCache.insert."""
-        count = len(tokens) // self._block_rows
+    def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend: the first whole blocks."""
+        count = len(tokens) // self.block_rows if self.shares_prefixes else 0
         if not count:
             return
-        blocks = self._cache.host_tables_SC[sequence.slot, :count].tolist()
-        pieces = [Piece(self._block_rows * (index + 1), block) for index, block in enumerate(blocks)]
-        inserted = self._tree.insert(sequence.namespace, tokens[: count * self._block_rows], pieces)
+        blocks = self.host_tables_SC[sequence.slot, :count].tolist()
+        pieces = [Piece(self.block_rows * (index + 1), block) for index, block in enumerate(blocks)]
+        namespace = self.sequences[sequence.slot].namespace
+        inserted = self._tree.insert(namespace, tokens[: count * self.block_rows], pieces)
         known = {piece.end_token for piece in inserted.duplicates}
-        self._cache.blocks.hold([piece.value for piece in pieces if piece.end_token not in known])
-        before = self._cache.locked.pop(sequence.slot, None)
+        self.blocks.hold([piece.value for piece in pieces if piece.end_token not in known])
+        before = self._locked.pop(sequence.slot, None)
         self._tree.lock(inserted.node)
         if before is not None:
             self._tree.unlock(before)
-        self._cache.locked[sequence.slot] = inserted.node
+        self._locked[sequence.slot] = inserted.node
 
-    def park(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
-        """See PrefixCache.park: a table is worth nothing without its sequence, and its full blocks are the tree's."""
-        self.release(sequence, tokens)
-
-    def release(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
-        """See PrefixCache.release."""
-        self.insert(sequence, tokens)
-        sequence.close()
-
-    def prepare(self, budget_us: float, *, free_slots: int) -> bool:
-        """Nothing outlives the process."""
-        return False
-
-    def free_slots(self, count: int) -> None:
-        """No ended sequence keeps its slot."""
-
-    def evict(self) -> int:
-        """Forget all that no running sequence uses; the blocks that became free."""
-        before = self._cache.blocks.num_held
-        while self._cache.blocks.evict_oldest():
+    def evict(self) -> None:
+        """See KVBackend."""
+        while self.blocks.evict_oldest():
             pass
-        return before - self._cache.blocks.num_held
 
-    def stats(self) -> PrefixStats:
-        """In the words of a tree over pages. Cost: a walk over the tree."""
-        counts, blocks = self._counts, self._cache.blocks
+    def prefix_stats(self) -> PrefixStats | None:
+        """See KVBackend; in the words of a tree over pages. Cost: a walk over the tree."""
+        if not self.shares_prefixes:
+            return None
+        counts, blocks = self._counts, self.blocks
         num_held = sum(len(node.pieces) for node in self._tree.nodes())
         return PrefixStats(
             num_nodes=self._tree.num_nodes,
             num_tokens=self._tree.num_tokens,
-            held_bytes=num_held * self._cache.block_bytes,
+            held_bytes=num_held * self.block_bytes,
             attached={name: counts[name] for name in ("blocks", "compute")},
             attach_us={},
             hit_tokens=counts["hit"],

@@ -1,11 +1,9 @@
-"""A cache whose memory is all taken at once and whose slots are numbers: the base of the baselines, and static slots.
+"""KV memory that is all taken at once, under slots that are numbers: the base of the baselines, and static slots."""
 
-It gives the engine what `KVCache` gives it.
-"""
-
-from collections.abc import Hashable
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import fields
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +13,15 @@ from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages, RowsUnmapped
 from vmmkv.layout import Plane
+from vmmkv.prefix import PrefixStats
+from vmmkv.sequence import Planes
+from vmmkv_server.engine.attention import KVRows
+from vmmkv_server.engine.kv_backend import KVSequence, TokenIds
 from vmmkv_server.engine.uploads import Uploads
 
 
 class BaselineSequence:
-    """In place of `vmmkv.Sequence`."""
+    """See KVSequence."""
 
     def __init__(self, cache: "BaselineCache", slot: int, max_tokens: int, namespace: Hashable) -> None:
         self._cache = cache
@@ -43,14 +45,6 @@ class BaselineSequence:
         """So many more rows are launched."""
         self._cache.advance(self.slot, num_tokens)
 
-    def start(self, group: int = 0) -> int:
-        """0: all rows are kept."""
-        return 0
-
-    def advance_start(self, group: int) -> None:
-        """No group has a window."""
-        raise AssertionError("a baseline has no windows")
-
     def close(self) -> None:
         """Free its slot. What is launched later comes later on the stream, so nothing waits. Idempotent."""
         if not self.closed:
@@ -58,15 +52,22 @@ class BaselineSequence:
             self._cache.end(self)
 
 
-class BaselineCache:
-    """K and V of each layer in plain tensors [*size, kv_heads, head_dim]. In place of `vmmkv.KVCache`.
+class BaselineCache(Planes):
+    """K and V of each layer in plain tensors [*size, kv_heads, head_dim]. See KVBackend. Sequences share no rows here.
 
     Raises: ValueError for windows, several groups of layers, and quantised rows.
     """
 
+    shares_prefixes = False
+    cache: Final = None
+    prefixes: Final = None
+    rows: KVRows
+    num_tokens: int
+
     def __init__(
         self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int, num_rows: tuple[int, int]
     ) -> None:
+        """`num_rows`: of each piece of memory, and pieces."""
         group = layout.groups[0]
         if len(layout.groups) > 1 or group.window is not None or [plane.name for plane in group.planes] != ["k", "v"]:
             raise ValueError("a baseline keeps K and V as they are, of all layers alike, without windows: this model differs")
@@ -88,13 +89,9 @@ class BaselineCache:
         """By slot."""
         self._free = list(range(slots, 0, -1))
 
-    def k(self, layer: int) -> torch.Tensor:
+    def view(self, layer: int, plane: str) -> torch.Tensor:
         """[*size, kv_heads, head_dim]"""
-        return self.planes[layer][0]
-
-    def v(self, layer: int) -> torch.Tensor:
-        """[*size, kv_heads, head_dim]"""
-        return self.planes[layer][1]
+        return self.planes[layer]["kv".index(plane)]
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
         """A new sequence without rows. Memory of other tenants is not zeroed. Raises: OutOfPages if all slots run one."""
@@ -104,8 +101,20 @@ class BaselineCache:
         self.sequences[slot] = BaselineSequence(self, slot, max_tokens or self.max_tokens, tenant)
         return self.sequences[slot]
 
+    def begin(self) -> BaselineSequence:
+        """See KVBackend."""
+        return self.open()
+
+    def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[BaselineSequence, int]:
+        """See KVBackend."""
+        return self.open(max_tokens=max_tokens, tenant=namespace), 0
+
+    def lookup(self, tokens: TokenIds, *, namespace: Hashable) -> Callable[[], int]:
+        """See KVBackend."""
+        return lambda: 0
+
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KVCache.advance. Raises: RowsUnmapped, and then none has advanced."""
+        """See KVBackend; `num_tokens` more rows."""
         indices = np.atleast_1d(np.asarray(slots, np.int64))
         after = self.lengths[indices] + np.asarray(num_tokens, np.int64)
         if (beyond := after > self.limits[indices]).any():
@@ -113,9 +122,21 @@ class BaselineCache:
             raise RowsUnmapped(f"slot {slot} cannot have {int(after[beyond][0])} rows: its limit is {self.limits[slot]}")
         self.lengths[indices] = after
 
+    @abstractmethod
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Memory for so many tokens of a slot. Raises: OutOfPages; then nothing has changed."""
-        raise NotImplementedError
+        """Have memory for more tokens than a slot's limit. Raises: OutOfPages; then nothing has changed."""
+
+    def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend."""
+
+    def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend: nothing is kept of a sequence but what others may attach to."""
+        self.release(sequence, tokens)
+
+    def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend."""
+        self.insert(sequence, tokens)
+        sequence.close()
 
     def end(self, sequence: BaselineSequence) -> None:
         """Free its slot. The device's limit stays until the next sequence's: nothing is launched there before."""
@@ -123,26 +144,30 @@ class BaselineCache:
         self.lengths[sequence.slot] = self.limits[sequence.slot] = 0
         self._free.append(sequence.slot)
 
-    def fork(self, *_: object, **options: object) -> NoReturn:
-        """Raises: ValueError."""
-        raise ValueError("a baseline forks no sequences: beam searches run over slots")
-
-    copy_rows = fork
-
-    def lookahead_tokens(self, step_us: float) -> int:
-        """Memory costs nothing to get: for the next token is soon enough."""
-        return 1
-
-    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
-        """All memory is there."""
-        return 0
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int = 1) -> None:
+        """See KVBackend. Blocks cost nothing to get: for the next token is soon enough."""
 
     def drain(self) -> None:
-        """Nothing waits to be given back."""
+        """See KVBackend."""
 
+    def evict(self) -> None:
+        """See KVBackend."""
+
+    def prefix_stats(self) -> PrefixStats | None:
+        """See KVBackend."""
+        return None
+
+    def take_free(self) -> None:
+        """See KVBackend: all of it was taken at once."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """See KVBackend."""
+        return self.stats().pool_budget_bytes
+
+    @abstractmethod
     def stats(self) -> CacheStats:
-        """In the words of a cache of pages."""
-        raise NotImplementedError
+        """See KVBackend; in the words of a cache of pages."""
 
     def stats_of(self, budget_bytes: int, held_bytes: int, used_bytes: int, mapped_bytes: int, **counts: int) -> CacheStats:
         """`counts` are other fields; what is not named is 0."""
@@ -156,8 +181,11 @@ class BaselineCache:
         return CacheStats(**given | {"driver_calls": {}} | counts)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """See KVBackend. What torch's allocator keeps is not free for the driver's own calls."""
+        self.rows.views.clear()
         self.planes.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class StaticCache(BaselineCache):
@@ -165,14 +193,19 @@ class StaticCache(BaselineCache):
 
     def __init__(self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int) -> None:
         super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(1 + slots, max_tokens))
+        self.rows, self.num_tokens = KVRows(self), max_tokens
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
         """A new sequence, which has all that it may need. Cost: an upload. Raises: OutOfPages if all slots run one."""
         sequence = super().open(max_tokens=max_tokens, tenant=tenant)
-        self.limits[sequence.slot] = sequence.max_tokens
-        slots_1, limits_1 = self.uploads.pack([[sequence.slot], [sequence.max_tokens]])
-        self.limit.index_copy_(0, slots_1.long(), limits_1)
+        self.reserve(sequence.slot, sequence.max_tokens)
         return sequence
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """See BaselineCache.reserve."""
+        self.limits[slot] = num_tokens
+        slots_1, limits_1 = self.uploads.pack([[slot], [num_tokens]])
+        self.limit.index_copy_(0, slots_1.long(), limits_1)
 
     def stats(self) -> CacheStats:
         """A slot in which a sequence runs is used, and held as all others are."""

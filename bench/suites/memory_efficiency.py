@@ -115,8 +115,10 @@ class CountedSystem:
             self.unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
         else:
             block_rows = _BLOCKS[name]
-            counts = {"num_blocks": sizes.budget_bytes // (block_rows * row_bytes), "slots": sizes.slots}
-            self.cache = PagedCache(_COUNTED, _CPU, block_rows=block_rows, max_tokens=MAX_TOKENS, **counts)
+            num_blocks = sizes.budget_bytes // (block_rows * row_bytes)
+            self.cache = PagedCache(
+                _COUNTED, _CPU, num_blocks=num_blocks, block_rows=block_rows, slots=sizes.slots, max_tokens=MAX_TOKENS
+            )
             is_static = block_rows == MAX_TOKENS
             self.unit_rows, self.unfilled_rows = float(block_rows), 0.0 if is_static else (block_rows - 1) / 2
             self.table_bytes = 0 if is_static else 4 * ceil_div(MAX_TOKENS, block_rows)

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -54,7 +54,6 @@ from vmmkv.tiers import DiskTier, HostTier, Tier, TierStats, open_store
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
 from vmmkv_server import LLM
 from vmmkv_server.engine.features.fetches import Fetches
-from vmmkv_server.engine.kv_backend import SlotBackend
 from vmmkv_server.engine.loading import choose_dtype
 
 if TYPE_CHECKING:
@@ -302,7 +301,8 @@ def _first(context: Context, shape: Shape) -> None:
     with closing(Weights(context.model, settings.device, settings.seed)) as weights:
         for case in cases:
             with _engine(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
-                cast(Any, engine.loaded.memory).prefixes.store_if(lambda tier: True)
+                assert engine.loaded.memory.prefixes is not None, "tiers are of a prefix cache"
+                engine.loaded.memory.prefixes.store_if(lambda tier: True)
                 for length in lengths:
                     name = context.name("first", f"{length} tokens in, 1 out")
                     context.recorder.note(f"{name}, {case}")
@@ -523,7 +523,7 @@ class _Copies:
 
     def __init__(self, engine: _Engine, prompt: TokenIds | None, stores: list[TokenIds], num_decoding: int) -> None:
         memory = engine.loaded.memory
-        assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "an engine with a prefix cache"
+        assert memory.prefixes is not None, "an engine with a prefix cache"
         self._engine, self._prefix, self._tier, self._prompt = engine, memory.prefixes, engine.tiers[0], prompt
         self._num_decoding, self._begun = num_decoding, set[int]()
         self._fetch: Fetch | None = None

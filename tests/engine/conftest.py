@@ -17,14 +17,12 @@ from tests.engine.decoder_models import VOCABULARY, small
 from tests.server.tiny import byte_tokenizer
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
 from vmmkv.layout import SCALES, SECTOR_BYTES
-from vmmkv.prefix import PrefixCache
 from vmmkv.tiers import Tier
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
-from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.features import fetches
 from vmmkv_server.engine.features.fetches import Fetches
-from vmmkv_server.engine.kv_backend import BackendConfig, OpenBackend
+from vmmkv_server.engine.kv_backend import BackendConfig, KVBackend, OpenBackend, SlotBackend
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv_server.engine.models.transformers import TransformersModel
 from vmmkv_server.engine.request import Request, Status
@@ -143,39 +141,33 @@ class Harness:
         max_tokens = max_tokens or model.config.max_position_embeddings
         self.sent: list[Message] = []
         self.cache: Any
-        self.prefix: Any
+        wanted = BackendConfig(
+            layout=layout,
+            device=torch.device(device),
+            max_sequences=slots,
+            max_tokens=max_tokens,
+            step_tokens=step_tokens,
+            shares_prefixes=share,
+            budget_bytes=budget_pages * 2**21,
+            tiers=list(tiers),
+            fingerprint="model",
+        )
         if open_memory is None:
-            self.pool = Pool(device, budget_pages * 2**21)
-            self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
-            rows = KVRows(self.cache)
+            cache = KVCache(layout, Pool(device, budget_pages * 2**21), slots=slots, max_tokens=max_tokens)
+            self.memory: KVBackend = SlotBackend(cache, wanted)
         else:
-            wanted = BackendConfig(
-                layout=layout,
-                device=torch.device(device),
-                max_sequences=slots,
-                max_tokens=max_tokens,
-                step_tokens=step_tokens,
-                shares_prefixes=share,
-                budget_bytes=budget_pages * 2**21,
-                tiers=list(tiers),
-                fingerprint="model",
-            )
             self.memory = open_memory(wanted)
-            self.cache, rows = self.memory.cache, self.memory.rows
-            if isinstance(self.cache, KVCache):
-                self.pool = self.cache.pool
-        runnable = DecoderModel(decoder_of(model), self.cache, rows) if ours else TransformersModel(model, self.cache, rows)
-        self.runner = Runner(runnable, self.cache, max_rows=slots, max_tokens=step_tokens)
+        self.cache, self.prefix = self.memory.cache or self.memory, self.memory.prefixes
+        if self.memory.cache is not None:
+            self.pool = self.memory.cache.pool
+        rows = self.memory.rows
+        runnable = DecoderModel(decoder_of(model), rows) if ours else TransformersModel(model, rows)
+        self.runner = Runner(runnable, self.memory, max_rows=slots, max_tokens=step_tokens)
         if capture:
             self.runner.capture()
-        if open_memory is None:
-            self.prefix = PrefixCache(self.cache, list(tiers), fingerprint="model") if share else None
-        else:
-            self.prefix = self.memory.prefixes
         self.engine = Engine(
-            self.cache,
+            self.memory,
             self.runner,
-            prefix=self.prefix,
             max_sequences=max_sequences,
             eos_ids=eos_ids,
             step_tokens=step_tokens,
@@ -308,8 +300,7 @@ class Harness:
     def close(self) -> None:
         """The threads end and everything goes back, or this raises."""
         self.engine.close()
-        self.cache.close()
-        self.pool.close()
+        self.memory.close()
         calls = self.pool.driver.calls
         assert calls["create"] + calls["import_fd"] == calls["release"] and calls["map"] == calls["unmap"]
 

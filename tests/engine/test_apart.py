@@ -92,7 +92,7 @@ def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
         for output, prompt in zip(outputs, [prompts[0], prompts[0] + [7], prompts[1], prompts[1] + [8]], strict=True):
             assert output.outputs[0].token_ids == expected(directory, prompt)
             assert output.cached_tokens >= 4096
-        engine.cache.check()
+        engine.memory.cache.check()
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.baselines.backend import open_common_prefill, open_paged, open_static
-from bench.baselines.paged import FA3Rows, PagedCache, PagedPrefixes
+from bench.baselines.paged import FA3Rows, PagedCache
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
@@ -36,9 +36,8 @@ def finish(one: Harness) -> None:
     """Run until all is done, recounting, and see that everything is free."""
     one.run()
     assert not one.cache.sequences
+    one.memory.evict()
     if isinstance(one.cache, PagedCache):
-        if one.prefix is not None:
-            one.prefix.evict()
         one.cache.check()
         assert one.cache.blocks.num_held == 0
     one.memory.close()
@@ -82,9 +81,9 @@ def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..
     one.said(shared + prompt_of(9, 1), 6)
     for name in ("second", "third"):
         one.ask(name, shared + prompt_of(9, len(name)), 6)
-    used = one.prefix.stats().hit_tokens
+    used = one.memory.prefix_stats().hit_tokens
     finish(one)
-    assert one.prefix.stats().hit_tokens - used == 2 * (270 // block_rows * block_rows)
+    assert one.memory.prefix_stats().hit_tokens - used == 2 * (270 // block_rows * block_rows)
     assert one.tokens("second") == one.expected(shared + prompt_of(9, 6), 6)
     assert one.tokens("third") == one.expected(shared + prompt_of(9, 5), 6)
 
@@ -130,7 +129,7 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
 
 
 def test_a_failed_growth_changes_nothing() -> None:
-    cache, _ = blocks_for(3, slots=2)
+    cache = blocks_for(3, slots=2)
     one, other = cache.open(), cache.open()
     one.grow(2 * BLOCK_ROWS)
     with pytest.raises(OutOfPages, match="2 blocks are needed, 1 are free and 0 can be evicted"):
@@ -160,54 +159,53 @@ def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]
     one.memory.close()
 
 
-def blocks_for(num_blocks: int, slots: int = 3) -> tuple[PagedCache, PagedPrefixes]:
+def blocks_for(num_blocks: int, slots: int = 3) -> PagedCache:
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
     sizes = {"num_blocks": num_blocks, "block_rows": BLOCK_ROWS, "slots": slots, "max_tokens": 2048}
-    cache = PagedCache(layout, torch.device("cpu"), **sizes)
-    return cache, PagedPrefixes(cache)
+    return PagedCache(layout, torch.device("cpu"), shares_prefixes=True, **sizes)
 
 
-def cached(prefixes: PagedPrefixes, tokens: np.ndarray) -> None:
+def cached(cache: PagedCache, tokens: np.ndarray) -> None:
     """A sequence of these tokens came and went."""
-    sequence = prefixes.attach(tokens).sequence
+    sequence, _ = cache.attach(tokens)
     sequence.grow(len(tokens))
     sequence.advance(len(tokens) - sequence.length)
-    prefixes.release(sequence, tokens)
+    cache.release(sequence, tokens)
 
 
 def test_what_a_prefix_is_followed_by_in_its_node_can_go() -> None:
-    cache, prefixes = blocks_for(100)
+    cache = blocks_for(100)
     long = np.arange(1600, dtype=np.int32)
-    cached(prefixes, long)
+    cached(cache, long)
     assert cache.blocks.num_held == 100
     other = np.concatenate((long[:40], long[:1000] + 5000))
-    attached = prefixes.attach(other)
-    assert attached.num_tokens == 32
-    attached.sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached and unused
+    sequence, num_known = cache.attach(other)
+    assert num_known == 32
+    sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached and unused
     cache.check()
-    assert prefixes.lookup(long)() == 32
-    attached.sequence.close()
+    assert cache.lookup(long)() == 32
+    sequence.close()
 
 
 def test_a_refused_request_has_evicted_nothing() -> None:
-    cache, prefixes = blocks_for(20)
+    cache = blocks_for(20)
     running = cache.open()
     running.grow(15 * BLOCK_ROWS)
     prompt = np.arange(5 * BLOCK_ROWS, dtype=np.int32)
-    cached(prefixes, prompt)
+    cached(cache, prompt)
     other = cache.open()
     with pytest.raises(OutOfPages, match="6 blocks are needed, 0 are free and 5 can be evicted"):
         other.grow(6 * BLOCK_ROWS)
-    assert prefixes.lookup(prompt)() == 4 * BLOCK_ROWS, "all but the last token's block, which is always computed"
+    assert cache.lookup(prompt)() == 4 * BLOCK_ROWS, "all but the last token's block, which is always computed"
     other.grow(5 * BLOCK_ROWS)
-    assert prefixes.lookup(prompt)() == 0
+    assert cache.lookup(prompt)() == 0
     cache.check()
 
 
 def test_what_is_closed_is_free() -> None:
     for open_memory in BASELINES.values():
         memory = open_memory(wanted())
-        planes = [weakref.ref(plane) for pair in memory.cache.planes.values() for plane in pair]
+        planes = [weakref.ref(plane) for pair in memory.planes.values() for plane in pair]
         assert len(planes) == 6 and all(plane() is not None for plane in planes)
         memory.close()
         assert not any(plane() is not None for plane in planes)

@@ -141,7 +141,7 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
     lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with monkeypatch.context() as patch:
         patch.setattr(one.runner, "forward", lost)
-        patch.setattr(one.cache, "device", torch.device("cuda"))
+        patch.setattr(one.memory, "device", torch.device("cuda"))
         patch.setattr(one.runner, "settle", lost)
         patch.setattr(one.engine._scheduler, "finish", lost)
         with pytest.raises(EngineDied, match="context is lost: an illegal"):
@@ -320,7 +320,7 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
     tiny_model().save_pretrained(tmp_path)
     engine = LLM(str(tmp_path), device="cpu", load_format="dummy")
     engine.generate([[1, 2, 3]])
-    pool = engine._open().engine.cache.pool
+    pool = engine._open().memory.cache.pool
     with monkeypatch.context() as patch:
         patch.setattr(pool.driver, "unmap", REFUSED)
         with pytest.raises(DriverError):

@@ -345,7 +345,7 @@ def test_a_request_that_comes_waits_for_no_store(harness: MakeHarness, monkeypat
     one = serving(harness, FaultyTier(HostTier(64 * PAGE_BYTES), 0, ["refuses"], chance=1.0))
     one.said(PROMPT)
     with monkeypatch.context() as patch:
-        patch.setattr(one.cache, "drain", lambda: pytest.fail("it waits for copies"))
+        patch.setattr(one.memory, "drain", lambda: pytest.fail("it waits for copies"))
         one.engine.store_all(wait=lambda: True)
     assert one.said(PROMPT) == one.expected(PROMPT)
 
@@ -613,7 +613,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     """Requests that wait for these, of which each could be computed in 0.5 s, and the time, which is 0 s."""
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    one = Fetches(MagicMock(prefix=FakePrefix(*fetches)))
+    one = Fetches(MagicMock(**{"memory.prefixes": FakePrefix(*fetches)}))
     one._prefill.add(100, 0.0, 1.0)
     params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
     requests = [Request(each, frozenset()) for each in params]

@@ -52,7 +52,7 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
         one = request.getfixturevalue("engine")
         assert one.snapshot is not None
         assert (one.snapshot.running, one.snapshot.waiting, one.snapshot.kv_mapped_bytes) == (0, 0, 0)
-        one._open().engine.cache.check()
+        one._open().memory.cache.check()
 
 
 def answers(completions: list[RequestOutput]) -> list[list[int]]:
@@ -85,11 +85,11 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(
     monkeypatch.setattr(loading, "_PREPARE_S", 0.0)
     with LLM(directory, **options) as one:
         second = one.generate([prompt], GREEDY)
-        assert one._open().engine.cache.stats().adopted_slots == 0
+        assert one._open().memory.cache.stats().adopted_slots == 0
     monkeypatch.undo()
     with LLM(directory, **options) as one:
         third = one.generate([prompt], GREEDY)
-        assert one._open().engine.cache.stats().adopted_slots == 1
+        assert one._open().memory.cache.stats().adopted_slots == 1
     assert answers(first) == answers(second) == answers(third) == [expected(directory, prompt)]
     assert [output.cached_tokens for (output,) in (first, second, third)] == [0, 4096, 4096]
     held.stop()
@@ -373,7 +373,7 @@ def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
     monkeypatch.setattr(holder, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(["fresh", "words"], [SamplingParams(max_tokens=3), GREEDY])
-    assert not core.cache.sequences
+    assert not core.memory.cache.sequences
     for _ in range(2):
         assert answers(engine.generate(["abc", "de"], GREEDY)) == before
 
@@ -382,7 +382,7 @@ def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
 def test_an_interrupt_as_a_request_ends_leaves_it_to_be_ended(engine: LLM, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     core = engine._open().engine
     before, steps, step = answers(engine.generate("abc", GREEDY)), iter(range(100)), core.step
-    holder, name = (core._scheduler, "_stop") if "before" in place else (core._prefix, "park")
+    holder, name = (core._scheduler, "_stop") if "before" in place else (core.memory.prefixes, "park")
     call, is_due = getattr(holder, name), [True]
 
     def interrupted(*arguments: Any) -> None:
@@ -465,7 +465,7 @@ def test_what_a_tier_lacks_is_stored_when_an_llm_ends(directory: Path, tmp_path:
         patch.setattr(one._open().engine, "poll_tiers", lambda *_: True)
         one.generate([prompt], GREEDY)
     with LLM(directory, **options) as one:
-        assert sum(tier.held_bytes for tier in one._open().engine._prefix.stats().tiers) == 4 * MIB
+        assert sum(tier.held_bytes for tier in one._open().memory.prefixes.stats().tiers) == 4 * MIB
 
 
 def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> None:
@@ -501,7 +501,7 @@ def test_no_call_hangs_in_a_child_made_by_fork(engine: LLM) -> None:
 
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
     one = LLM(directory, **OPTIONS)
-    calls = one._open().engine.cache.pool.driver.calls
+    calls = one._open().memory.cache.pool.driver.calls
     assert repr(one) == f"<LLM of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
     one.generate("a" * 100, GREEDY)
     assert "64.0 MiB of 64.0 MiB free" not in repr(one), "the prefix cache keeps it"
@@ -522,7 +522,7 @@ def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeyp
     close = Mock()
 
     def interrupted(engine: Engine, *_: Any, **__: Any) -> None:
-        pools.append(engine.cache.pool)
+        pools.append(engine.memory.cache.pool)
         runners.append(weakref.ref(engine._runner))
         raise KeyboardInterrupt
 

@@ -90,7 +90,7 @@ def pages(driver: Any) -> dict[tuple[int, int], tuple[int, Any]]:
 def check(llm: LLM, threads: Threads) -> None:
     """All ranks have the pages and the limits of rank 0."""
     loaded = llm._open()
-    cache: Any = loaded.engine.cache
+    cache: Any = loaded.memory.cache
     cache.check()
     if loaded.ranks is not None:
         loaded.ranks.ask_memory()  # all that was sent has been done
@@ -299,7 +299,7 @@ def test_no_rows_are_dropped_by_a_policy(llm: LLM) -> None:
 
 @torch.inference_mode()
 def test_rows_that_are_copied_and_pages_that_are_exchanged_are_so_on_all_ranks(llm: LLM, threads: Threads) -> None:
-    cache: Any = llm._open().engine.cache
+    cache: Any = llm._open().memory.cache
     (other,) = threads.workers
     sequence = cache.open()
     sequence.grow(6000)  # a page, and a part of one
@@ -354,7 +354,7 @@ def test_a_device_that_waits_for_a_rank_for_too_long_ends_the_engine(llm: LLM) -
     several = llm._open().ranks
     assert several is not None
     several._timeout_s = 0.1
-    fence = llm._open().engine.cache.pool.driver.fence()  # type: ignore[attr-defined]
+    fence = llm._open().memory.cache.pool.driver.fence()  # type: ignore[attr-defined]
     for is_done in (False, True):  # in the end by itself, which counts for nothing
         with pytest.raises(RankFailed, match=r"the ranks have waited for one another for 0\.1 s"):
             several.wait_for(lambda: is_done)  # noqa: B023 - called at once
@@ -399,7 +399,7 @@ def test_an_interrupt_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Thre
 
 
 def test_a_call_that_fails_on_rank_0_fails_one_request_and_no_rank_repeats_it(llm: LLM, threads: Threads) -> None:
-    driver: Any = llm._open().engine.cache.pool.driver._driver  # type: ignore[attr-defined]
+    driver: Any = llm._open().memory.cache.pool.driver._driver  # type: ignore[attr-defined]
     map_, driver.map = driver.map, Mock(side_effect=DriverError("map: no", call="map", code="ENOMEM"))
     (output,) = checked(llm, threads).generate([[1] * 50], GREEDY)
     assert "map: no" in (output.error or "")

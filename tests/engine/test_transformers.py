@@ -166,7 +166,7 @@ def test_layers_in_several_groups_of_one_shape_give_the_same_tokens(
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
     with engine_of(tmp_path, dtype="float32", model_impl=implementation) as engine:
-        assert len(engine._open().engine.cache.layout.groups) == 3
+        assert len(engine._open().memory.cache.layout.groups) == 3
         for _ in range(2):
             (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
             assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist()

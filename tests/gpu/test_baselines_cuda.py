@@ -69,7 +69,7 @@ def test_sharers_of_a_prefix_attend_to_it_once_over_blocks_too(over: Callable[..
             one.ask(str(index), shared + prompt_of(20 + index, index), 30)
         finish(one)
         assert one.runner.has_prefix_groups
-        assert one.prefix.stats().hit_tokens >= 12 * (1000 // block_rows * block_rows)
+        assert one.memory.prefix_stats().hit_tokens >= 12 * (1000 // block_rows * block_rows)
         said.append([one.tokens(str(index)) for index in range(12)])
         assert said[-1][3] == one.expected(shared + prompt_of(23, 3), 30)
         one.memory.close()

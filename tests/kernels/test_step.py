@@ -1,7 +1,5 @@
 """The two ends of a decode step: they do what the engine does on a CPU, and touch no other slot."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -41,7 +39,7 @@ class Step:
 
     def on_a_cpu(self) -> DeviceState:
         """The engine's own, in the same state."""
-        state = DeviceState(SimpleNamespace(limit=self.limit_S.cpu()))  # type: ignore[arg-type]
+        state = DeviceState(self.limit_S.cpu())
         state.tokens_S.copy_(self.tokens_S)
         state.lengths_S.copy_(self.lengths_S)
         state.shifts_S.copy_(self.shifts_S)

@@ -33,7 +33,7 @@ from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
 from vmmkv_server.engine.features.kv_events import KVEventPublisher
 from vmmkv_server.engine.features.prefix_groups import BatchOrder
 from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
-from vmmkv_server.engine.kv_backend import PARKED_SLOTS, Slots
+from vmmkv_server.engine.kv_backend import PARKED_SLOTS, BackendConfig, SlotBackend, Slots
 from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.scheduler import Scheduler
@@ -129,13 +129,18 @@ class _Engine:
     def __init__(self, max_sequences: int, max_tokens: int, listener: PrefixListener | None = None) -> None:
         slots = (1 + PARKED_SLOTS) * max_sequences
         self.cache = _open_cache(slots, max_tokens, slots * _LAYOUT.pages_for(max_tokens))
-        prefix = PrefixCache(self.cache)
-        if listener is not None:
-            prefix.listen(listener)
+        memory = SlotBackend(
+            self.cache,
+            BackendConfig(
+                layout=_LAYOUT, device=_CPU, max_sequences=max_sequences, max_tokens=max_tokens, step_tokens=_STEP_TOKENS,
+                shares_prefixes=True, budget_bytes=None,
+            ),
+        )  # fmt: skip
+        if listener is not None and memory.prefixes is not None:
+            memory.prefixes.listen(listener)
         sampler = Sampler(1 + slots, _VOCABULARY, Uploads(_CPU))
         self.scheduler = Scheduler(
-            self.cache,
-            prefix,
+            memory,
             sampler,
             step_tokens=_STEP_TOKENS,
             max_sequences=max_sequences,

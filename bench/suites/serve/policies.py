@@ -101,7 +101,7 @@ class WatchedEngine(EngineSystem):
     def _watch(self, said: list[Said]) -> None:
         self._begun.update(index for index, tokens, _ in said if tokens)
         self._has_ended |= any(has_ended for *_, has_ended in said)
-        used_bytes, num_tokens = self.loaded.memory.cache.stats().pool_used_bytes, sum(len(tokens) for _, tokens, _ in said)
+        used_bytes, num_tokens = self.loaded.memory.stats().pool_used_bytes, sum(len(tokens) for _, tokens, _ in said)
         is_whole = len(self._begun) == self._num_asked and not self._has_ended
         counts = self._num_compactions, used_bytes, self.loop.num_running, num_tokens
         self.moments.append(Moment(time.perf_counter(), *counts, is_whole))

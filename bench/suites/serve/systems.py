@@ -210,7 +210,7 @@ class EngineSystem:
             raise
         self.loop.settle()
         self._said.clear()
-        held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
+        held_bytes = self.loaded.memory.stats().pool_held_bytes
         likeliest = [self._firsts[index] for index in scored]
         return ServedRun(turns.served, turns.seconds, self._cached.total(), self._cached, held_bytes, likeliest)
 

@@ -67,7 +67,7 @@ def serve(config: EngineConfig, socket: "zmq.Socket[Any]") -> int:
         log.debug("the engine cannot start", exc_info=True)
         return 1
     send(loaded.ready)
-    with current(loaded.engine.cache.device):
+    with current(loaded.memory.device):
         run(loaded, socket, send)
     return 0
 
@@ -85,7 +85,7 @@ def run(loaded: Loaded, socket: "zmq.Socket[Any]", send: Callable[[FromEngine], 
         loaded.ready.implementation,
     )
     engine = loaded.engine
-    mapper = MapMaker(engine.cache, engine.request_in, send)
+    mapper = MapMaker(loaded.memory.cache, engine.request_in, send)
     while receive(loaded, mapper, socket):
         engine.step()
         mapper.work(SLICE_US)

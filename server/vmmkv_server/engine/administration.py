@@ -13,7 +13,7 @@ from typing import Final
 from vmmkv import KVCache, VmmkvError
 from vmmkv.memory.states import SlotMap
 from vmmkv.units import format_bytes
-from vmmkv_server.engine.kv_backend import EngineCache
+from vmmkv_server.engine.kv_backend import SlotBackend
 from vmmkv_server.engine.loading import Loaded
 from vmmkv_server.protocol import Forget, FromEngine, Manage, Managed, MemoryMap, Resize, Sleep
 
@@ -38,7 +38,8 @@ def manage(loaded: Loaded, message: Manage) -> Managed:
     Cost: a release for each page that goes back to the device; may wait for the steps in flight, and to sleep also for tiers.
     """
     engine, memory, error = loaded.engine, loaded.memory, None
-    before = engine.cache.stats()
+    assert isinstance(memory, SlotBackend), "a baseline has no operator"
+    before = memory.stats()
     try:
         if isinstance(message, Forget):
             engine.forget()
@@ -58,7 +59,7 @@ def manage(loaded: Loaded, message: Manage) -> Managed:
             engine.budget_changed()
     except VmmkvError as failure:
         error = str(failure)
-    after = engine.cache.stats()
+    after = memory.stats()
     return Managed(
         error=error,
         freed_bytes=max(
@@ -70,10 +71,12 @@ def manage(loaded: Loaded, message: Manage) -> Managed:
 
 
 class MapMaker:
-    """Answers `AskMap`. `request_in` names the request in a slot. The map of a cache that is no `KVCache` is empty."""
+    """Answers `AskMap`. `request_in` names the request in a slot. Without a cache the map is empty."""
 
-    def __init__(self, cache: EngineCache, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
-        self._cache = cache if isinstance(cache, KVCache) else None
+    def __init__(
+        self, cache: KVCache | None, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]
+    ) -> None:
+        self._cache = cache
         self._request_in = request_in
         self._send = send
         self._is_wanted = False

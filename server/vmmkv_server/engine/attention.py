@@ -10,13 +10,13 @@ D head dimension, T rows, R angles, S slots, L layers.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from vmmkv import MIB, eviction
-from vmmkv.layout import SCALES
+from vmmkv.layout import SCALES, KVLayout
 from vmmkv_kernels import reference
 from vmmkv_kernels.quantise import dequantise, kind_of, quantise
 from vmmkv_server.engine.ranking import Ranking
@@ -76,6 +76,34 @@ class RotaryParams(NamedTuple):
     norm_eps: float
 
 
+class SlotPlanes(Protocol):
+    """Planes of all slots of a cache, by layer. `KVCache` is one."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layers, and the bytes of a row."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of a slot."""
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """[1 + S] rows that may be written, int32, on the device."""
+
+    def k(self, layer: int) -> torch.Tensor:
+        """[1 + S, T, K, D], or blocks of rows: [P, U, K, D]."""
+
+    def v(self, layer: int) -> torch.Tensor:
+        """As `k`."""
+
+    def k_scale(self, layer: int) -> torch.Tensor:
+        """[1 + S, T, K] scales of quantised keys."""
+
+    def v_scale(self, layer: int) -> torch.Tensor:
+        """[1 + S, T, K] scales of quantised values."""
+
+
 class KVRows:
     """K and V rows of every layer of a cache: append to them and attend to them.
 
@@ -83,21 +111,19 @@ class KVRows:
     attention on a CPU.
     """
 
-    def __init__(self, cache: Any, *, tables_SC: torch.Tensor | None = None) -> None:
-        """`cache` has `layout`, `device`, `limit` [1 + S], `k(layer)` and `v(layer)`, as `KVCache` has; quantised also scales.
-
-        With `tables_SC` K and V are blocks, and the tables say which a slot has: see `vmmkv_kernels.attention`.
-        """
-        self.on_gpu: Final[bool] = cache.device.type == "cuda"
-        layout = cache.layout
-        self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in layout.group_of}
+    def __init__(self, cache: SlotPlanes, *, tables_SC: torch.Tensor | None = None) -> None:
+        """With `tables_SC` K and V are blocks, and the tables say which a slot has: see `vmmkv_kernels.attention`."""
+        self.layout: Final = cache.layout
+        self.max_tokens: Final = cache.max_tokens
+        self.limit: Final = cache.limit
+        self.on_gpu: Final = cache.limit.is_cuda
+        self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in self.layout.group_of}
         self.scales: Final[dict[int, dict[str, Any]]] = {
             layer: {"k_scale": cache.k_scale(layer), "v_scale": cache.v_scale(layer)}
-            for layer, group in layout.group_of.items()
-            if SCALES in layout.groups[group].plane_offsets
+            for layer, group in self.layout.group_of.items()
+            if SCALES in self.layout.groups[group].plane_offsets
         }
         """Of quantised K and V, by layer: what the kernels call them; float16 [S, T, K] each."""
-        self.limit: Final[torch.Tensor] = cache.limit
         self.tables_SC: Final = tables_SC
 
     def append(

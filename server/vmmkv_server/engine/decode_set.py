@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from vmmkv_server.engine.kv_backend import EngineCache, Slots
+from vmmkv_server.engine.kv_backend import KVBackend, Slots
 from vmmkv_server.engine.request import RequestTable
 
 
@@ -22,20 +22,20 @@ class DecodeSet:
     leaves them as they are. At 0 they are counted again.
     """
 
-    def __init__(self, table: RequestTable, cache: EngineCache) -> None:
+    def __init__(self, table: RequestTable, memory: KVBackend) -> None:
         self.slots: Slots = np.zeros(0, np.int64)
         """Never changed in place: steps have it."""
         self.epochs = self.slots
         """Epochs of the slots."""
         self._table: Final = table
-        self._cache: Final = cache
+        self._memory: Final = memory
         self._num_roomy = self._num_wanting = 0
 
     def join(self, slots: list[int]) -> None:
         """These slots decode from now on."""
         joined = np.append(self.slots, slots)
         self._set(joined[self._table.places[joined].argsort(kind="stable")])
-        room = self._cache.limits[slots] - self._cache.lengths[slots]
+        room = self._memory.limits[slots] - self._memory.lengths[slots]
         self._num_roomy = max(0, min(self._num_roomy, int(room.min())))
         self._num_wanting = min(self._num_wanting, int(self._wanted(np.array(slots)).min()))
 
@@ -47,7 +47,7 @@ class DecodeSet:
         """The slots that have no room for their next row."""
         if self._num_roomy or not self.slots.size:
             return []
-        room = self._cache.limits.take(self.slots) - self._cache.lengths.take(self.slots)
+        room = self._memory.limits.take(self.slots) - self._memory.lengths.take(self.slots)
         self._num_roomy = max(0, int(room.min()))
         found: list[int] = self.slots[room <= 0].tolist()
         return found
@@ -67,7 +67,8 @@ class DecodeSet:
     def _wanted(self, slots: Slots) -> Slots:
         """Steps until each slot has its last token, or is compacted."""
         table = self._table
-        num_tokens, num_rows = table.max_tokens[slots] - table.num_coming[slots], table.ends[slots] - self._cache.lengths[slots]
+        num_tokens = table.max_tokens[slots] - table.num_coming[slots]
+        num_rows = table.ends[slots] - self._memory.lengths[slots]
         wanted: Slots = np.minimum(num_tokens, num_rows)
         return wanted
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from vmmkv import DriverError, KVCache
+from vmmkv import DriverError
 from vmmkv.tiers import TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 from vmmkv_server.engine.answers import Answers
@@ -36,7 +36,7 @@ from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.engine.features.prefix_groups import PrefixGroups
 from vmmkv_server.engine.features.prompt_scores import PromptScores
-from vmmkv_server.engine.kv_backend import EngineCache, Prefixes, least_bytes
+from vmmkv_server.engine.kv_backend import KVBackend, least_bytes
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import NAP_S, Runner
 from vmmkv_server.engine.scheduler import CannotRun, Scheduler
@@ -82,10 +82,9 @@ class Engine:
 
     def __init__(
         self,
-        cache: EngineCache,
+        memory: KVBackend,
         runner: Runner,
         *,
-        prefix: Prefixes | None = None,
         max_sequences: int | None = None,
         eos_ids: frozenset[int],
         step_tokens: int,
@@ -94,16 +93,16 @@ class Engine:
         vocabulary: Callable[[], Vocabulary],
         kv_policy: str | None = None,
     ) -> None:
-        self.cache = cache
+        self.memory = memory
         self.in_flight: deque[Step] = deque()
         self._runner = runner
-        self._prefix = prefix
+        self._prefix = memory.prefixes
         self.limits: Final = Limits(
             model="this engine",
-            model_tokens=cache.max_tokens,
-            pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
+            model_tokens=memory.max_tokens,
+            pool_tokens=memory.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
             budget_bytes=0,
-            max_sequences=max_sequences or cache.num_slots,
+            max_sequences=max_sequences or memory.num_slots,
             vocabulary_size=runner.model.vocabulary_size,
             kv_policy=kv_policy,
             kv_policy_refusal=runner.kv_policy_refusal,
@@ -111,20 +110,18 @@ class Engine:
         )
         self.features: Final = Features()
         self._scheduler = Scheduler(
-            cache,
-            prefix,
+            memory,
             runner.sampler,
             step_tokens=step_tokens,
             max_sequences=self.limits.max_sequences,
             drain=self.drain,
             is_idle=self._is_idle,
             features=self.features,
-            most_tokens=None if runner.kv_policy_refusal else KV_POLICY_REACH * cache.max_tokens,
+            most_tokens=None if runner.kv_policy_refusal else KV_POLICY_REACH * memory.max_tokens,
         )
         self.answers: Final = Answers(self._scheduler, self.features, send, eos_ids)
         core = Core(
-            cache=cache,
-            prefix=prefix,
+            memory=memory,
             runner=runner,
             scheduler=self._scheduler,
             answers=self.answers,
@@ -134,12 +131,12 @@ class Engine:
         )
         self.features.plug_in(make(core) for make in FEATURES)
         self._table = self._scheduler.table
-        self._budget_bytes = cache.stats().pool_budget_bytes
+        self._budget_bytes = memory.stats().pool_budget_bytes
         """The KV budget when it was last read: `stats` counts everything, which takes a while."""
         self._lookahead = lookahead
         self._eos_ids = eos_ids
         self._send = send
-        self._has_windows = any(group.window is not None for group in cache.layout.groups)
+        self._has_windows = any(group.window is not None for group in memory.layout.groups)
         self.num_steps = 0
         """Steps that have been read."""
         self._has_mapped_ahead = False
@@ -172,7 +169,8 @@ class Engine:
     @property
     def holder_is_gone(self) -> bool | None:
         """Has the process ended that owns memory which this one has? None if there is none."""
-        holder = self.cache.pool.holder or self.cache.pool.lender if isinstance(self.cache, KVCache) else None
+        cache = self.memory.cache
+        holder = None if cache is None else cache.pool.holder or cache.pool.lender
         return None if holder is None else holder.is_gone()
 
     @property
@@ -221,7 +219,7 @@ class Engine:
             return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
         if self._why_never_fits(ask) is None:
             return None
-        self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
+        self._budget_bytes = self.memory.stats().pool_budget_bytes  # it can have been raised since
         return self._why_never_fits(ask)
 
     def _why_never_fits(self, ask: Generate) -> str | None:
@@ -229,10 +227,10 @@ class Engine:
 
         A request that may stop early counts as if it stopped as soon as it may. Nothing attends to the last token.
         """
-        params, layout, budget_bytes = ask.params, self.cache.layout, self._budget_bytes
+        params, layout, budget_bytes = ask.params, self.memory.layout, self._budget_bytes
         may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
         num_new = params.min_tokens if may_stop else params.max_tokens
-        need = Need(max(0, min(num_new, params.max_tokens - 1)), attaches=self._prefix is not None)
+        need = Need(max(0, min(num_new, params.max_tokens - 1)), attaches=self.memory.shares_prefixes)
         for feature in self.features.having(Feature.need):
             need = feature.need(ask, need)
         num_rows, num_sequences = need.num_rows, need.num_sequences
@@ -311,7 +309,7 @@ class Engine:
 
     def _is_idle(self) -> bool:
         """Does the device wait for the next step? Never on a CPU, which computes while a step is launched."""
-        return self.cache.device.type == "cuda" and all(map(self._is_done, self.in_flight))
+        return self.memory.device.type == "cuda" and all(map(self._is_done, self.in_flight))
 
     def _is_done(self, step: Step) -> bool:
         assert step.readback is not None, "all of it is launched"
@@ -347,8 +345,7 @@ class Engine:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
         self._has_mapped_ahead = True
         try:
-            budget_us = self._step_us / 2
-            self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
+            self.memory.map_ahead(self._step_us / 2)
             if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
                 self._prefix.free_slots(self._num_spare_slots)
             for feature in self.features.having(Feature.mapped_ahead):
@@ -395,7 +392,7 @@ class Engine:
     @property
     def _num_spare_slots(self) -> int:
         """Slots that are kept free of ended sequences."""
-        return (self.cache.num_slots - self.limits.max_sequences) // 4
+        return (self.memory.num_slots - self.limits.max_sequences) // 4
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that run since. Raises: EngineDied."""
@@ -412,11 +409,11 @@ class Engine:
         """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
         if self._runner.ranks is not None:
             self._runner.ranks.check()
-        if self.cache.device.type != "cuda":
+        if self.memory.device.type != "cuda":
             return
         try:
             self._runner.settle()
-            torch.cuda.synchronize(self.cache.device)
+            torch.cuda.synchronize(self.memory.device)
         except EngineDied:
             raise
         except Exception as error:
@@ -426,18 +423,17 @@ class Engine:
 
     def settle(self) -> None:
         """Nothing is left to do: unmap what is to be unmapped, and report the end state."""
-        self.cache.drain()
+        self.memory.drain()
         self.report()
 
     def forget(self) -> None:
         """Evict every cached prefix that no running request uses. The memory stays in the pool; tiers keep theirs."""
-        if self._prefix is not None:
-            self._prefix.evict()
+        self.memory.evict()
         self.settle()
 
     def budget_changed(self) -> None:
         """The memory has another budget: new requests are held against it."""
-        self._budget_bytes = self.cache.stats().pool_budget_bytes
+        self._budget_bytes = self.memory.stats().pool_budget_bytes
         self._scheduler.waiting.memory_changed()
         self.report()
 
@@ -447,8 +443,8 @@ class Engine:
         if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
             return
         self._reported_s = now_s
-        stats, scheduler = self.cache.stats(), self._scheduler
-        prefix = None if self._prefix is None else self._prefix.stats()
+        stats, scheduler = self.memory.stats(), self._scheduler
+        prefix = self.memory.prefix_stats()
         statistics: dict[str, Any] = {}
         for feature in self.features.having(Feature.statistics):
             statistics |= feature.statistics()

@@ -1,12 +1,12 @@
-"""The KV memory of an engine, over a vmmkv pool.
+"""The KV memory of an engine: what its loop calls, and the same over a vmmkv pool.
 
 open ──> a model runs over it, warms up, is captured ──> take_free ──> requests ──> close
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeAlias
+from typing import Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,11 @@ import torch
 
 import vmmkv
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
+from vmmkv.cache import CacheStats
 from vmmkv.driver import Driver, open_driver
 from vmmkv.errors import BudgetError, HolderUnavailable, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
-from vmmkv.prefix import PrefixCache
+from vmmkv.prefix import PrefixCache, PrefixStats
 from vmmkv.tiers import Tier
 from vmmkv.units import format_bytes
 from vmmkv_server.engine.attention import KVRows
@@ -41,10 +42,131 @@ MAX_HOST_BYTES: Final = 4 * GIB
 """The most that it takes by default."""
 
 
-EngineCache: TypeAlias = KVCache | Any
-KVSequence: TypeAlias = vmmkv.Sequence | Any
-Prefixes: TypeAlias = PrefixCache | Any
-"""Or what `bench/baselines` have in their place, with those methods that an engine calls."""
+class KVSequence(Protocol):
+    """Rows of one running sequence, in a slot of its own."""
+
+    @property
+    def slot(self) -> int:
+        """Index of its slot; 0 is the null slot."""
+
+    @property
+    def length(self) -> int:
+        """Rows launched."""
+
+    @property
+    def closed(self) -> bool:
+        """Has it ended?"""
+
+    def grow(self, num_tokens: int) -> None:
+        """Have memory for `num_tokens` rows in all. Raises: OutOfPages, DriverError; then nothing has changed."""
+
+    def advance(self, num_tokens: int = 1) -> None:
+        """Count `num_tokens` more rows as launched. Raises: RowsUnmapped if there is no memory for them."""
+
+    def close(self) -> None:
+        """End the sequence. Its memory is free when the device is done with it. Idempotent."""
+
+
+class KVBackend(Protocol):
+    """KV memory of one engine: all that the loop calls, from a model's warm-up to `close`.
+
+    Each sequence has a slot. `SlotBackend` is one, and each of `bench/baselines`. Only vmmkv has forks, windows, compaction,
+    tiers and maps of memory: an engine asks for `cache` or `prefixes` where it needs them.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """Bytes of each row."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that has the rows."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, but for the null slot."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the longest sequence."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[1 + num_slots] rows launched, by slot."""
+
+    @property
+    def limits(self) -> npt.NDArray[np.int32]:
+        """[1 + num_slots] rows that have memory, by slot."""
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """`limits` on the device, int32."""
+
+    @property
+    def rows(self) -> KVRows:
+        """Rows of all layers, for a model's attention."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that rows may take."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the longest request that all of it can hold. A prompt has all its rows while it is computed."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Can a sequence begin with rows of others?"""
+
+    @property
+    def cache(self) -> KVCache | None:
+        """vmmkv's cache; None for a baseline."""
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """vmmkv's prefix cache; None without one, and for a baseline."""
+
+    def begin(self) -> KVSequence:
+        """Begin a sequence without rows. Raises: OutOfPages if no slot is free."""
+
+    def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[KVSequence, int]:
+        """Begin a sequence with cached rows of these tokens, but for the last; and their number. Raises: as `begin`."""
+
+    def lookup(self, tokens: TokenIds, *, namespace: Hashable) -> Callable[[], int]:
+        """Function that returns how many rows `attach` would find now."""
+
+    def advance(self, slots: Slots) -> None:
+        """Count one more row of each slot as launched. Raises: RowsUnmapped, and then none has advanced."""
+
+    def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """Let others attach to the rows of these tokens, the sequence's first, which the device has written."""
+
+    def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """End a sequence that is done. What it has of these tokens is kept for others while there is room."""
+
+    def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """End a sequence whose memory is needed. What others may attach to is evicted last."""
+
+    def map_ahead(self, budget_us: float) -> None:
+        """Get memory that the next steps need, for `budget_us` at most, while the device computes."""
+
+    def drain(self) -> None:
+        """Give back what ended sequences have left, once the device is done with it. Blocks."""
+
+    def evict(self) -> None:
+        """Evict all rows that no running sequence uses."""
+
+    def stats(self) -> CacheStats:
+        """Memory as it is now."""
+
+    def prefix_stats(self) -> PrefixStats | None:
+        """Counts of cached prefixes; None if sequences share none."""
+
+    def take_free(self) -> None:
+        """Take what the model and its graphs have left, if no budget was given."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; it can be called again if it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +197,22 @@ class BackendConfig:
 
 
 class SlotBackend:
-    """The KV memory of one engine, which closes it: a `KVCache` in a pool of its own."""
+    """KV memory of one engine, which closes it: a `KVCache` in a pool of its own. See KVBackend."""
 
     def __init__(self, cache: KVCache, config: BackendConfig) -> None:
         self.cache: Final = cache
-        self.rows: KVRows = KVRows(cache)
+        self.rows = KVRows(cache)
+        self.layout: Final = cache.layout
+        self.device: Final = cache.device
+        self.num_slots: Final = cache.num_slots
+        self.max_tokens: Final = cache.max_tokens
+        self.lengths: Final = cache.lengths
+        self.limits: Final = cache.limits
+        self.limit: Final = cache.limit
+        self.begin: Final = cache.open
+        self.advance: Final = cache.advance
+        self.drain: Final = cache.drain
+        self.stats: Final = cache.stats
         self._config: Final = config
         self._asleep_bytes = 0
         """The budget to have again after a sleep; 0 while awake."""
@@ -87,6 +220,7 @@ class SlotBackend:
         self.prefixes: Final = (
             PrefixCache(cache, config.tiers, fingerprint=config.fingerprint) if config.shares_prefixes else None
         )
+        self.shares_prefixes: Final = config.shares_prefixes
 
     @classmethod
     def open(cls, config: BackendConfig) -> Self:
@@ -105,16 +239,59 @@ class SlotBackend:
 
     @property
     def budget_bytes(self) -> int:
-        """What rows may take."""
+        """See KVBackend."""
         return self._asleep_bytes or self.cache.pool.budget_bytes
 
     @property
     def num_tokens(self) -> int:
-        """The longest request that all of it can hold. A prompt has all its rows while it is computed."""
+        """See KVBackend."""
         return self._config.layout.tokens_in(self.budget_bytes // PAGE_BYTES, sliding=False)
 
+    def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[KVSequence, int]:
+        """See KVBackend."""
+        if self.prefixes is None:
+            return self.cache.open(max_tokens=max_tokens, tenant=namespace), 0
+        attached = self.prefixes.attach(tokens, namespace=namespace, max_tokens=max_tokens)
+        return attached.sequence, attached.num_tokens
+
+    def lookup(self, tokens: TokenIds, *, namespace: Hashable) -> Callable[[], int]:
+        """See KVBackend."""
+        return (lambda: 0) if self.prefixes is None else self.prefixes.lookup(tokens, namespace=namespace)
+
+    def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend."""
+        if self.prefixes is not None:
+            self.prefixes.insert(own(sequence), tokens, is_written=True)
+
+    def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend."""
+        if self.prefixes is None:
+            sequence.close()
+        else:
+            self.prefixes.park(own(sequence), tokens)
+
+    def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
+        """See KVBackend."""
+        if self.prefixes is None:
+            sequence.close()
+        else:
+            self.prefixes.release(own(sequence), tokens)
+
+    def map_ahead(self, budget_us: float) -> None:
+        """See KVBackend. Raises: DriverError."""
+        self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
+
+    def evict(self) -> None:
+        """See KVBackend. The memory stays in the pool; tiers keep theirs."""
+        if self.prefixes is not None:
+            self.prefixes.evict()
+
+    def prefix_stats(self) -> PrefixStats | None:
+        """See KVBackend."""
+        return None if self.prefixes is None else self.prefixes.stats()
+
     def take_free(self) -> None:
-        """The model and its graphs have their memory: if no budget was given, take what is left and useful."""
+        """See KVBackend: take what is left and useful."""
         config = self._config
         if config.budget_bytes is None and config.holder is None:
             most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
@@ -164,16 +341,21 @@ class SlotBackend:
             )
 
     def close(self) -> None:
-        """Give everything back. Idempotent; it can be called again if it fails."""
+        """See KVBackend."""
         self.cache.close()
         self.cache.pool.close()
         for tier in self._config.tiers:
             tier.close()
 
 
-KVBackend: TypeAlias = SlotBackend | Any
 OpenBackend = Callable[[BackendConfig], KVBackend]
 """Raises: see `SlotBackend.open`."""
+
+
+def own(sequence: KVSequence) -> vmmkv.Sequence:
+    """A sequence of a `SlotBackend`, with what only such have."""
+    assert isinstance(sequence, vmmkv.Sequence), "a baseline has no forks, windows or compaction"
+    return sequence
 
 
 def _free_bytes(pool: Pool) -> int:

@@ -29,7 +29,6 @@ from vmmkv_server.engine.collectives import Collectives
 from vmmkv_server.engine.engine import FEATURES, Engine
 from vmmkv_server.engine.kv_backend import (
     BackendConfig,
-    EngineCache,
     KVBackend,
     OpenBackend,
     SlotBackend,
@@ -165,25 +164,23 @@ def assemble(
     runner: Runner | None = None
     try:
         _begin("warming up", send)
-        cache = memory.cache
-        model = source.over(cache, memory.rows)
-        max_rows = min(config.max_num_seqs, cache.num_slots)
-        parallel = model if ranks is None else ranks.model(model, cache)
-        runner = Runner(parallel, cache, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
+        model = source.over(memory.rows)
+        max_rows = min(config.max_num_seqs, memory.num_slots)
+        parallel = model if ranks is None else ranks.model(model, memory)
+        runner = Runner(parallel, memory, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
         longest = min(step_tokens, max_tokens - 1, memory.num_tokens)
         with refusing(model.name) if isinstance(model, TransformersModel) else contextlib.nullcontext():
-            prefill = warm_up(runner, cache, longest)
+            prefill = warm_up(runner, memory, longest)
         if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
             log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
         if device.type == "cuda" and model.capturable:
             _begin("capturing graphs", send)
             runner.capture()
-            prefill = warm_up(runner, cache, longest)  # to capture, torch has given back what the longest step takes
+            prefill = warm_up(runner, memory, longest)  # to capture, torch has given back what the longest step takes
         memory.take_free()
         engine = Engine(
-            cache,
+            memory,
             runner,
-            prefix=memory.prefixes,
             max_sequences=config.max_num_seqs,
             eos_ids=source.end_tokens,
             step_tokens=step_tokens,
@@ -199,7 +196,7 @@ def assemble(
         if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
             limits.check_policy(eviction)
         if events is not None:
-            assert isinstance(memory, SlotBackend) and memory.prefixes is not None, "the server's engine has a prefix tree"
+            assert memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
     except BaseException:
         try:
@@ -319,11 +316,11 @@ class ModelSource:
         configuration = hashlib.blake2b(self._configuration, digest_size=16).hexdigest()
         return f"{configuration} {weights_identity(weights)} {self.dtype} {code}{self._rotary}"
 
-    def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
-        """The model over a cache and its rows."""
+    def over(self, rows: KVRows) -> EngineModel:
+        """The model over the rows of a cache."""
         if self._decoder is not None:
-            return DecoderModel(self._decoder, cache, rows)
-        return TransformersModel(self._transformers, cache, rows)
+            return DecoderModel(self._decoder, rows)
+        return TransformersModel(self._transformers, rows)
 
 
 def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
@@ -484,7 +481,7 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
-def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, float, float]:
+def warm_up(runner: Runner, memory: KVBackend, num_tokens: int) -> tuple[int, float, float]:
     """Run the largest prefill, a decode step with every sampling option, one with a mask only, and what features add to steps.
 
     Kernels compile, and torch's peak of memory is reached. The prefill is run twice: first it shows whether the model can, then
@@ -496,7 +493,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
     params = SamplingParams(max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=20, prompt_logprobs=1)
     everything = Generate(request_id="warm-up", prompt=[0] * num_tokens, params=params)
     request = Request(everything, frozenset())
-    with contextlib.closing(cache.open()) as sequence:
+    with contextlib.closing(memory.begin()) as sequence:
         sequence.grow(num_tokens)
         request.sequence = sequence
         runner.sampler.assign([request])
@@ -513,7 +510,7 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> tuple[int, f
         _compute(runner, behind)
         for feature in FEATURES if last else ():
             feature.warm_up(runner, whole, behind, functools.partial(_compute, runner))
-    runner.uploads.send(_masks(runner, cache.num_slots).packed)  # as many masks as there can be: memory is there then
+    runner.uploads.send(_masks(runner, memory.num_slots).packed)  # as many masks as there can be: memory is there then
     return prefill
 
 

@@ -47,7 +47,7 @@ from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import AttentionMetadata, SharedPrefixes
 from vmmkv_server.engine.collectives import Collectives, in_background
 from vmmkv_server.engine.errors import EngineDied
-from vmmkv_server.engine.kv_backend import EngineCache
+from vmmkv_server.engine.kv_backend import KVBackend
 from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.uploads import ALIGNED_ELEMENTS
 
@@ -345,9 +345,9 @@ class Ranks:
         mirrored: Any = _MirroredDriver(driver, self)
         return cast(Driver, mirrored)
 
-    def model(self, model: EngineModel, cache: EngineCache) -> "ParallelModel":
-        """This rank's part of a model over a cache, whose passes all ranks repeat."""
-        return ParallelModel(model, cache, self)
+    def model(self, model: EngineModel, memory: KVBackend) -> "ParallelModel":
+        """This rank's part of a model over its memory, whose passes all ranks repeat."""
+        return ParallelModel(model, memory, self)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -422,7 +422,7 @@ def _reap(process: "subprocess.Popen[bytes]") -> None:
 class ParallelModel:
     """Rank 0's part of a model. Each of its forward passes is made by all ranks. See EngineModel."""
 
-    def __init__(self, model: EngineModel, cache: EngineCache, ranks: Ranks) -> None:
+    def __init__(self, model: EngineModel, memory: KVBackend, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
         self.implementation: Final = model.implementation
@@ -431,7 +431,7 @@ class ParallelModel:
         self.keys: Final = model.keys
         self.check: Final = model.check
         self._states_WE: torch.Tensor | None = None
-        ranks.send(Op.ROWS, cache.num_slots, cache.max_tokens)
+        ranks.send(Op.ROWS, memory.num_slots, memory.max_tokens)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel."""

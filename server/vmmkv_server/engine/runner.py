@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vmmkv.cache import KVCache
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
 from vmmkv_server.engine.attention import AttentionMetadata
 from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
-from vmmkv_server.engine.kv_backend import EngineCache, Slots
+from vmmkv_server.engine.kv_backend import KVBackend, Slots
 from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.ranking import Ranking
 from vmmkv_server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
@@ -91,12 +90,12 @@ _ROUNDED_ANEW: Final = (
 of 15.6."""
 
 
-def _refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
+def _refusal(memory: KVBackend, model: EngineModel, *, is_split: bool) -> str:
     """Why no request can have a policy with this model and this memory; empty if it can. `is_split`: over several devices."""
-    groups = cache.layout.groups
+    groups = memory.layout.groups
     if is_split:
         return "is for a model on one device (tensor_parallel_size=1), and this one is split over several"
-    if not isinstance(cache, KVCache):
+    if memory.cache is None:
         return "needs memory that can be compacted"
     if any(group.window is not None for group in groups):
         return "is for full attention, and this model has sliding windows, which give memory back by themselves"
@@ -111,24 +110,24 @@ def _refusal(cache: EngineCache, model: EngineModel, *, is_split: bool) -> str:
 
 
 class Runner:
-    """A model over a cache, with a sampler and the state of every sequence on the device."""
+    """A model over its memory, with a sampler and the state of every sequence on the device."""
 
     def __init__(
-        self, model: EngineModel, cache: EngineCache, *, max_rows: int, max_tokens: int, ranks: "Ranks | None" = None
+        self, model: EngineModel, memory: KVBackend, *, max_rows: int, max_tokens: int, ranks: "Ranks | None" = None
     ) -> None:
         """max_rows: sequences that run at once. max_tokens: of one step. ranks: the others, of a model in parts."""
         self.model: Final = model
         self.ranks: Final = ranks
-        self.kv_policy_refusal: Final = _refusal(cache, model, is_split=ranks is not None)
+        self.kv_policy_refusal: Final = _refusal(memory, model, is_split=ranks is not None)
         """Why no request can have a `kv_policy`; empty if it can."""
         self.keys: Final = None if self.kv_policy_refusal else model.keys
         """Of requests that can have one."""
         self.kv_policy_again_refusal: Final = _ROUNDED_ANEW if self.keys is not None and self.keys.are_quantised else ""
         """Why none can have one that turns keys more than once; empty if it can."""
-        self.uploads: Final = Uploads(cache.device)
-        self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
-        self.state: Final = DeviceState(cache)
-        self.groups: Final = GroupTensors(max_rows, cache.device)
+        self.uploads: Final = Uploads(memory.device)
+        self.sampler: Final = Sampler(1 + memory.num_slots, model.vocabulary_size, self.uploads)
+        self.state: Final = DeviceState(memory.limit)
+        self.groups: Final = GroupTensors(max_rows, memory.device)
         self.has_prefix_groups = False
         """Can rows that decode attend to a common prefix as one problem?"""
         self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
@@ -282,11 +281,11 @@ class Forwarded:
 class DeviceState:
     """The last token of every slot, which has no row yet, and its rows. A decode step reads and advances it on the device."""
 
-    def __init__(self, cache: EngineCache) -> None:
-        self._limit = cache.limit
-        self.tokens_S = torch.zeros_like(cache.limit)
-        self.lengths_S = torch.zeros_like(cache.limit)
-        self.shifts_S = torch.zeros_like(cache.limit)
+    def __init__(self, limit_S: torch.Tensor) -> None:
+        self._limit = limit_S
+        self.tokens_S = torch.zeros_like(limit_S)
+        self.lengths_S = torch.zeros_like(limit_S)
+        self.shifts_S = torch.zeros_like(limit_S)
         """What is added to a row to give the position of its token."""
 
     def begin(

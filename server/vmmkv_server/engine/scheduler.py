@@ -15,7 +15,7 @@ import numpy as np
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv_server.engine.decode_set import DecodeSet
 from vmmkv_server.engine.feature import Feature, Features
-from vmmkv_server.engine.kv_backend import EngineCache, KVSequence, Prefixes, TokenIds
+from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, TokenIds, own
 from vmmkv_server.engine.request import Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
@@ -74,8 +74,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: EngineCache,
-        prefix: Prefixes | None,
+        memory: KVBackend,
         sampler: Sampler,
         *,
         step_tokens: int,
@@ -87,12 +86,12 @@ class Scheduler:
     ) -> None:
         """`drain` reads the steps in flight, and says whether there were any. `is_idle`: does the device wait for a step?
 
-        `most_tokens`: of one request; None for the cache's, which are those whose rows can all be kept.
+        `most_tokens`: of one request; None for the memory's, which are those whose rows can all be kept.
         """
-        self.waiting: Final = WaitingQueue(prefix)
+        self.waiting: Final = WaitingQueue(memory)
         self.running: dict[Request, None] = {}
         """In order of admission."""
-        self.table: Final = RequestTable(cache.num_slots, most_tokens or cache.max_tokens)
+        self.table: Final = RequestTable(memory.num_slots, most_tokens or memory.max_tokens)
         self.num_preempted = 0
         self.held: dict[Request, None] = {}
         """Requests that a feature holds, with their slots reserved."""
@@ -100,15 +99,14 @@ class Scheduler:
         """Tokens of prompts that were cached when their requests began, by where they were."""
         self.resumed_tokens: Counter[str] = Counter()
         """Rows that preempted requests had, by where they were when these began again; `RECOMPUTED` if nowhere."""
-        self._cache = cache
-        self._prefix = prefix
+        self._memory = memory
         self._sampler = sampler
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self.drain: Final = drain
         self._features = Features() if features is None else features
         self._is_idle = is_idle
-        self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
+        self._windowed = [index for index, group in enumerate(memory.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
         """Those that wait, for tiers too, or run."""
@@ -118,7 +116,7 @@ class Scheduler:
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
         """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
-        self.decoding: Final = DecodeSet(self.table, cache)
+        self.decoding: Final = DecodeSet(self.table, memory)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._preempted: dict[Request, _Preempted] = {}
@@ -165,7 +163,7 @@ class Scheduler:
         slots, chunks = self.decoding.slots, [chunk for chunk in chunks if chunk.request.is_running]
         if not len(slots) and not chunks:
             return None
-        step = Step(slots, self._cache.lengths.take(slots) + 1, self.decoding.epochs, chunks)
+        step = Step(slots, self._memory.lengths.take(slots) + 1, self.decoding.epochs, chunks)
         for feature in self._features.having(Feature.planned):
             feature.planned(step)
         return step
@@ -174,7 +172,7 @@ class Scheduler:
         """A step is in flight, or about to be: count its tokens."""
         table = self.table
         np.add.at(table.num_coming, step.slots, 1)
-        self._cache.advance(step.slots)
+        self._memory.advance(step.slots)
         sampled: list[int] = []
         for chunk in step.chunks:
             chunk.sequence.advance(len(chunk.tokens))
@@ -195,7 +193,7 @@ class Scheduler:
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
-        if self._prefix is not None and request.shape.shares_rows:
+        if self._memory.shares_prefixes and request.shape.shares_rows:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self.insert(request, tokens)
             if len(tokens) == len(request.prompt):
@@ -207,7 +205,7 @@ class Scheduler:
         `keep`: the prefix cache keeps what it has computed until the room is needed; not after a failure.
         """
         if request.is_running:
-            self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
+            self._stop(request, Status.FINISHED, self._memory.park if keep else None)
         elif request in self.held:
             self._let_go(request)
         elif request in self.waiting:  # else an interrupt came behind this
@@ -222,7 +220,7 @@ class Scheduler:
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
         has_moved = False
-        for sequence in (each for request in self.running if self._windowed for each in self.sequences(request)):
+        for sequence in (own(each) for request in self.running if self._windowed for each in self.sequences(request)):
             for group in self._windowed:
                 before = sequence.start(group)
                 sequence.advance_start(group)
@@ -262,8 +260,7 @@ class Scheduler:
 
     def insert(self, request: Request, tokens: TokenIds) -> None:
         """Rows of a running request have been read back: the prefix cache has those of these tokens from now on."""
-        assert self._prefix is not None, "there is one"
-        self._prefix.insert(request.memory, tokens, is_written=True)  # for the steps that wrote them have been read back
+        self._memory.insert(request.memory, tokens)
         self.table.num_inserted[request.memory.slot] = len(tokens)
 
     def _admit(self) -> None:
@@ -358,15 +355,10 @@ class Scheduler:
 
         Raises: CannotRun.
         """
-        num_known = 0
         try:
-            if self._prefix is None:
-                sequence = self._cache.open(max_tokens=request.shape.most_rows, tenant=request.namespace)
-            else:
-                attached = self._prefix.attach(
-                    request.attachable, namespace=request.namespace, max_tokens=request.shape.most_rows
-                )
-                sequence, num_known = attached.sequence, attached.num_tokens
+            sequence, num_known = self._memory.attach(
+                request.attachable, namespace=request.namespace, max_tokens=request.shape.most_rows
+            )
             try:
                 sequence.grow(request.shape.num_first_rows)
             except BaseException:
@@ -430,7 +422,7 @@ class Scheduler:
         """Tokens of the next step that no running request will compute."""
         slots = [request.memory.slot for request in self._prefilling]
         dropped = np.array([request.num_dropped for request in self._prefilling], np.int64)
-        pending = self.table.num_known[slots] - self._cache.lengths[slots] - dropped
+        pending = self.table.num_known[slots] - self._memory.lengths[slots] - dropped
         return self._step_tokens - (len(self.running) - len(slots)) - int(pending.clip(min=0).sum())
 
     def _num_slots_for(self, priority: float = math.inf) -> int:
@@ -457,7 +449,7 @@ class Scheduler:
                     continue
                 if len(self.running) == 1:
                     num_tokens = len(request.tokens)
-                    if self._prefix is None or not request.shape.samples or request.num_tokens_stuck == num_tokens:
+                    if not self._memory.shares_prefixes or not request.shape.samples or request.num_tokens_stuck == num_tokens:
                         raise CannotRun(request, error, "") from error
                     # The prefix cache may hold the same tokens, computed by another request. Begun again, this one shares
                     # them, and needs no pages of its own for them.
@@ -510,10 +502,10 @@ class Scheduler:
 
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
-        layout, stats = self._cache.layout, self._cache.stats()
+        layout, stats = self._memory.layout, self._memory.stats()
         wanted_bytes = (request.shape.num_first_rows - self.waiting.num_cached(request)) * layout.row_bytes
         given_bytes = sum(
-            layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
+            layout.pages_for(int(self._memory.limits[sequence.slot])) * PAGE_BYTES
             for running in self.running
             if running.ask.priority > request.ask.priority
             for sequence in self.sequences(running)
@@ -524,7 +516,7 @@ class Scheduler:
         """Take its memory; it waits to begin again. One that samples no tokens waits until at most `max_others` run."""
         may_resume, num_rows = request.shape.samples, len(request.confirmed_tokens)
         self._preempted[request] = _Preempted(num_rows, math.inf if may_resume else max_others)
-        self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
+        self._stop(request, Status.WAITING, self._memory.release)
         self._reshape(request)
         self.waiting.add(request, -next(self._places))
         self.num_preempted += 1

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from vmmkv.prefix.radix_tree import num_common
-from vmmkv_server.engine.kv_backend import Prefixes
+from vmmkv_server.engine.kv_backend import KVBackend
 from vmmkv_server.engine.request import Request
 
 _MAX_COMPARED: Final = 32
@@ -46,9 +46,9 @@ class _Facts:
 class WaitingQueue:
     """The waiting requests by priority, the newest preempted ones first, then in order of arrival."""
 
-    def __init__(self, prefix: Prefixes | None) -> None:
+    def __init__(self, memory: KVBackend) -> None:
         self._requests: list[Request] = []
-        self._prefix = prefix
+        self._memory = memory
         self._facts: dict[Request, _Facts] = {}
         """Of the requests that wait, and of those that have waited and run."""
         self._num_refused = 0
@@ -108,16 +108,14 @@ class WaitingQueue:
 
     def num_cached(self, request: Request) -> int:
         """How many tokens of a waiting request are cached now."""
-        if self._prefix is None:
-            return 0
         facts = self._facts[request]
         if facts.lookup is None:
-            facts.lookup = self._prefix.lookup(request.attachable, namespace=request.namespace)
+            facts.lookup = self._memory.lookup(request.attachable, namespace=request.namespace)
         return facts.lookup()
 
     def order(self, computing: list[Request]) -> "Order":
         """The order of admission, as of now. `computing`: the running requests whose prompts have no rows yet."""
-        return Order(self, self._requests, self._facts, computing, compares=self._prefix is not None)
+        return Order(self, self._requests, self._facts, computing, compares=self._memory.shares_prefixes)
 
 
 class Order:

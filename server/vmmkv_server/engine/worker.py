@@ -138,8 +138,8 @@ class Worker:
 
     def _rows(self, slots: int, max_tokens: int) -> None:
         address, _ = next(iter(self._reserved.values()))
-        cache: Any = Rows(self._source.layout, self.driver, address, slots=slots, max_tokens=max_tokens)
-        self.limit, self._model = cache.limit, self._source.over(cache, KVRows(cache))
+        cache = Rows(self._source.layout, self.driver, address, slots=slots, max_tokens=max_tokens)
+        self.limit, self._model = cache.limit, self._source.over(KVRows(cache))
 
     # memory
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vmmkv_server.engine.answers import Answers
-from vmmkv_server.engine.kv_backend import EngineCache, Prefixes
+from vmmkv_server.engine.kv_backend import KVBackend
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.scheduler import Scheduler
 from vmmkv_server.protocol import FromEngine
@@ -25,8 +25,7 @@ from vmmkv_server.structured_output.matcher import Vocabulary
 class Core:
     """The parts of an engine that its features work with."""
 
-    cache: EngineCache
-    prefix: Prefixes | None
+    memory: KVBackend
     runner: Runner
     scheduler: Scheduler
     answers: Answers

@@ -15,14 +15,14 @@ Each live beam has a sequence of its own, which begins with the prompt that all 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from vmmkv_server.engine.answers import NO_NUMBERS
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
-from vmmkv_server.engine.kv_backend import EngineCache, KVSequence
+from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, own
 from vmmkv_server.engine.request import Request, Shape
 from vmmkv_server.engine.sampler import NOT_A_NUMBER
 from vmmkv_server.engine.step import Chunk, Results, Step
@@ -68,7 +68,7 @@ class Beams(Feature):
     def admitted(self, request: Request) -> None:
         """The search begins at the prompt."""
         if request.ask.params.beam_width:
-            self._groups[request] = BeamGroup(request, self._core.cache)
+            self._groups[request] = BeamGroup(request, self._core.memory)
 
     def results(self, step: Step, results: Results) -> None:
         """Give the candidates of beams to their searches, and send the answers of those that are done."""
@@ -229,7 +229,8 @@ class BeamGroup:
     that is preempted begins again from the prompt, and gives the same answer.
     """
 
-    def __init__(self, request: Request, cache: EngineCache) -> None:
+    def __init__(self, request: Request, memory: KVBackend) -> None:
+        assert memory.cache is not None, "a baseline has no forks"
         ask = request.ask
         self.search = BeamSearch(
             width=ask.params.beam_width,
@@ -240,7 +241,7 @@ class BeamGroup:
         self.sequences: list[KVSequence] = [request.memory]
         """Of the live beams, in the search's order."""
         self._request = request
-        self._cache = cache
+        self._cache: Final = memory.cache
         self._candidates: dict[KVSequence, Candidates] = {}
         """Of the beams that have been computed in this round."""
         self._continuations: list[Continuation] = []
@@ -282,7 +283,7 @@ class BeamGroup:
         missing = self._request.shape.num_slots - len(self._rows_of)
         if missing:
             root = self._rows_of[self._request.memory]
-            forks = self._cache.fork(self._request.memory, missing, max_tokens=self._request.max_tokens)
+            forks = self._cache.fork(own(self._request.memory), missing, max_tokens=self._request.max_tokens)
             self._rows_of.update((fork, root) for fork in forks)
         sequences, pairs = self._assign([self.sequences[parent] for parent, _ in self._continuations])
         if pairs:
@@ -290,7 +291,8 @@ class BeamGroup:
             end = pairs[0][0].length
             for _, target in pairs:
                 target.grow(end)  # it is that long already, unless the vocabulary had too few tokens for all beams
-            self._cache.copy_rows(pairs, len(self._request.ask.prompt) + num_common, end)
+            copies = [(own(source), own(target)) for source, target in pairs]
+            self._cache.copy_rows(copies, len(self._request.ask.prompt) + num_common, end)
         self.sequences = sequences
         self._continuations = []
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import vmmkv
 from vmmkv.eviction import H2O, SnapKV
 from vmmkv.memory.sharing import num_unmoved
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
+from vmmkv_server.engine.kv_backend import own
 from vmmkv_server.engine.ranking import Ranked
 from vmmkv_server.engine.request import NO_END, Request, Shape
 from vmmkv_server.engine.runner import Runner
@@ -41,7 +41,7 @@ class Compaction(Feature):
 
     def __init__(self, core: Core) -> None:
         self.compactor = Compactor(core.runner, core.send)
-        self._limits, self._scheduler, self._cache = core.limits, core.scheduler, core.cache
+        self._limits, self._scheduler, self._memory = core.limits, core.scheduler, core.memory
         self._kept: dict[Request, KeptRows] = {}
         """What the policies leave of the requests' rows, from when these last began to wait."""
         self._running: dict[Request, KeptRows] = {}
@@ -115,7 +115,7 @@ class Compaction(Feature):
         """
         if not self._running:
             return
-        scheduler, lengths = self._scheduler, self._cache.lengths
+        scheduler, lengths = self._scheduler, self._memory.lengths
         table = scheduler.table
         for slot in np.flatnonzero((lengths == table.ends) & (table.num_coming < table.max_tokens)).tolist():
             if (request := table.requests[slot]) is None:
@@ -140,7 +140,7 @@ class Compaction(Feature):
         """Have the rows of sequences ranked by some of their queries in this step."""
         if not self._running:
             return
-        lengths, table = self._cache.lengths, self._scheduler.table
+        lengths, table = self._memory.lengths, self._scheduler.table
         chunks = [(self._running.get(chunk.request), chunk) for chunk in step.chunks]
         ranked = [kept.ranked(chunk.slot, chunk.start, chunk.end) for kept, chunk in chunks if kept is not None]
         for slot in step.slots[step.ends == table.ends[step.slots]].tolist():
@@ -177,8 +177,8 @@ class Compactor:
         Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
         Raises: OutOfPages, DriverError; then nothing has changed. After an interrupt the request cannot go on.
         """
-        request, sequence = kept.request, kept.request.memory
-        assert isinstance(sequence, vmmkv.Sequence) and self._keys is not None, "else it is refused"
+        request, sequence = kept.request, own(kept.request.memory)
+        assert self._keys is not None, "else it is refused"
         length = sequence.length
         rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
         rows = rows_T.numpy()

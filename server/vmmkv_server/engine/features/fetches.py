@@ -123,10 +123,10 @@ class Fetches(Feature):
         since there was `no_room` to begin one, or to borrow, counts too."""
         self.waited_s = 0.0
         self._asked: defaultdict[Request, _Asked] = defaultdict(_Asked)
-        self._prefix, self._scheduler, self._layout = core.prefix, core.scheduler, core.cache.layout
-        self._has_windows = any(group.window is not None for group in core.cache.layout.groups)
-        if core.prefix is not None:
-            core.prefix.store_if(self._is_worth_storing)
+        self._prefix, self._scheduler, self._layout = core.memory.prefixes, core.scheduler, core.memory.layout
+        self._has_windows = any(group.window is not None for group in self._layout.groups)
+        if self._prefix is not None:
+            self._prefix.store_if(self._is_worth_storing)
         self._token_bytes = 0.0
         """Bytes that tiers have for each token, of the fetch that was last asked about."""
         self._num_paths: Counter[str] = Counter()

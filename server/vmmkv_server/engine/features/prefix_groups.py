@@ -38,14 +38,14 @@ class PrefixGroups(Feature):
     """Groups the rows that decode, where the runner's steps can attend to a common prefix as one problem."""
 
     def __init__(self, core: Core) -> None:
-        self._runner, self._cache, self._table = core.runner, core.cache, core.scheduler.table
+        self._runner, self._memory, self._table = core.runner, core.memory, core.scheduler.table
         self._order = BatchOrder(self._table)
 
     def launched(self, step: Step) -> None:
         """The members of groups stand side by side."""
         if self._runner.has_prefix_groups and len(step.slots):
             step.slots = self._order.arrange(step.slots, self._runner.set_prefix_groups)
-            step.ends, step.epochs = self._cache.lengths[step.slots], self._table.epochs[step.slots]
+            step.ends, step.epochs = self._memory.lengths[step.slots], self._table.epochs[step.slots]
 
 
 @dataclass(frozen=True, slots=True)

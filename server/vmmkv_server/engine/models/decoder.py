@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention, KVRows, RotaryKeys
 from vmmkv_server.engine.collectives import Collectives
-from vmmkv_server.engine.kv_backend import EngineCache
 from vmmkv_server.engine.models.torch_ops import Stream
 
 SCALED: Final = ("linear", "llama3", "yarn")
@@ -380,12 +379,12 @@ class DecoderModel:
     capturable: Final = True
     has_states: Final = True
 
-    def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows) -> None:
+    def __init__(self, decoder: Decoder, rows: KVRows) -> None:
         config = decoder.config
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
         self._decoder = decoder
         self._rows = rows
-        self._attention = CachedAttention(rows, rope=config.rope.tables(cache.max_tokens, cache.device), windows=windows)
+        self._attention = CachedAttention(rows, rope=config.rope.tables(rows.max_tokens, rows.limit.device), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,6 @@ from vmmkv.units import counted
 from vmmkv_kernels.quantise import kind_of
 from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv_server.engine.errors import EngineDied
-from vmmkv_server.engine.kv_backend import EngineCache
 from vmmkv_server.models import UnsupportedModel
 
 NAME: Final = "vmmkv-engine"
@@ -64,18 +63,18 @@ def refusing(what: str, instead: str | None = None) -> Iterator[None]:
 
 
 class TransformersModel:
-    """One transformers model over one cache. Several can live in one process, each with a model of its own. See EngineModel."""
+    """One transformers model over rows of a cache. Several can live in one process, each over its own. See EngineModel."""
 
     implementation: Final = "transformers"
     capturable: Final = False
     """An unknown model may depend on the host between its layers."""
     keys: Final = None
 
-    def __init__(self, model: Any, cache: EngineCache, rows: KVRows) -> None:
+    def __init__(self, model: Any, rows: KVRows) -> None:
         refuse_own_attention(model)
         self._model = model
         self.name: Final = type(model).__name__
-        layout = cache.layout
+        layout = rows.layout
         self._owners = {layer: layer for layer in layout.group_of} | shared_rows(read(model.config).layers)
         """By layer the one whose rows it reads: its own, or another's."""
         self._groups = {layer: layout.groups[layout.group_of[owner]] for layer, owner in self._owners.items()}
