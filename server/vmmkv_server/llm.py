@@ -297,7 +297,7 @@ class LLM(Closing):
             if self._grammars is not None:
                 self._grammars.close()
                 self._grammars = None
-            with current(loaded.engine.cache.device):
+            with current(loaded.memory.device):
                 loaded.engine.store_all(_STORE_S)
                 loaded.close()
             self._loaded = None  # last: a close that failed can be called again
@@ -412,10 +412,11 @@ class LLM(Closing):
         return answers
 
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
-        engine = self._open().engine
+        loaded = self._open()
+        engine = loaded.engine
         began_s, num_requests = time.perf_counter(), len(batch.unfinished)
         with (
-            current(engine.cache.device),
+            current(loaded.memory.device),
             DeferredInterrupt() as interrupt,
             GenerationProgress(num_requests, shown=shown) as bar,
         ):
@@ -453,8 +454,6 @@ class LLM(Closing):
                 engine.receive(Abort(request_id=request_id))
             while engine.has_work:
                 engine.step()
-            for sequence in list(engine.cache.sequences.values()):
-                sequence.close()  # no request has it: an interrupt came between
             self._settle()
         except BaseException as failure:
             both = f"{type(error).__name__}: {error}; then {type(failure).__name__}: {failure}"
@@ -465,9 +464,9 @@ class LLM(Closing):
 
     def _settle(self) -> None:
         """Finish pending unmaps, and drop the engine's messages: no request runs."""
-        engine = self._open().engine
-        with current(engine.cache.device):
-            engine.settle()
+        loaded = self._open()
+        with current(loaded.memory.device):
+            loaded.engine.settle()
         self._messages.clear()
 
 
@@ -487,7 +486,8 @@ def _config_of(model: str | PathLike[str], options: EngineOptions) -> EngineConf
 
 def _check_process(loaded: Loaded) -> None:
     """Raises: ForkedProcess in a child, which has none of the threads that some calls would wait for."""
-    loaded.engine.cache.pool.lock.check_process()
+    assert loaded.memory.cache is not None, "it is vmmkv's"
+    loaded.memory.cache.pool.lock.check_process()
 
 
 class _Grammars:

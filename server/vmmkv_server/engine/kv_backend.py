@@ -228,14 +228,13 @@ class SlotBackend:
         budget_bytes = config.budget_bytes or _least_bytes(config)
         pool = Pool(config.device, budget_bytes, driver=config.driver, holder=config.holder, lender=config.lender)
         slots = config.max_sequences * _slots_each(config.shares_prefixes)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_after_error, pool)  # with its caches
             if pool.holder is not None and config.budget_bytes is None:
                 pool.resize(pool.holder.budget_bytes)
-            return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
-        except BaseException:
-            with contextlib.suppress(VmmkvError):  # the first error matters
-                pool.close()  # with its caches
-            raise
+            backend = cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
+            undo.pop_all()
+        return backend
 
     @property
     def budget_bytes(self) -> int:
@@ -356,6 +355,12 @@ def own(sequence: KVSequence) -> vmmkv.Sequence:
     """A sequence of a `SlotBackend`, with what only such have."""
     assert isinstance(sequence, vmmkv.Sequence), "a baseline has no forks, windows or compaction"
     return sequence
+
+
+def close_after_error(memory: Pool | KVBackend) -> None:
+    """Give memory back behind an error, which matters more than what fails here."""
+    with contextlib.suppress(VmmkvError):
+        memory.close()
 
 
 def _free_bytes(pool: Pool) -> int:

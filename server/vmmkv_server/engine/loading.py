@@ -18,7 +18,7 @@ from torch.nn import functional
 from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
-from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError, VmmkvError
+from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError
 from vmmkv.holder import check_there
 from vmmkv.model_config import ModelConfig, read
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
@@ -33,6 +33,7 @@ from vmmkv_server.engine.kv_backend import (
     OpenBackend,
     SlotBackend,
     check_lengths,
+    close_after_error,
 )
 from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.models.checkpoint import INSTEAD, load_by_transformers, quantised_by, refuse_codes
@@ -143,81 +144,103 @@ def assemble(
     Raises: as `load`.
     """
     _begin("preparing the cache", send)
-    device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
-    step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
-    memory = open_memory(
-        BackendConfig(
-            layout=source.layout,
-            device=device,
-            max_sequences=config.max_num_seqs,
-            max_tokens=max_tokens,
-            step_tokens=step_tokens,
-            shares_prefixes=config.prefix_cache,
-            budget_bytes=config.kv_budget_bytes,
-            holder=config.kv_holder,
-            lender=config.kv_lender,
-            tiers=tiers,
-            fingerprint=source.fingerprint if tiers or config.kv_holder or config.kv_lender else "",
-            driver=None if ranks is None else ranks.mirrored(open_driver(device)),
-        )
-    )
-    runner: Runner | None = None
-    try:
+    wanted = _wanted_memory(config, source, tiers, ranks)
+    with contextlib.ExitStack() as undo:
+        memory = open_memory(wanted)
+        undo.callback(close_after_error, memory)
         _begin("warming up", send)
         model = source.over(memory.rows)
-        max_rows = min(config.max_num_seqs, memory.num_slots)
         parallel = model if ranks is None else ranks.model(model, memory)
-        runner = Runner(parallel, memory, max_rows=max_rows, max_tokens=step_tokens, ranks=ranks)
-        longest = min(step_tokens, max_tokens - 1, memory.num_tokens)
-        with refusing(model.name) if isinstance(model, TransformersModel) else contextlib.nullcontext():
-            prefill = warm_up(runner, memory, longest)
-        if isinstance(source.kv_dtype, KVType) and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-            log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
-        if device.type == "cuda" and model.capturable:
-            _begin("capturing graphs", send)
-            runner.capture()
-            prefill = warm_up(runner, memory, longest)  # to capture, torch has given back what the longest step takes
+        max_rows = min(config.max_num_seqs, memory.num_slots)
+        runner = Runner(parallel, memory, max_rows=max_rows, max_tokens=wanted.step_tokens, ranks=ranks)
+        undo.callback(runner.close)
+        prefill = _warm_up_and_capture(runner, model, memory, wanted, send)
+        _note_prefill_kernel(source)
         memory.take_free()
         engine = Engine(
             memory,
             runner,
             max_sequences=config.max_num_seqs,
             eos_ids=source.end_tokens,
-            step_tokens=step_tokens,
-            lookahead=LOOKAHEAD[device.type],
+            step_tokens=wanted.step_tokens,
+            lookahead=LOOKAHEAD[source.device.type],
             send=send,
             vocabulary=lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens)),
             kv_policy=config.kv_policy,
         )
         engine.measure_prefill(*prefill)
-        limits = replace(
-            engine.limits, model_tokens=max_tokens, pool_tokens=memory.num_tokens, budget_bytes=memory.budget_bytes
-        )
-        if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
-            limits.check_policy(eviction)
+        ready = _ready(config, source, engine, events, max_tokens=wanted.max_tokens, implementation=model.implementation)
         if events is not None:
             assert memory.prefixes is not None, "the server's engine has a prefix tree"
             memory.prefixes.listen(events)
-    except BaseException:
-        try:
-            if runner is not None:
-                runner.close()
-        finally:
-            with contextlib.suppress(VmmkvError):  # the first error matters
-                memory.close()
-        raise
-    ready = Ready(
+        undo.pop_all()
+    return Loaded(engine, ready, memory, events, ranks)
+
+
+def _wanted_memory(config: EngineConfig, source: "ModelSource", tiers: Sequence[Tier], ranks: Ranks | None) -> BackendConfig:
+    """What an engine needs memory for."""
+    return BackendConfig(
+        layout=source.layout,
+        device=source.device,
+        max_sequences=config.max_num_seqs,
+        max_tokens=choose_max_tokens(config.max_tokens, source.text_config),
+        step_tokens=config.max_num_batched_tokens or STEP_TOKENS[source.device.type],
+        shares_prefixes=config.prefix_cache,
+        budget_bytes=config.kv_budget_bytes,
+        holder=config.kv_holder,
+        lender=config.kv_lender,
+        tiers=tiers,
+        fingerprint=source.fingerprint if tiers or config.kv_holder or config.kv_lender else "",
+        driver=None if ranks is None else ranks.mirrored(open_driver(source.device)),
+    )
+
+
+def _warm_up_and_capture(
+    runner: Runner, model: EngineModel, memory: KVBackend, wanted: BackendConfig, send: Callable[[FromEngine], None]
+) -> tuple[int, float, float]:
+    """Reach torch's peak of memory, and make the graphs on a GPU. Returns a prefill's tokens, begin and end: see `warm_up`."""
+    longest = min(wanted.step_tokens, wanted.max_tokens - 1, memory.num_tokens)
+    with refusing(model.name) if isinstance(model, TransformersModel) else contextlib.nullcontext():
+        prefill = warm_up(runner, memory, longest)
+    if memory.device.type == "cuda" and model.capturable:
+        _begin("capturing graphs", send)
+        runner.capture()
+        prefill = warm_up(runner, memory, longest)  # to capture, torch has given back what the longest step takes
+    return prefill
+
+
+def _note_prefill_kernel(source: "ModelSource") -> None:
+    """Log that quantised rows keep an H200 from its faster prefill."""
+    on_hopper = source.device.type == "cuda" and torch.cuda.get_device_capability(source.device) == (9, 0)
+    if on_hopper and isinstance(source.kv_dtype, KVType):
+        log.info("prefill over %s rows is by the Triton kernel: that for Hopper reads bfloat16 alone", source.kv_dtype.kind)
+
+
+def _ready(
+    config: EngineConfig,
+    source: "ModelSource",
+    engine: Engine,
+    events: "KVEventPublisher | None",
+    *,
+    max_tokens: int,
+    implementation: str,
+) -> Ready:
+    """The message that an engine is ready. Raises: ValueError if its limits refuse the default `kv_policy`."""
+    memory = engine.memory
+    limits = replace(engine.limits, model_tokens=max_tokens, pool_tokens=memory.num_tokens, budget_bytes=memory.budget_bytes)
+    if config.kv_policy is not None and (eviction := Eviction.of(config.kv_policy)) is not None:
+        limits.check_policy(eviction)
+    return Ready(
         model=config.model,
-        device=str(device),
+        device=str(source.device),
         dtype=str(source.dtype).removeprefix("torch."),
         kv_cache_dtype=str(getattr(source.kv_dtype, "kind", source.kv_dtype)).removeprefix("torch."),
         num_ranks=config.tensor_parallel_size,
-        implementation=model.implementation,
+        implementation=implementation,
         limits=limits,
         end_tokens=sorted(source.end_tokens),
         kv_events=None if events is None else events.source,
     )
-    return Loaded(engine, ready, memory, events, ranks)
 
 
 class ModelSource:
@@ -231,8 +254,6 @@ class ModelSource:
     def __init__(
         self, config: EngineConfig, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None
     ) -> None:
-        import transformers
-
         self.device: Final = device
         self.dtype: Final = dtype
         self.kv_dtype: Final = dtype if config.kv_cache_dtype == "auto" else KVType(config.kv_cache_dtype)
@@ -240,8 +261,8 @@ class ModelSource:
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = read_config(directory)
         self.text_config = hf_config.get_text_config()
-        layout = choose_layout(self.text_config, self.kv_dtype, device)
-        self.layout: Final = layout.of_rank(config.tensor_parallel_size)
+        self._whole: Final = choose_layout(self.text_config, self.kv_dtype, device)
+        self.layout: Final = self._whole.of_rank(config.tensor_parallel_size)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
             check_lengths(
@@ -252,28 +273,37 @@ class ModelSource:
                 shares_prefixes=config.prefix_cache,
             )
         self.end_tokens = end_tokens(directory, hf_config)
-        self._decoder: Decoder | None = None
-        self._transformers: Any = None
         self._rotary = ""
         """The length that rotary frequencies depend on beside the model, as text; part of the identity of its rows."""
-        is_random = config.load_format == "dummy"
-        refuse_codes(directory, hf_config, is_random=is_random)
-        if config.model_impl != "transformers":
-            try:
-                whole = DecoderConfig.of(hf_config)
-                shard = Shard(whole) if collectives is None else Shard(whole, collectives.rank, collectives.num_ranks)
-                weights = (
-                    random_weights(shard, device, dtype, config.seed)
-                    if is_random
-                    else load_weights(directory, shard, device, dtype)
-                )
-            except Unsupported as error:
-                if config.model_impl == "vmmkv":
-                    raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
-                log.info("this model runs by transformers' own code: %s", error)
+        refuse_codes(directory, hf_config, is_random=config.load_format == "dummy")
+        self._decoder: Final = self._load_decoder(config, hf_config, collectives)
+        self._transformers: Any = None if self._decoder else self._load_transformers(config, hf_config, collectives)
+
+    def _load_decoder(self, config: EngineConfig, hf_config: Any, collectives: Collectives | None) -> Decoder | None:
+        """The config-driven decoder; None if it is not wanted, or does not support the model."""
+        if config.model_impl == "transformers":
+            return None
+        try:
+            whole = DecoderConfig.of(hf_config)
+            shard = Shard(whole) if collectives is None else Shard(whole, collectives.rank, collectives.num_ranks)
+            if config.load_format == "dummy":
+                weights = random_weights(shard, self.device, self.dtype, config.seed)
             else:
-                self._decoder = Decoder(shard.own, weights, ranks=collectives)
-                return
+                weights = load_weights(Path(config.model), shard, self.device, self.dtype)
+        except Unsupported as error:
+            if config.model_impl == "vmmkv":
+                raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
+            log.info("this model runs by transformers' own code: %s", error)
+            return None
+        return Decoder(shard.own, weights, ranks=collectives)
+
+    def _load_transformers(self, config: EngineConfig, hf_config: Any, collectives: Collectives | None) -> Any:
+        """A model of transformers, or one rank's part of it."""
+        import transformers
+
+        from vmmkv.adapters.transformers.rotary import settle_rotary
+
+        directory = Path(config.model)
         transformers.utils.logging.disable_progress_bar()
         if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModel(
@@ -282,29 +312,30 @@ class ModelSource:
         method = quantised_by(directory, hf_config)
         what, instead = (", quantised by " + method, INSTEAD) if method else ("", None)
         with refusing(f"a model of type {hf_config.model_type}{what}", instead):
-            if is_random:
+            if config.load_format == "dummy":
                 torch.manual_seed(config.seed)
-                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=self.dtype)
             else:
-                model = load_by_transformers(directory, hf_config, dtype)
+                model = load_by_transformers(directory, hf_config, self.dtype)
         refuse_own_attention(model)
         if collectives is not None:
-            model.get_input_embeddings().to(device)  # first: the part of a tied head is a view of it
-            shapes = {(group.plane("k").heads, group.plane("k").dim) for group in layout.groups}
-            if len(shapes) > 1 or getattr(self.text_config, "per_layer_attributes", None):
-                raise UnsupportedModel(
-                    f"a model of type {hf_config.model_type} cannot be split over {collectives.num_ranks} ranks: its layers "
-                    f"differ in their heads; tensor_parallel_size=1 works"
-                )
-            ((num_kv, _),) = shapes
-            share = Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks)
-            split(model, share, collectives)
-        from vmmkv.adapters.transformers.rotary import settle_rotary
-
+            self._split(model, hf_config.model_type, collectives)
         if settle_rotary(model, max_tokens := choose_max_tokens(config.max_tokens, self.text_config)):
             log.info("rotary frequencies of this model depend on lengths: they are those of max_tokens=%s", max_tokens)
             self._rotary = f" rotary of {max_tokens}"
-        self._transformers = model.eval().to(device)
+        return model.eval().to(self.device)
+
+    def _split(self, model: Any, model_type: str, collectives: Collectives) -> None:
+        """Leave a model of transformers one rank's part of the weights."""
+        model.get_input_embeddings().to(self.device)  # first: the part of a tied head is a view of it
+        shapes = {(group.plane("k").heads, group.plane("k").dim) for group in self._whole.groups}
+        if len(shapes) > 1 or getattr(self.text_config, "per_layer_attributes", None):
+            raise UnsupportedModel(
+                f"a model of type {model_type} cannot be split over {collectives.num_ranks} ranks: its layers "
+                f"differ in their heads; tensor_parallel_size=1 works"
+            )
+        ((num_kv, _),) = shapes
+        split(model, Share(self.text_config.num_attention_heads, num_kv, collectives.rank, collectives.num_ranks), collectives)
 
     @property
     def fingerprint(self) -> str:

@@ -360,23 +360,19 @@ class Ranks:
         Cost: a message, a launch that packs the inputs, and a broadcast.
         """
         assert self._padding is not None, "the ranks have met"
-        self.check()
         parts = pass_inputs(ids_N, step, last_B)
         is_captured = ids_N.is_cuda and torch.cuda.is_current_stream_capturing()
         assert has_logits or not is_captured, "graphs give logits"
-        self.send(Op.CAPTURE if is_captured else Op.FORWARD if has_logits else Op.STATES, *map(len, parts))
-        try:
+        with self.together(Op.CAPTURE if is_captured else Op.FORWARD if has_logits else Op.STATES, *map(len, parts)):
             gaps = [self._padding[: round_up(len(part), ALIGNED_ELEMENTS) - len(part)] for part in parts]
             self.collectives.broadcast(torch.cat([each for pair in zip(parts, gaps, strict=True) for each in pair]))
             yield
-        except BaseException as error:  # the others wait within the pass
-            self.fail(error)
 
     @contextlib.contextmanager
-    def repeating_logits(self, first: int, end: int) -> Iterator[None]:
-        """The other ranks compute their part of the logits of some rows of the last states."""
+    def together(self, op: Op, *numbers: int) -> Iterator[None]:
+        """The other ranks do the same as is done within: they wait for it, and all end if it fails."""
         self.check()
-        self.send(Op.LOGITS, first, end)
+        self.send(op, *numbers)
         try:
             yield
         except BaseException as error:
@@ -456,7 +452,7 @@ class ParallelModel:
             and states_WE.untyped_storage().data_ptr() == self._states_WE.untyped_storage().data_ptr()
         )
         first = states_WE.storage_offset() // self._states_WE.stride(0)
-        with self._ranks.repeating_logits(first, first + len(states_WE)):
+        with self._ranks.together(Op.LOGITS, first, first + len(states_WE)):
             return self._model.logits(states_WE)
 
 

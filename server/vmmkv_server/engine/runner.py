@@ -18,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
 from vmmkv_server.engine.attention import AttentionMetadata
 from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
-from vmmkv_server.engine.kv_backend import KVBackend, Slots
+from vmmkv_server.engine.kv_backend import KVBackend, Slots, TokenIds
 from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.ranking import Ranking
 from vmmkv_server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
@@ -497,20 +497,37 @@ class _MixedSteps:
 
     def forward(self, step: Step) -> Forwarded:
         """Launch the forward half."""
-        chunks, num_decoding = step.chunks, len(step.slots)
-        slots_B = np.concatenate([step.slots, np.array([chunk.slot for chunk in chunks], np.int64)])
-        ends_B = np.concatenate([step.ends, np.array([chunk.end for chunk in chunks], np.int64)])
-        counts_B = np.array([1] * num_decoding + [len(chunk.tokens) for chunk in chunks], np.int64)
-        begins_B = np.cumsum(counts_B) - counts_B
-        ids_N = np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)])
-        last = [(index, chunk) for index, chunk in enumerate(chunks, num_decoding) if chunk.is_last]
-        sampled = np.array([*range(num_decoding), *(index for index, _ in last)], np.int64)
-
-        num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled)
+        spans, num_decoding = _Spans.of(step), len(step.slots)
         is_grouped = self._runner.groups.are_any and num_decoding > 0
         # Graphs give logits of the rows that are given a token; any number of others may be wanted, and queries ranked by.
-        by_graph = step.wanted is None and not step.ranked
+        by_graph, num_tokens = step.wanted is None and not step.ranked, len(spans.ids_N)
         size, graph = self._graph_for(num_tokens, is_grouped=is_grouped) if by_graph else (num_tokens, None)
+        uploaded, ranking, states = self._upload(spans, size), None, None
+        if step.ranked:
+            ranking = Ranking(step.ranked, spans.query_ends(), self._runner.uploads)
+        if graph is not None:
+            graph.forward()
+            logits_RV = graph.logits_RV
+        else:
+            inputs = self._input(uploaded, is_grouped=is_grouped, ranking=ranking)
+            if step.wanted is None:
+                logits_RV = self._runner.model.forward(*inputs)
+            else:
+                logits_RV, states_WE = self._with_states(inputs, spans.columns(num_decoding, step.wanted))
+                states = step.wanted, states_WE
+        if ranking is not None:
+            ranking.finish()
+        last = [chunk for chunk in step.chunks if chunk.is_last]
+        return Forwarded(
+            logits_RV=logits_RV, rows=self._rows(uploaded), slots=spans.slots_B[spans.sampled_R], graph=graph, states=states,
+            ends=spans.ends_B[spans.sampled_R],
+            candidates=[(row, each.num_candidates) for row, each in enumerate(last, num_decoding) if each.num_candidates],
+        )  # fmt: skip
+
+    def _upload(self, spans: "_Spans", size: int) -> "_MixedInput[torch.Tensor]":
+        """What the device needs of a step, filled up to `size` tokens. One copy."""
+        slots_B, ends_B, counts_B, begins_B, ids_N, sampled_R = spans
+        num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled_R)
         sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
         packed = np.zeros(packed_size(sizes), np.int32)
         filled = _MixedInput(*aligned_parts(packed, sizes))
@@ -519,35 +536,16 @@ class _MixedSteps:
         filled.query_starts[:num_runs], filled.query_starts[num_runs:] = begins_B, num_tokens
         filled.ids_N[:num_tokens], filled.slots_N[:num_tokens] = ids_N, slots_B[which_N]
         filled.rows_N[:num_tokens] = np.arange(num_tokens) + (ends_B - counts_B - begins_B)[which_N]
-        filled.last_R[:num_rows] = (begins_B + counts_B - 1)[sampled]
-        filled.slots_R[:num_rows], filled.ends_R[:num_rows] = slots_B[sampled], ends_B[sampled]
+        filled.last_R[:num_rows] = (begins_B + counts_B - 1)[sampled_R]
+        filled.slots_R[:num_rows], filled.ends_R[:num_rows] = slots_B[sampled_R], ends_B[sampled_R]
         self._runner.uploads.into(self._packed[: len(packed)], packed)
+        return _MixedInput(*aligned_parts(self._packed, sizes))
 
-        uploaded = _MixedInput(*aligned_parts(self._packed, sizes))
-        ranking = None
-        if step.ranked:
-            query_ends = dict(zip(slots_B.tolist(), (begins_B + counts_B).tolist(), strict=True))
-            ranking = Ranking(step.ranked, query_ends, self._runner.uploads)
-        states = None
-        if graph is not None:
-            graph.forward()
-            logits_RV = graph.logits_RV
-        elif step.wanted is not None:
-            firsts = ((begins_B[num_decoding + index] + start, count) for index, start, count in step.wanted.rows)
-            (columns_W,) = self._runner.uploads.pack([np.concatenate([np.arange(a, a + count) for a, count in firsts])])
-            all_ids_N, attention, last_R = self._input(uploaded, is_grouped=is_grouped, ranking=ranking)
-            states_AE = self._runner.model.states(all_ids_N, attention, torch.cat([last_R, columns_W.long()]))
-            logits_RV = self._runner.model.logits(states_AE[: len(last_R)])
-            states = step.wanted, states_AE[len(last_R) :]
-        else:
-            logits_RV = self._forward(uploaded, is_grouped=is_grouped, ranking=ranking)
-        if ranking is not None:
-            ranking.finish()
-        return Forwarded(
-            logits_RV=logits_RV, rows=self._rows(uploaded), slots=slots_B[sampled], ends=ends_B[sampled], graph=graph,
-            candidates=[(row, each.num_candidates) for row, (_, each) in enumerate(last, num_decoding) if each.num_candidates],
-            states=states,
-        )  # fmt: skip
+    def _with_states(self, inputs: "_ModelInputs", columns: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the rows that are given a token, and the states of other columns, in one pass."""
+        (columns_W,), (ids_N, attention, last_R) = self._runner.uploads.pack([columns]), inputs
+        states_AE = self._runner.model.states(ids_N, attention, torch.cat([last_R, columns_W.long()]))
+        return self._runner.model.logits(states_AE[: len(last_R)]), states_AE[len(last_R) :]
 
     def _graph_for(self, num_tokens: int, *, is_grouped: bool) -> tuple[int, _Graph | None]:
         """The graph for so many tokens and its size, if it is done before the same, launched one by one, would be."""
@@ -562,14 +560,10 @@ class _MixedSteps:
     def _rows(self, uploaded: "_MixedInput[torch.Tensor]") -> SampledRows:
         return SampledRows(uploaded.slots_R, uploaded.ends_R, self._out_R[: len(uploaded.slots_R)])
 
-    def _forward(
-        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None = None
-    ) -> torch.Tensor:
-        return self._runner.model.forward(*self._input(uploaded, is_grouped=is_grouped, ranking=ranking))
+    def _forward(self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool) -> torch.Tensor:
+        return self._runner.model.forward(*self._input(uploaded, is_grouped=is_grouped, ranking=None))
 
-    def _input(
-        self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None
-    ) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
+    def _input(self, uploaded: "_MixedInput[torch.Tensor]", *, is_grouped: bool, ranking: Ranking | None) -> "_ModelInputs":
         """Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
         state, slots_N = self._runner.state, uploaded.slots_N.long()
         ids_N = torch.where(uploaded.ids_N == ON_DEVICE, state.tokens_S[slots_N], uploaded.ids_N)
@@ -579,6 +573,48 @@ class _MixedSteps:
             shared=self._runner.groups.tensors(len(uploaded.slots_B)) if is_grouped else None, ranking=ranking,
         )  # fmt: skip
         return ids_N, attention, uploaded.last_R.long()
+
+
+_ModelInputs: TypeAlias = tuple[torch.Tensor, AttentionMetadata, torch.Tensor]
+"""Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
+
+
+class _Spans(NamedTuple):
+    """New tokens of each sequence of a mixed step, side by side, on the host: one of each that decodes, then the chunks."""
+
+    slots_B: Slots
+    ends_B: Slots
+    """Rows behind the step."""
+    counts_B: Slots
+    begins_B: Slots
+    """Column of the first new token."""
+    ids_N: TokenIds
+    sampled_R: Slots
+    """Sequences that are given a token."""
+
+    @classmethod
+    def of(cls, step: Step) -> "_Spans":
+        """The tokens of a step."""
+        chunks, num_decoding = step.chunks, len(step.slots)
+        counts_B = np.array([1] * num_decoding + [len(chunk.tokens) for chunk in chunks], np.int64)
+        last = (index for index, chunk in enumerate(chunks, num_decoding) if chunk.is_last)
+        return cls(
+            slots_B=np.concatenate([step.slots, np.array([chunk.slot for chunk in chunks], np.int64)]),
+            ends_B=np.concatenate([step.ends, np.array([chunk.end for chunk in chunks], np.int64)]),
+            counts_B=counts_B,
+            begins_B=np.cumsum(counts_B) - counts_B,
+            ids_N=np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)]),
+            sampled_R=np.array([*range(num_decoding), *last], np.int64),
+        )
+
+    def query_ends(self) -> dict[int, int]:
+        """Column behind the last new token, by slot."""
+        return dict(zip(self.slots_B.tolist(), (self.begins_B + self.counts_B).tolist(), strict=True))
+
+    def columns(self, num_decoding: int, wanted: WantedStates) -> Slots:
+        """Columns of the rows whose states are wanted."""
+        firsts = ((self.begins_B[num_decoding + index] + start, count) for index, start, count in wanted.rows)
+        return np.concatenate([np.arange(first, first + count) for first, count in firsts])
 
 
 class _MixedInput(NamedTuple, Generic[Array]):
