@@ -251,10 +251,10 @@ class LLM(Closing):
         prompt; lower ones run first. `progress` shows a bar on stderr; by default on a terminal.
 
         If a request fails, its output's `error` says why; the others go on. Ctrl-C ends all after the running step, and
-        the LLM can be used again.
+        the LLM can be used again. A second Ctrl-C does not wait for the step: then the LLM can only be closed.
 
         Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
-        RuntimeError if another thread generates; EngineDied if the device or another rank is lost.
+        RuntimeError if another thread generates; EngineDied if the device or another rank is lost, or after a second Ctrl-C.
         """
         return self._generate(_each_prompt(prompts), self._encoded, sampling_params, priorities, progress)
 
@@ -446,6 +446,8 @@ class LLM(Closing):
     def _abandon(self, batch: "_Batch", error: BaseException) -> None:
         """Abort unfinished requests after an error or Ctrl-C. If that fails too, the LLM is broken."""
         engine = self._open().engine
+        if engine.is_interrupted:
+            error = EngineDied("this LLM must be closed: it was interrupted within a step, as by a second Ctrl-C")
         if isinstance(error, EngineDied):
             self._broken = type(error)(*error.args)  # without the frames
             return

@@ -1,6 +1,5 @@
 """Requests with a `kv_policy`: their tokens are those of a plain reference, and the memory of dropped rows comes back."""
 
-import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
-from tests.laws.test_interrupts import interrupt_at_lines, run_with_interrupt
 from vmmkv.eviction import H2O, turn
 from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.units import PAGE_BYTES
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
-from vmmkv_server.engine.features.compaction import Compaction
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 
@@ -164,38 +161,6 @@ def test_a_request_says_the_same_however_often_it_is_preempted(harness: MakeHarn
         scheduler.preempt(request, max_others=0)
     one.run()
     assert one.tokens("a") == wanted
-
-
-@pytest.mark.parametrize("samples", [20, pytest.param(None, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_an_interrupt_at_a_line_of_a_compaction_spoils_no_request(
-    harness: MakeHarness, goes_on: bool, samples: int | None
-) -> None:
-    """In an engine whose loop is the main thread. The request says the same, or goes and leaves nothing."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    one = harness(wide_rows(), ours=True, share=True)
-    wanted = one.said(prompt_of(60), 40, kv_policy=HEAVY)
-
-    def interrupt(number: int | None) -> int:
-        name = str(len(one.sent))
-        one.ask(name, prompt_of(60), 40, kv_policy=HEAVY)
-        one.step()
-        one.engine.drain()
-        lines = run_with_interrupt(one.engine.features.of(Compaction).planning, number)
-        one.cache.check()
-        if number is None:
-            assert compacted(one, name)
-        elif not goes_on:
-            one.engine.receive(Abort(request_id=name))
-        one.run()
-        assert one.tokens(name) == wanted or not goes_on
-        assert not one.failures() and one.cache.stats().num_sequences == 0
-        return lines
-
-    try:
-        interrupt_at_lines(interrupt, samples)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_the_memory_of_dropped_rows_comes_back_while_the_request_runs(harness: MakeHarness) -> None:

@@ -27,6 +27,7 @@ from vmmkv_server import LLM, ModelUnavailable, RequestOutput, SamplingParams, U
 from vmmkv_server.console import GenerationProgress
 from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.llm import CompletionOutput, _Answer, _Grammars
 from vmmkv_server.protocol import Failed, Generate, Output
@@ -353,51 +354,32 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
-@pytest.mark.parametrize("place", ["a sequence that no request has", "slots that the device alone has"])
-def test_an_interrupt_in_a_step_leaves_no_sequence_and_no_wrong_slots(
-    engine: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("place", ["a sequence that no request has", "slots that the device alone has", "a parked slot"])
+def test_an_interrupt_within_a_step_ends_the_engine_and_close_gives_all_back(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """As a second Ctrl-C is."""
-    core = engine._open().engine
-    holder, name = (core.cache.slots, "open") if "sequence" in place else (core._runner.uploads, "into")
-    before, call, is_due = answers(engine.generate(["abc", "de"], GREEDY)), getattr(holder, name), [True]
+    with LLM(directory, **OPTIONS) as engine:
+        core, pool = engine._open().engine, engine._open().memory.cache.pool
+        holder, name = {
+            "a sequence that no request has": (core.memory.cache.slots, "open"),
+            "slots that the device alone has": (core._runner.uploads, "into"),
+            "a parked slot": (core.memory.prefixes, "park"),
+        }[place]
+        call = getattr(holder, name)
 
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        done = call(*arguments, **options)
-        decodes = name == "open" or arguments[0].data_ptr() == core._runner._decode._slots_B.data_ptr()
-        if is_due and decodes:
-            is_due.clear()
-            raise KeyboardInterrupt
-        return done
-
-    monkeypatch.setattr(holder, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(["fresh", "words"], [SamplingParams(max_tokens=3), GREEDY])
-    assert not core.memory.cache.sequences
-    for _ in range(2):
-        assert answers(engine.generate(["abc", "de"], GREEDY)) == before
-
-
-@pytest.mark.parametrize("place", ["before it ends", "once its slot is parked"])
-def test_an_interrupt_as_a_request_ends_leaves_it_to_be_ended(engine: LLM, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    core = engine._open().engine
-    before, steps, step = answers(engine.generate("abc", GREEDY)), iter(range(100)), core.step
-    holder, name = (core._scheduler, "_stop") if "before" in place else (core.memory.prefixes, "park")
-    call, is_due = getattr(holder, name), [True]
-
-    def interrupted(*arguments: Any) -> None:
-        if name == "park" or not is_due:
-            call(*arguments)
-        if is_due:
-            is_due.clear()
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            call(*arguments, **options)
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(core, "step", lambda: [step() for _ in [next(steps)]])  # no more than a hundred
-        patch.setattr(holder, name, interrupted)
+        monkeypatch.setattr(holder, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate("abc", GREEDY)
-    assert answers(engine.generate("abc", GREEDY)) == before
+        with pytest.raises(EngineDied, match="must be closed: it was interrupted within a step"):
+            engine.generate("abc", GREEDY)
+        with pytest.raises(EngineDied, match="an interrupt came within a step"):
+            core.step()
+    assert not pool.created_bytes
 
 
 def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
@@ -452,7 +434,7 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: LLM, capsys: pyte
 def test_progress_counts_the_prompt_tokens_that_were_computed(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(GenerationProgress, "update", lambda _, done, prompt, new, **at_end: counted.append(prompt))
-    prompt = [token % 251 for token in range(2100)]  # a page of 2,048 tokens, and a rest
+    prompt = [7 * token % 251 for token in range(2100)]  # a page of 2,048 tokens, and a rest
     for num_computed in (2100, 1):  # the second time in the slot that has them
         engine.generate([prompt], GREEDY)
         assert counted[-1] == num_computed

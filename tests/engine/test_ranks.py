@@ -27,6 +27,7 @@ from vmmkv.units import ceil_div
 from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import ranks, worker
+from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.models import transformers as transformers_model
 from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
 from vmmkv_server.engine.step import Readback, Step
@@ -393,9 +394,13 @@ def test_an_error_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads,
 
 def test_an_interrupt_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._open().ranks.collectives, "sum", Mock(side_effect=KeyboardInterrupt))  # type: ignore[union-attr]
+    ranks = llm._open().ranks
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]], GREEDY)
-    ends(llm, "a rank failed, or was late: KeyboardInterrupt")
+    assert ranks is not None and ranks.are_ended
+    with pytest.raises(EngineDied, match="interrupted within a step"):
+        llm.generate([[1, 2, 3]], GREEDY)
+    llm.close()
 
 
 def test_a_call_that_fails_on_rank_0_fails_one_request_and_no_rank_repeats_it(llm: LLM, threads: Threads) -> None:

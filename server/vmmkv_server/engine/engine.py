@@ -97,17 +97,7 @@ class Engine:
         self.in_flight: deque[Step] = deque()
         self._runner = runner
         self._prefix = memory.prefixes
-        self.limits: Final = Limits(
-            model="this engine",
-            model_tokens=memory.max_tokens,
-            pool_tokens=memory.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
-            budget_bytes=0,
-            max_sequences=max_sequences or memory.num_slots,
-            vocabulary_size=runner.model.vocabulary_size,
-            kv_policy=kv_policy,
-            kv_policy_refusal=runner.kv_policy_refusal,
-            kv_policy_again_refusal=runner.kv_policy_again_refusal,
-        )
+        self.limits: Final = _limits(runner, memory, max_sequences, kv_policy)
         self.features: Final = Features()
         self._scheduler = Scheduler(
             memory,
@@ -139,6 +129,8 @@ class Engine:
         self._has_windows = any(group.window is not None for group in memory.layout.groups)
         self.num_steps = 0
         """Steps that have been read."""
+        self.is_interrupted = False
+        """Has an interrupt come within a step, as of a second Ctrl-C? Then it can only be closed."""
         self._has_mapped_ahead = False
         """Since the last launch began."""
         self._step_us = 10_000.0
@@ -252,8 +244,18 @@ class Engine:
     def step(self) -> None:
         """Launch the next step, and answer what an earlier one gave. A failing request stops no others.
 
+        An interrupt within a step ends the engine: what was begun is neither done nor undone.
         Raises: EngineDied.
         """
+        if self.is_interrupted:
+            raise EngineDied("an interrupt came within a step")
+        try:
+            self._step()
+        except BaseException as error:
+            self.is_interrupted = not isinstance(error, Exception)
+            raise
+
+    def _step(self) -> None:
         for feature in self.features.having(Feature.poll):
             feature.poll()
         try:
@@ -479,6 +481,21 @@ class Engine:
                 **statistics,
             )
         )
+
+
+def _limits(runner: Runner, memory: KVBackend, max_sequences: int | None, kv_policy: str | None) -> Limits:
+    """What requests may ask of an engine. Its memory is counted in bytes, in `_why_never_fits`."""
+    return Limits(
+        model="this engine",
+        model_tokens=memory.max_tokens,
+        pool_tokens=memory.max_tokens,
+        budget_bytes=0,
+        max_sequences=max_sequences or memory.num_slots,
+        vocabulary_size=runner.model.vocabulary_size,
+        kv_policy=kv_policy,
+        kv_policy_refusal=runner.kv_policy_refusal,
+        kv_policy_again_refusal=runner.kv_policy_again_refusal,
+    )
 
 
 def _numbers(tier: TierStats) -> dict[str, int]:

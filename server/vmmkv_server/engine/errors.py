@@ -2,4 +2,7 @@
 
 
 class EngineDied(Exception):
-    """The device's context is lost, or another rank. Close the engine; after a lost context another one needs a new process."""
+    """The device's context is lost, or another rank, or an interrupt came within a step. Close the engine.
+
+    After a lost context another one needs a new process.
+    """

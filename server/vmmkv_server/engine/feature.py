@@ -157,7 +157,7 @@ class Feature:
         """A step has been read that computed so many prompt tokens, at these times of time.perf_counter."""
 
     def left(self, request: Request) -> None:
-        """A request gives its memory back, preempted or at its end. After an interrupt it is told again."""
+        """A request gives its memory back, preempted or at its end."""
 
     def finished(self, request: Request) -> None:
         """A request has ended, whether it ever ran or not."""

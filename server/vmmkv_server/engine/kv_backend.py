@@ -53,10 +53,6 @@ class KVSequence(Protocol):
     def length(self) -> int:
         """Rows launched."""
 
-    @property
-    def closed(self) -> bool:
-        """Has it ended?"""
-
     def grow(self, num_tokens: int) -> None:
         """Have memory for `num_tokens` rows in all. Raises: OutOfPages, DriverError; then nothing has changed."""
 

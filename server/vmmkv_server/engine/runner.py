@@ -419,7 +419,7 @@ class _DecodeSteps:
         if self._uploaded is None or not np.array_equal(self._uploaded, slots):
             padded = np.zeros(size, np.int32)
             padded[:num_rows] = slots
-            self._uploaded = None  # while an interrupt may come
+            self._uploaded = None  # if the copy fails
             self._runner.uploads.into(self._slots_B[:size], padded)
             self._uploaded = slots.copy()
         graph = self._graphs.get((size, self._runner.groups.are_any and size >= _MIN_GROUPED_ROWS))

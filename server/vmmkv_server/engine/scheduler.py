@@ -361,7 +361,7 @@ class Scheduler:
             )
             try:
                 sequence.grow(request.shape.num_first_rows)
-            except BaseException:
+            except Exception:
                 sequence.close()
                 raise
         except Exception as error:
@@ -463,18 +463,17 @@ class Scheduler:
                 raise CannotRun(request, error, "this request cannot go on") from error
 
     def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
-        """It runs no longer. `keep` takes its own sequence, and what it has computed. After an interrupt, call it again."""
-        if request in self.running:
-            del self.running[request]
-            place = bisect_left(self._priorities, request.ask.priority)
-            del self._priorities[place : place + request.shape.num_slots]
+        """It runs no longer. `keep` takes its own sequence, and what it has computed."""
+        del self.running[request]
+        place = bisect_left(self._priorities, request.ask.priority)
+        del self._priorities[place : place + request.shape.num_slots]
         self._prefilling.pop(request, None)
         self.decoding.leave(request.memory.slot)
         self.waiting.memory_changed()
         for feature in self._features.having(Feature.left):
             feature.left(request)
         self._sampler.release(request.memory.slot)
-        if keep is None or request.num_dropped or not request.shape.shares_rows or request.memory.closed:
+        if keep is None or request.num_dropped or not request.shape.shares_rows:
             request.memory.close()
         else:
             keep(request.memory, request.confirmed_tokens)

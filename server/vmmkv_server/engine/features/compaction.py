@@ -29,7 +29,6 @@ from vmmkv_server.engine.kv_backend import own
 from vmmkv_server.engine.ranking import Ranked
 from vmmkv_server.engine.request import NO_END, Request, Shape
 from vmmkv_server.engine.runner import Runner
-from vmmkv_server.engine.scheduler import CannotRun
 from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import to_host
 from vmmkv_server.kv_policy import Eviction
@@ -109,10 +108,7 @@ class Compaction(Feature):
         self._kept.pop(request, None)
 
     def planning(self) -> None:
-        """Compact the requests that have as many rows as their policies allow, and no step in flight.
-
-        A request that an interrupt stops in it is preempted: it goes through the same compactions again.
-        """
+        """Compact the requests that have as many rows as their policies allow, and no step in flight."""
         if not self._running:
             return
         scheduler, lengths = self._scheduler, self._memory.lengths
@@ -127,14 +123,9 @@ class Compaction(Feature):
             elif table.num_confirmed[slot] < lengths[slot] + request.num_dropped:
                 continue
             kept = self._running[request]
-            try:
-                if scheduler.with_room(request, partial(self.compactor.compact, kept)):
-                    self._set_end(kept)
-                    scheduler.rows_dropped(request)
-            except BaseException as error:  # of an interrupt: its rows may be dropped, and its keys not turned yet
-                if request.is_running and not isinstance(error, CannotRun):
-                    scheduler.preempt(request, max_others=0)
-                raise
+            if scheduler.with_room(request, partial(self.compactor.compact, kept)):
+                self._set_end(kept)
+                scheduler.rows_dropped(request)
 
     def planned(self, step: Step) -> None:
         """Have the rows of sequences ranked by some of their queries in this step."""
@@ -175,7 +166,7 @@ class Compactor:
         """Drop rows of a running request that has no step in flight, by its policy.
 
         Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
-        Raises: OutOfPages, DriverError; then nothing has changed. After an interrupt the request cannot go on.
+        Raises: OutOfPages, DriverError; then nothing has changed.
         """
         request, sequence = kept.request, own(kept.request.memory)
         assert self._keys is not None, "else it is refused"
@@ -183,12 +174,8 @@ class Compactor:
         rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
         rows = rows_T.numpy()
         num_dropped = length - len(rows)
-        request.num_dropped += num_dropped  # first: a request whose rows are fewer than this says cannot be parked
-        try:
-            sequence.compact(rows)
-        except BaseException:
-            request.num_dropped -= sequence.length - len(rows)  # 0 if an interrupt came behind it
-            raise
+        sequence.compact(rows)
+        request.num_dropped += num_dropped
         if kept.eviction.keeps_positions:
             self._state.shifts_S[sequence.slot].fill_(request.num_dropped)  # to assign it would wait for the device
         elif (first := num_unmoved(rows)) < len(rows):
