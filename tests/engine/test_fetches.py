@@ -764,6 +764,7 @@ def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
     found._loads["host"].add(10, 0.0, 1.0)
     while not found._is_worth(request, fetch):  # a load is tried now and then, but nothing is known of it yet
         found._asked[request].declined.clear()
+    del found._asked[request]
     held_bytes = [0]
     for prompt in PROMPTS:
         one.said(prompt, 70)  # inserted in many pieces: all or none are stored
