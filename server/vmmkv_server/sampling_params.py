@@ -192,7 +192,8 @@ class SamplingParams:
     length_penalty: float = _about_zero(1.0, MAX_LENGTH_PENALTY)
     """Beams compare by log-probability / (number of tokens) ** length_penalty."""
     structured_outputs: Mapping[str, Any] | None = None
-    """What the answer follows: one of `json` (a schema), `regex`, `choice` (a list of texts) or `grammar` (GBNF)."""
+    """What the answer follows: one of `json` (a schema, or its text), `regex`, `choice` (a list of texts), `grammar` (GBNF) or
+    `json_object` (true). The other fields of vLLM's may have their defaults."""
     kv_policy: KVPolicyLike | None = None
     """Which rows of the KV cache to keep, such as {"type": "streaming_llm", "window": 2048}; None for the server's default."""
 
@@ -255,11 +256,19 @@ class SamplingParams:
 
     def _check_structured_outputs(self) -> None:
         asked = self.structured_outputs
-        if isinstance(asked, Mapping) and (unknown := [str(key) for key in asked if key not in _STRUCTURES]):
-            raise InvalidParam("structured_outputs", unknown_option("", unknown[0], list(_STRUCTURES)).lstrip())
-        if not isinstance(asked, Mapping) or len(asked) != 1:
-            _refuse("structured_outputs", asked, 'one of json, regex, choice and grammar, such as {"regex": "[0-9]+"}')
-        ((name, value),) = asked.items()
+        named: dict[str, Any] = {}
+        for name, value in asked.items() if isinstance(asked, Mapping) else ():
+            if name not in _STRUCTURES and name not in STRUCTURE_DEFAULTS:
+                raise InvalidParam("structured_outputs", unknown_option("", str(name), list(_STRUCTURES)).lstrip())
+            if value is None or value in STRUCTURE_DEFAULTS.get(name, ()):
+                continue
+            if name not in _STRUCTURES:
+                raise InvalidParam(f"structured_outputs.{name}", f"is {shortened(value)}, which is not served: leave it out")
+            named[name] = value
+        if len(named) != 1:
+            _refuse("structured_outputs", asked, f'one of {", ".join(_STRUCTURES)}, such as {{"regex": "[0-9]+"}}')
+        self._keep("structured_outputs", named)
+        ((name, value),) = named.items()
         kinds, wanted = _STRUCTURES[name]
         if not isinstance(value, kinds) or (name == "choice" and not all(isinstance(text, str) for text in value)):
             given = "a class" if isinstance(value, type) else shortened(value)
@@ -282,12 +291,22 @@ _CHANGE_PROBABILITIES: Final = (
 """Parameters that change probabilities unless they have their defaults."""
 
 _STRUCTURES: Final[Mapping[str, tuple[Any, str]]] = {
-    "json": ((dict, bool), "a schema, such as MyModel.model_json_schema()"),
+    "json": ((dict, bool, str), "a schema, such as MyModel.model_json_schema()"),
     "regex": ((str,), "a text, such as '[0-9]+'"),
     "choice": ((list, tuple), "a list of texts, such as ['yes', 'no']"),
     "grammar": ((str,), "a text in GBNF, such as 'root ::= \"a\"'"),
+    "json_object": ((bool,), "true"),
 }
 """The types of each kind of `structured_outputs`, and what a refusal asks for."""
+STRUCTURE_DEFAULTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "json_object": (False,),
+    "disable_any_whitespace": (False, True),  # answers have none
+    "disable_fallback": (False, True),  # there is no other compiler
+    "disable_additional_properties": (False,),
+    **dict.fromkeys(("whitespace_pattern", "structural_tag", "_backend"), ()),
+    "_backend_was_auto": (False,),
+}
+"""Fields of vLLM's `structured_outputs` that a dump of it has, each with the values that ask for nothing, besides None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,6 +145,14 @@ def test_a_chat_that_asks_for_more_than_nothing_is_refused(name: str, values: li
             ChatRequest.model_validate(LEAST[ChatRequest] | {name: value})
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}, {"functions": []}])
+def test_a_choice_among_no_tools_asks_for_nothing(tools: dict[str, Any]) -> None:
+    for choice in ("auto", "none", None):
+        assert ChatRequest.model_validate(LEAST[ChatRequest] | tools | {"tool_choice": choice, "function_call": choice})
+    with pytest.raises(ValueError, match="'tools' is not supported"):
+        ChatRequest.model_validate(LEAST[ChatRequest] | {"tools": [{"type": "function"}], "tool_choice": "auto"})
+
+
 @pytest.mark.parametrize("form", [ChatRequest, TokenizeRequest])
 def test_a_conversation_is_asked_for_alike_wherever_it_goes(form: type[WireRequest]) -> None:
     neutral = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "tools": []}

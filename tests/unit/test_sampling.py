@@ -14,6 +14,7 @@ import pytest
 
 from vmmkv_server.http.schemas import ChatRequest, CompletionRequest
 from vmmkv_server.sampling_params import ELSEWHERE, InvalidParam, SamplingParams
+from vmmkv_server.structured_output.schema import of_choices
 
 
 def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
@@ -84,9 +85,10 @@ def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
         ("seed", np.float64(1), "64 bits"),
         ("ignore_eos", 1, "True or False"),
         ("logprobs", -1, "0 or more"),
-        ("structured_outputs", {}, "one of json, regex, choice and grammar"),
-        ("structured_outputs", {"json": {}, "regex": "a"}, "one of json, regex, choice and grammar"),
-        ("structured_outputs", "[0-9]", "one of json, regex, choice and grammar"),
+        *(
+            ("structured_outputs", asked, "one of json, regex, choice, grammar, json_object")
+            for asked in ({}, {"json": {}, "regex": "a"}, "[0-9]", {"grammar": None, "json_object": False})
+        ),
     ],
 )
 def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wanted: str) -> None:
@@ -100,18 +102,37 @@ def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wa
     ("asked", "said"),
     [
         ({"json": Path}, r"\.json is a class; wanted a schema, such as MyModel\.model_json_schema\(\)$"),
-        ({"json": "{}"}, r"\.json is '{}'; wanted a schema"),
+        ({"json": 5}, r"\.json is 5; wanted a schema"),
+        ({"json_object": "yes"}, r"\.json_object is 'yes'; wanted true"),
+        ({"regex": "a", "whitespace_pattern": " "}, r"\.whitespace_pattern is ' ', which is not served: leave it out"),
         ({"regex": re.compile("a")}, r"\.regex is re\.compile\('a'\); wanted a text"),
         ({"choice": "yes"}, r"\.choice is 'yes'; wanted a list of texts"),
         ({"choice": ["yes", 1]}, r"\.choice is \['yes', 1\]; wanted a list of texts"),
-        ({"grammar": None}, r"\.grammar is None; wanted a text in GBNF"),
+        ({"grammar": 5}, r"\.grammar is 5; wanted a text in GBNF"),
         ({"jsn": {}}, r" has no option jsn; did you mean json\?$"),
-        ({None: "a"}, r" has no option None; it has json, regex, choice, grammar$"),
+        ({None: "a"}, r" has no option None; it has json, regex, choice, grammar, json_object$"),
     ],
 )
 def test_a_structure_is_refused_by_its_kind_and_what_that_may_be(asked: Any, said: str) -> None:
     with pytest.raises(InvalidParam, match="^structured_outputs" + said):
         SamplingParams(structured_outputs=asked)
+
+
+DUMPED: dict[str, Any] = {
+    **dict.fromkeys(("json", "regex", "grammar", "json_object", "whitespace_pattern", "structural_tag", "_backend")),
+    **dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False),
+    "_backend_was_auto": False,
+}
+"""vLLM's StructuredOutputsParams by `dataclasses.asdict`, without the one that is given."""
+
+
+def test_a_dump_of_vllms_structure_is_that_structure() -> None:
+    assert SamplingParams(structured_outputs=DUMPED | {"choice": ["a"]}).structured_outputs == {"choice": ["a"]}
+    body = {"prompt": "a", "structured_outputs": DUMPED | {"choice": ["a"], "json_object": False}}
+    request = CompletionRequest.model_validate(body)
+    assert request.grammar_param == "structured_outputs.choice" and request.grammar() == of_choices(["a"])
+    with pytest.raises(ValueError, match="disable_additional_properties"):
+        CompletionRequest.model_validate(body | {"structured_outputs": {"regex": "a", "disable_additional_properties": True}})
 
 
 @pytest.mark.parametrize(

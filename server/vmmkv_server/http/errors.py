@@ -111,7 +111,9 @@ def install(app: FastAPI, routes: Iterable[BaseRoute]) -> None:
 
 async def _response(paths: Mapping[str, Sequence[str]], request: Request, error: Exception) -> JSONResponse:
     """`paths`: those of the routes, by method."""
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException) and isinstance(error.__cause__, ValueError | RecursionError):
+        error = ApiError(400, f"The body is not valid JSON: {_unread(error.__cause__)}.", code="invalid_json")
+    elif isinstance(error, HTTPException):
         method, path = request.method, request.scope["path"]
         remedy = ""
         if error.status_code == 404:
@@ -120,6 +122,17 @@ async def _response(paths: Mapping[str, Sequence[str]], request: Request, error:
             remedy = f"; send {(error.headers or {}).get('Allow', 'another method')}"
         error = ApiError(error.status_code, f"{method} {path}: {error.detail}{remedy}", headers=error.headers)
     return from_exception(error).response()  # Starlette logs the traceback of what is unexpected
+
+
+def _unread(error: ValueError | RecursionError) -> str:
+    """Why Python's JSON parser did not take a body, where FastAPI does not say it."""
+    match error:
+        case RecursionError():
+            return "it is nested too deeply; send a flatter one"
+        case UnicodeDecodeError():
+            return f"byte {error.start} is {error.object[error.start]:#04x}, which is not {error.encoding}; send it in UTF-8"
+        case _:
+            return "it has an integer of too many digits; send a smaller one"
 
 
 _OTHER_APIS: Final = {

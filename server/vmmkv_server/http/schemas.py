@@ -29,7 +29,15 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from vmmkv.errors import did_you_mean
 from vmmkv_server.kv_policy import KVPolicyLike
-from vmmkv_server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_INDEX, Interval, InvalidParam, SamplingParams
+from vmmkv_server.sampling_params import (
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_INDEX,
+    STRUCTURE_DEFAULTS,
+    Interval,
+    InvalidParam,
+    SamplingParams,
+)
 from vmmkv_server.structured_output.schema import (
     MAX_SOURCE_CHARS,
     Grammar,
@@ -318,14 +326,17 @@ class ResponseFormat(WireRequest):
 class StructuredOutputs(WireRequest):
     """vLLM's `structured_outputs`: exactly one of these."""
 
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    """A JSON schema."""
+    unserved: ClassVar[Unserved] = {name: values for name, values in STRUCTURE_DEFAULTS.items() if name != "json_object"}
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    """A JSON schema, or its text."""
     regex: Source | None = None
     """A regular expression that the whole answer matches."""
     choice: list[str] | None = None
     """Texts, of which the answer is one."""
     grammar_: Annotated[Source | None, Field(alias="grammar")] = None
     """GBNF, with a rule `root`."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
 
     @property
     def kind(self) -> str:
@@ -336,10 +347,16 @@ class StructuredOutputs(WireRequest):
         """The grammar of the answer. Raises: GrammarRefused. Cost: as `of_schema`."""
         return of_structured_outputs(self.model_dump(by_alias=True, exclude_unset=True))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_object(cls, data: Any) -> Any:
+        """False is the default of `json_object`."""
+        return data | {"json_object": None} if isinstance(data, dict) and data.get("json_object") is False else data
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.model_fields_set) != 1:
-            raise refusal("", "it must have exactly one of json, regex, choice and grammar")
+            raise refusal("", "it must have exactly one of json, regex, choice, grammar and json_object")
         return self
 
 
@@ -633,7 +650,8 @@ class ChatRequest(GenerationRequest):
         **_NEUTRAL,
         **_OF_TEMPLATES,
         "functions": ([],),
-        **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),  # of no tools, for others are refused
+        "reasoning_effort": ("none",),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "thinking_token_budget"), ()),
         "parallel_tool_calls": (True, False),
         "modalities": (["text"],),

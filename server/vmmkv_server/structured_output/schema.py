@@ -68,7 +68,9 @@ def of_structured_outputs(asked: Mapping[str, Any]) -> Grammar:
     ((kind, value),) = asked.items()
     match kind:
         case "json":
-            return of_schema(value)
+            return of_schema(_parsed(value) if isinstance(value, str) else value)
+        case "json_object":
+            return of_object()
         case "regex":
             return Grammar("regex", value)
         case "choice":
@@ -76,6 +78,17 @@ def of_structured_outputs(asked: Mapping[str, Any]) -> Grammar:
         case _:
             assert kind == "grammar", kind
             return Grammar("ebnf", value)
+
+
+def _parsed(text: str) -> Any:
+    """A JSON schema that is given as its text. Raises: GrammarRefused."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"it is a text, and not the JSON of a schema ({error}): send the schema as an object") from error
+    if not isinstance(schema, dict | bool):
+        raise GrammarRefused("it is the JSON of a value that is no schema: send an object")
+    return schema
 
 
 def of_choices(choices: Sequence[str]) -> Grammar:
