@@ -1,8 +1,10 @@
 """Checks of what users hand in."""
 
 import contextlib
+import json
 import operator
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,19 @@ def label(name: str, value: Hashable) -> Hashable:
     elif value is not None and type(value) not in (str, bytes, int):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; give a str, bytes, an int, None, or a tuple of these")
     return value
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises: ValueError naming the file if it holds another thing or is damaged; OSError."""
+    try:
+        read = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: its JSON is nested too deep to be read; copy or download it again") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; copy or download it again") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(read).__name__}; copy or download it again")
+    return read
 
 
 def wholes(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -100,7 +100,7 @@ def _options(text: str) -> Mapping[str, Any]:
     if text.lstrip().startswith("{"):
         try:
             return dict(json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from error
     name, _, rest = text.partition(":")
     name = name.strip()

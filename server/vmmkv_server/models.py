@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from vmmkv.arguments import json_object
 from vmmkv.config import read_environment
 from vmmkv.errors import VmmkvError
 from vmmkv.model_config import Attention, ModelConfig, beside_rows, described
@@ -41,6 +42,8 @@ HASHED_ON_USE_BYTES: Final = 16 * MIB
 """Files up to this size are hashed each time a model is used; of larger ones only the size is compared."""
 HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files fetched from a hub: no pickled weights, which can run code when they are loaded."""
+_SETTINGS: Final = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
+"""JSON objects that transformers reads, and whose damage it tells as another error or takes for absence."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CONVERSION_NEEDS: Final = ("accelerate", "gguf", "safetensors", "transformers")
 _STDERR: Final = 2
@@ -205,8 +208,12 @@ def from_directory(auto: Any, directory: Path, **options: Any) -> Any:
     """Read a directory by a class of transformers, such as AutoConfig or AutoTokenizer, and by that library's code alone.
 
     Code that lies there, or that its files name, never runs, and transformers does not ask on the terminal whether to run it.
-    Raises: UnsupportedModel if the model or the tokenizer needs such code; else as transformers does.
+    Raises: UnsupportedModel if the model or the tokenizer needs such code; ValueError naming a file that is damaged; else as
+    transformers does.
     """
+    for name in _SETTINGS:
+        if (directory / name).is_file():
+            json_object(directory / name)
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
     except ValueError as error:
@@ -383,7 +390,7 @@ def manifest_problem(directory: Path, model: KnownModel, *, thorough: bool = Fal
     Compares all sizes, and the hashes of small files; with `thorough` of all files (about a second per GB).
     """
     try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = json_object(directory / MANIFEST_NAME)
         files = [Artifact(name=name, **entry) for name, entry in manifest["files"].items()]
         if manifest["format"] != MANIFEST_FORMAT or manifest["source"]["gguf_sha256"] != model.gguf.sha256:
             return "it was made by another version of vmmkv"

@@ -344,6 +344,14 @@ def test_a_missing_or_cut_off_file_is_an_error_that_names_it(tmp_path: Path) -> 
         load(tmp_path, Shard(config), CPU, torch.float32)
 
 
+@pytest.mark.parametrize("content", ["[" * 5000, "{", "[1]", "{}", '{"weight_map": {"lm_head.weight": 1}}'])
+def test_a_damaged_index_of_weights_is_named(content: str, tmp_path: Path) -> None:
+    config = saved(tmp_path, shard_size="60KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json (is|holds) .*; copy or download it again"):
+        load(tmp_path, Shard(config), CPU, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama, all biases", "qwen3, tied, attention biases"])
 def test_random_weights_are_as_transformers_begins(family: str, dtype: torch.dtype) -> None:

@@ -273,3 +273,11 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(models, "fetch", interrupt)
     assert main(["fetch", "smollm2-135m"]) == 130
     assert capsys.readouterr().err == "\nvmmkv fetch: interrupted\n"
+
+
+@pytest.mark.parametrize("content", ["[" * 5000, "{", "[1]", "\xff"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_model_is_named_before_transformers_reads_it(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"{name} (is|holds) .*; copy or download it again"):
+        models.from_directory(None, tmp_path)

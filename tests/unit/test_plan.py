@@ -161,10 +161,16 @@ def test_a_window_bounds_what_a_sequence_takes(plan: Plan) -> None:
     assert given["lengths"][0]["token_bytes"] == given["lengths"][1]["token_bytes"] == 4095 * 327_680
 
 
-def test_a_length_beyond_the_maximum_cannot_be_reserved(plan: Plan, table: Callable[..., str]) -> None:
-    arguments = [*LARGE, "fp16", "--max-tokens", "4096", "--lengths", "8192"]
-    assert plan(*arguments)["lengths"][0]["num_sequences_reserved"] is None
-    assert table(*arguments).rstrip().endswith("-")
+@pytest.mark.parametrize("model", [["--model", "llama-3.1-8b"], [*LARGE, "fp16"]])
+def test_lengths_are_planned_up_to_max_tokens(model: list[str], plan: Plan, table: Callable[..., str]) -> None:
+    given = plan(*model, "--max-tokens", "10")
+    assert [row["num_tokens"] for row in given["lengths"]] == [10]
+    assert given["lengths"][0]["num_sequences_reserved"] == 8 * GIB // (10 * given["row_bytes"])
+    assert given["lengths_beyond_max_tokens"] == [1024, 4096, 32_768]
+    assert table(*model, "--max-tokens", "10").endswith(
+        "1,024 and 4,096 and 32,768: more than --max-tokens; 10 tokens planned instead\n"
+    )
+    assert [row["num_tokens"] for row in plan(*model, "--max-tokens", "2048")["lengths"]] == [1024, 2048]
 
 
 def test_no_length_is_planned_that_the_model_cannot_have(plan: Plan, table: Callable[..., str]) -> None:
@@ -172,13 +178,13 @@ def test_no_length_is_planned_that_the_model_cannot_have(plan: Plan, table: Call
     given = plan(*of_model)
     assert given["longest_sequence_tokens"] == given["model_tokens"] == given["max_tokens"] == 8192
     assert [row["num_tokens"] for row in given["lengths"]] == [1024, 4096, 8192]
-    assert given["lengths_beyond_model"] == [32_768]
+    assert given["lengths_beyond_max_tokens"] == [32_768]
     text = table(*of_model)
     assert "longest sequence  8,192 tokens, the most that the model can have\n" in text
-    assert text.endswith("32,768: more than the model can have; 8,192 tokens are planned instead\n")
+    assert text.endswith("32,768: more than the model can have; 8,192 tokens planned instead\n")
     scarce = plan(*of_model[:-1], "64MiB", "--lengths", "8192")
     assert scarce["longest_sequence_tokens"] == 32 * PAGE_BYTES // scarce["row_bytes"] < 8192
-    assert (scarce["lengths"][0]["num_sequences"], scarce["lengths_beyond_model"]) == (0, [])
+    assert (scarce["lengths"][0]["num_sequences"], scarce["lengths_beyond_max_tokens"]) == (0, [])
 
 
 def published(name: str, directory: Path) -> str:
@@ -360,6 +366,7 @@ def test_wrong_input_is_one_line_that_says_what_is_right(
     [
         "{",
         "[1]",
+        "[" * 100_000,
         "{}",
         '{"num_hidden_layers": 1000000000, "num_attention_heads": 1}',
         '{"model_type": "gpt2", "n_layer": "two"}',

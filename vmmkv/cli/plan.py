@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from vmmkv.arguments import json_object
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, Group, KVLayout, KVType, Plane, kv_planes
 from vmmkv.model_config import (
     Attention,
@@ -69,9 +70,9 @@ class LengthPlan:
     """Sequences of this length that fit in the memory."""
     waste_fraction: float
     """Part of a sequence's pages that holds neither its tokens nor its guard."""
-    num_sequences_reserved: int | None
-    """Sequences that fit if each has the maximum allocated; None if this length is beyond it."""
-    waste_fraction_reserved: float | None
+    num_sequences_reserved: int
+    """Sequences that fit if each has the maximum allocated."""
+    waste_fraction_reserved: float
     """Part of the maximum that holds no token of the sequence."""
 
 
@@ -125,8 +126,8 @@ class Plan:
     longest_sequence_tokens: int | None
     """The longest single sequence that fits and that the model can have; None if it can have any length."""
     lengths: tuple[LengthPlan, ...]
-    lengths_beyond_model: tuple[int, ...]
-    """Lengths asked for that the model cannot have: the longest that it can have is planned in their place."""
+    lengths_beyond_max_tokens: tuple[int, ...]
+    """Lengths asked for that are more than `max_tokens`, which is planned in their place."""
     sources: tuple[SourcePlan, ...]
     """The tiers asked for, and computing if its rate was given."""
 
@@ -252,7 +253,7 @@ def make_plan(asked: _Asked) -> Plan:
     _check_fits(memory_of, asked)
     fitting = memory_of.tokens_in(memory_pages, asked.guard_tokens)
     most = min(fitting, model_tokens or fitting)
-    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in asked.lengths))
+    planned = tuple(dict.fromkeys(min(num_tokens, max_tokens) for num_tokens in asked.lengths))
     return Plan(
         kv_cache_dtype=str(getattr(asked.dtype, "kind", asked.dtype)).removeprefix("torch."),
         kv_scale=getattr(asked.dtype, "scale", None),
@@ -275,7 +276,7 @@ def make_plan(asked: _Asked) -> Plan:
         lengths=tuple(
             _plan_length(memory_of, num_tokens, memory_pages, asked.guard_tokens, max_tokens) for num_tokens in planned
         ),
-        lengths_beyond_model=tuple(each for each in asked.lengths if each > (model_tokens or each)),
+        lengths_beyond_max_tokens=tuple(each for each in asked.lengths if each > max_tokens),
         sources=_plan_sources(memory_of, planned, asked.tiers, asked.prefill_rate),
     )
 
@@ -416,15 +417,14 @@ def _plan_length(memory_of: _Memory, num_tokens: int, memory_pages: int, guard_t
     used_bytes = state_bytes + token_bytes + guard_tokens * memory_of.row_bytes
     # A static cache allocates this for each sequence; it keeps every row, windows or not.
     reserved_bytes = state_bytes + max_tokens * memory_of.row_bytes
-    fits = num_tokens <= max_tokens
     return LengthPlan(
         num_tokens=num_tokens,
         num_pages=num_pages,
         token_bytes=token_bytes,
         num_sequences=memory_pages // num_pages,
         waste_fraction=1 - used_bytes / (num_pages * PAGE_BYTES),
-        num_sequences_reserved=memory_pages * PAGE_BYTES // reserved_bytes if fits else None,
-        waste_fraction_reserved=1 - (state_bytes + token_bytes) / reserved_bytes if fits else None,
+        num_sequences_reserved=memory_pages * PAGE_BYTES // reserved_bytes,
+        waste_fraction_reserved=1 - (state_bytes + token_bytes) / reserved_bytes,
     )
 
 
@@ -462,7 +462,7 @@ def format_plan(plan: Plan) -> str:
             f"{row.num_pages:,}",
             f"{row.num_sequences:,}",
             f"{row.waste_fraction:.1%}" if row.num_sequences else "-",
-            "-" if row.num_sequences_reserved is None else f"{row.num_sequences_reserved:,}",
+            f"{row.num_sequences_reserved:,}",
             f"{row.waste_fraction_reserved:.1%}" if row.num_sequences_reserved else "-",
         )
         for row in plan.lengths
@@ -472,9 +472,10 @@ def format_plan(plan: Plan) -> str:
         of_lengths = (f"s for {row.num_tokens:,}" for row in plan.lengths)
         of_sources = [("a prefix", "tokens held", "GB/s", "tokens/s", *of_lengths), *map(_source_row, plan.sources)]
         lines += ["", *_table(of_sources)]
-    if plan.lengths_beyond_model and plan.model_tokens:
-        beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_model)
-        lines += ["", f"{beyond}: more than the model can have; {plan.model_tokens:,} tokens are planned instead"]
+    if plan.lengths_beyond_max_tokens:
+        beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_max_tokens)
+        limit = "the model can have" if plan.max_tokens == plan.model_tokens else "--max-tokens"
+        lines += ["", f"{beyond}: more than {limit}; {counted(plan.max_tokens, 'token', ',')} planned instead"]
     if plan.not_run:
         lines += ["", f"the engine does not run this model yet: it has {plan.not_run}"]
     return "\n".join(lines)
@@ -523,15 +524,10 @@ def _read_config(model: str) -> ModelConfig:
         return read(known)
     path = given_path / "config.json" if given_path.is_dir() else given_path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read(json_object(path))
     except OSError as error:
         works = f"{', '.join(KNOWN_CONFIGS)}, or a directory with a transformers config.json"
         raise ValueError(f"{path} cannot be read: {error.strerror}; --model takes {works}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object; --model takes a transformers config.json")
-    return read(config)
 
 
 def _uniform(numbers: Mapping[str, int | None], dtype: "torch.dtype | KVType") -> _Memory:

@@ -5,7 +5,6 @@ that nothing here can unpack are refused before a weight is read. FP8 by blocks 
 missing tensors with random numbers, and passes over those that its model lacks: both are refused here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vmmkv.arguments import json_object
 from vmmkv_server.models import UnsupportedModel, from_directory
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
@@ -62,7 +62,7 @@ def headers(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE).is_file():
         paths = [directory / SINGLE]
     elif (directory / INDEX).is_file():
-        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names = _weight_map(directory / INDEX).values()
         paths = [directory / name for name in sorted(set(names))]
     else:
         return {}
@@ -78,6 +78,14 @@ def headers(directory: Path) -> dict[str, Stored]:
     return {name: tensor for name, tensor in stored.items() if not name.endswith(_COMPUTED)}
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index that transformers saves. Raises: ValueError naming the index; OSError."""
+    files = json_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index} is damaged: it has no weight_map of tensors to files; copy or download it again")
+    return files
+
+
 def quantised_by(directory: Path, config: Any) -> str | None:
     """The method by which the weights of a checkpoint are quantised, as it says itself; None if it does not."""
     for part in (config, config.get_text_config()):
@@ -85,7 +93,7 @@ def quantised_by(directory: Path, config: Any) -> str | None:
             if said := getattr(part, name, None):
                 return _method(said)
     beside = directory / "hf_quant_config.json"  # of modelopt, whose older checkpoints say nothing in config.json
-    return _method(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else None
+    return _method(json_object(beside)) if beside.is_file() else None
 
 
 def _method(said: Any) -> str:
