@@ -38,7 +38,7 @@ _KEY: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII, which a header carries as it is."""
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
-"""As browsers write it."""
+"""Origin of a page, as browsers write it: scheme, host and port, in small letters."""
 
 
 Check: TypeAlias = Callable[[str, Any], None]
@@ -95,20 +95,20 @@ _TOKENS, _BYTES = "a number of tokens, or None", "a number of bytes, such as {} 
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """What is said of a field, and what it may be."""
+    """Words about a field for its users, and the values that it may have."""
 
     panel: str
     """The group of options that it stands in."""
     text: str
     metavar: str | None = None
     default: str | None = None
-    """In words, where the field's is None or empty."""
+    """Words for the default, where the field's is None or empty."""
     name: str | None = None
     """The option's name, if it is not the field's: options carry no unit, and lists are given one by one."""
     wanted: str | None = None
-    """What a value of another type is told, if not the name of the type."""
+    """Words for what is wanted, in the refusal of a value of another type; None for the type's name."""
     check: Check | None = None
-    """Of a value of the right type, or of each in a list."""
+    """Check of a value of the right type, or of each in a list. Raises: ValueError."""
     kept: Callable[[Any], Any] = lambda value: value
     """The value as it is kept."""
 
@@ -201,7 +201,7 @@ class EngineConfig:
             check=_must(lambda seed: 0 <= seed < 1 << 63, "={} is out of range; use 0 to 2**63 - 1"),
         ),
     ] = 0
-    """In the in-process engine also of requests without a seed."""
+    """Seed of dummy weights; in the in-process engine also of requests without a seed."""
     tensor_parallel_size: Annotated[
         int,
         _MODEL(
@@ -542,17 +542,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line. A switch also has a `--no-` form."""
+        """Flag on the command line. A switch also has a `--no-` form."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """In the environment."""
+        """Variable in the environment."""
         return f"{PREFIX}{self.name.upper()}"
 
     @property
     def is_size(self) -> bool:
-        """Whether it is given as a size, such as 4GiB."""
+        """Is the value a size, such as 4GiB?"""
         return self.field.endswith("_bytes")
 
 

@@ -62,7 +62,7 @@ STOP_S: Final = 1.0
 """Time for an engine to end after Shutdown, and again after SIGTERM. A long step is not waited for."""
 
 News: TypeAlias = Output | PromptLogprobs | Beams
-"""What the engine says of one request."""
+"""One message of the engine about one request."""
 
 
 class EngineNotReady(Exception):
@@ -103,13 +103,13 @@ class Answers(Closing):
 
     def __init__(self, client: "EngineClient", request_ids: Sequence[str], *, arrived_s: float, at_end: bool = False) -> None:
         self.first_s: float | None = None
-        """When the first news came, of time.perf_counter."""
+        """Time of the first news, by time.perf_counter."""
         self.num_tokens = 0
-        """Received so far, read by the iteration or not."""
+        """Tokens received so far, read by the iteration or not."""
         self.cached: dict[str, Counter[str]] = {}
-        """By request, the prompt tokens found in the prefix cache, if any, by where they were."""
+        """Prompt tokens of each request found in the prefix cache, if any, by where they were."""
         self.compacted: dict[str, Compacted] = {}
-        """By request, its last compaction, if any."""
+        """Last compaction of each request that has had one."""
         self._arrived_s = arrived_s
         self._last_s = 0.0
         self._client = client
@@ -197,12 +197,12 @@ class EngineClient:
         self.dead = asyncio.Event()
         """Set with the phase Dead."""
         self.was_ready = False
-        """Whether the engine reads its socket, which it does not while it loads."""
+        """Has the engine been ready? It reads its socket only from then on, not while it loads."""
         self.cannot_start: str | None = None
-        """Why the engine could not start, if it said so."""
+        """Reason that the engine gave for not starting, if it gave one."""
         self.snapshot: Snapshot | None = None
         self.snapshot_s = 0.0
-        """When the last snapshot came, of time.monotonic."""
+        """Arrival of the last snapshot, by time.monotonic."""
         self.maps = MemoryMaps(self._send)
         self.first_token_times = Times(
             "time_to_first_token", "Time from a request's arrival to its first token.", REQUEST_BOUNDS_S
@@ -216,7 +216,7 @@ class EngineClient:
         self._waiting: dict[str, int] = {}
         """Prompt tokens of each request without an answer yet."""
         self._silent_since_s: float | None = None
-        """When the engine last made a step, or got work; of time.monotonic. None while it has no work."""
+        """Time of the engine's last step, or of the work that it got since; by time.monotonic. None while it has no work."""
         self._on_loading = on_loading
         self._answers: dict[str, Answers] = {}
         self._managing: deque[asyncio.Future[Managed]] = deque()
@@ -418,7 +418,7 @@ class EngineClient:
 
 
 def _has_moved(before: Snapshot, now: Snapshot) -> bool:
-    """Whether the engine computed anything in between, or is idle. A beam search shows only in `kv_tokens` before its end."""
+    """Has the engine computed anything in between, or is it idle? A beam search shows only in `kv_tokens` before its end."""
     is_idle = not now.running and not now.waiting
     return is_idle or any(
         getattr(before, name) != getattr(now, name) for name in ("prompt_tokens", "generated_tokens", "kv_tokens")

@@ -121,7 +121,7 @@ def _serve(config: ServeConfig, engine_command: Sequence[str]) -> int:
         )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client takes a descriptor
-    # Of this user alone: the engine's socket has no other protection.
+    # Only this user can open the directory: the engine's socket in it has no other protection.
     is_short = len(tempfile.gettempdir()) + len("/vmmkv-xxxxxxxx/engine") <= zmq.IPC_PATH_MAX_LEN
     private = tempfile.TemporaryDirectory(prefix="vmmkv-", dir=None if is_short else "/tmp")
     with listener, private as directory:
@@ -162,7 +162,7 @@ class _Launch:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._reports: set[asyncio.Task[None]] = set()
-        """Of the engine's state in the log, until it has ended."""
+        """Tasks that log the engine's state, until they have ended."""
         self._stopping = False
         self._exit_code = 0
         self._cannot_start: str | None = None
@@ -215,7 +215,7 @@ class _Launch:
         self._server.should_exit = True
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """When the engine process ends by itself, answer with 503 for a while, then end this process."""
+        """Wait for the engine process to end by itself. Then answer with 503 for a while, and end this process."""
         reason = f"The engine process ended with {await engine.ended()}."
         for report in self._reports:
             report.cancel()
@@ -304,5 +304,5 @@ def answered_hosts(config: ServeConfig, *, here: bool) -> frozenset[str] | None:
 
 
 def _is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Can only this machine reach the listener?"""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback

@@ -87,13 +87,13 @@ class CompletionOutput:
     text: str = ""
     """Up to the stop string, if one ended it. Empty if the model's directory has no tokenizer."""
     token_ids: list[int] = field(default_factory=list)
-    """Without the end token; with the tokens of a stop string."""
+    """Tokens without the end token, but with those of a stop string."""
     finish_reason: FinishReason | None = None
     """None if the request failed before its end."""
     logprobs: list[float] | None = None
-    """Of each token, under the model's own distribution; None unless asked for."""
+    """Log-probability of each token under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
-    """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
+    """Likeliest token ids at each place, the likeliest first, with their log-probabilities; None unless asked for."""
     kept_rows: int | None = None
     """Rows of the KV cache that its last compaction by a `kv_policy` left; None without one."""
     dropped_rows: int = 0
@@ -106,19 +106,19 @@ class RequestOutput:
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    """As many as `n`; of a beam search the best, the best first."""
+    """`n` answers; those of a beam search are its best, the best first."""
     cached_tokens: int = 0
     """Prompt tokens that the first answer found in the prefix cache."""
     cached_tokens_details: dict[str, int] = field(default_factory=dict)
-    """The same by where they were: `device`, or the name of a tier."""
+    """`cached_tokens` by where they were: `device`, or the name of a tier."""
     first_token_s: float | None = None
     """Time of the first token of any answer; None without one."""
     finished_s: float = 0.0
     """End of the last answer."""
     prompt_logprobs: list[float | None] | None = None
-    """Of each prompt token; None for the first one. None unless asked for; incomplete if the request failed."""
+    """Log-probability of each prompt token, None for the first. None unless asked for; incomplete if the request failed."""
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
-    """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
+    """Likeliest token ids at each place of the prompt, with their log-probabilities; None as in `prompt_logprobs`."""
     error: str | None = None
     """Why the request failed, if it did; `outputs` hold the tokens so far."""
 
@@ -178,7 +178,7 @@ class LLM(Closing):
         self._broken: Exception | None = None
         self._grammars: _Grammars | None = None
         self._messages: deque[FromEngine] = deque()
-        """From the engine, read between steps, since reading may abort requests."""
+        """Messages from the engine. They are read between steps, since reading may abort requests."""
         directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
         self._load(dataclasses.replace(config, model=str(directory)))
@@ -523,12 +523,12 @@ class _Answer:
     context: list[int]
     """The tokens that the answer's text continues."""
     detokenizer: Detokenizer | None
-    """Only with stop strings; other text is decoded at the end, all at once."""
+    """Detokenizer of an answer with stop strings; None without: that text is decoded at the end, all at once."""
     has_begun: bool = False
 
     @property
     def is_first(self) -> bool:
-        """Of the answers of its prompt."""
+        """Is the answer the first one to its prompt?"""
         return self.output is self.result.outputs[0]
 
     def feed(self, output: Output) -> None:
@@ -559,10 +559,10 @@ class _Batch:
         self.answers: list[_Answer] = []
         self.results: list[RequestOutput] = []
         self.unfinished: dict[str, list[_Answer]] = {}
-        """By id of the engine's request: one answer, or all of a beam search."""
+        """Answers by id of the engine's request: one answer, or all of a beam search."""
         self.num_new_tokens = 0
         self.num_prompt_tokens = 0
-        """Computed, for answers that have begun."""
+        """Prompt tokens computed for answers that have begun."""
 
     def add(self, answers: list[_Answer]) -> None:
         """Add the answers of one prompt."""

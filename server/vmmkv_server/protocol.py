@@ -80,7 +80,7 @@ class WakeUp(Message, frozen=True, kw_only=True):
 
 
 Manage: TypeAlias = Forget | Resize | Sleep | WakeUp
-"""What an administrator asks; done between two steps."""
+"""Request of an administrator, done between two steps."""
 
 
 # Engine -> HTTP
@@ -95,7 +95,7 @@ class Loading(Message, frozen=True, kw_only=True):
 
 
 class KVEventSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where KV events are published."""
+    """Addresses at which KV events are published."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -106,21 +106,21 @@ class Ready(Message, frozen=True, kw_only=True):
     """Sent once, when the model is loaded."""
 
     model: str
-    """Its directory."""
+    """Directory of the model."""
     device: str
     dtype: str
-    """Of the weights."""
+    """dtype of the weights."""
     kv_cache_dtype: str
-    """The same, or what K and V are quantised to."""
+    """`dtype`, or the type that K and V are quantised to."""
     num_ranks: int = 1
     """Devices that share the model."""
     implementation: str
     """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
     limits: Limits
     end_tokens: list[int] = []
-    """They end an answer."""
+    """Tokens that end an answer."""
     kv_events: KVEventSource | None = None
-    """None if they are off."""
+    """Addresses of KV events; None if they are off."""
 
     @property
     def num_blocks(self) -> int:
@@ -132,7 +132,7 @@ class LoadFailed(Message, frozen=True, kw_only=True):
     """Sent in place of `Ready`: the model cannot be served, and the engine ends."""
 
     reason: str
-    """For the operator: it may hold paths."""
+    """Reason for the operator: it may hold paths."""
 
 
 LOST: Final = 3
@@ -140,10 +140,10 @@ LOST: Final = 3
 
 
 DEVICE: Final = "device"
-"""Where cached tokens were that did not come from a tier."""
+"""Source of cached tokens that came from no tier."""
 
 RECOMPUTED: Final = "recomputed"
-"""Stands for where the rows of a preempted request were that were nowhere."""
+"""Source of the rows of a preempted request that were nowhere, and are computed again."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -157,14 +157,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     cached: tuple[tuple[str, int], ...] = ()
-    """In a request's first output: prompt tokens found in the prefix cache, by where they were: DEVICE or a tier's name."""
+    """Prompt tokens found in the prefix cache, by source: DEVICE or a tier's name. Only in a request's first output."""
     logprobs: tuple[float, ...] = ()
-    """If asked for: of each chosen token under the model's own distribution, before any sampling parameter. An end token,
-    which is not in `token_ids`, has one too."""
+    """Log-probability of each chosen token under the model's own distribution, before any sampling parameter; empty unless
+    asked for. An end token, which is not in `token_ids`, has one too."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """If asked for: at each place the likeliest tokens and their log-probabilities, the likeliest first."""
+    """Likeliest tokens at each place and their log-probabilities, the likeliest first; empty unless asked for."""
     queued_us: int = 0
-    """In a request's first output: its wait in the engine before it began, at least 1; else 0."""
+    """Wait in the engine before the request began, in microseconds, at least 1. Only in its first output, else 0."""
 
     @property
     def cached_tokens(self) -> int:
@@ -222,7 +222,7 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
     """An answer of a beam search."""
 
     token_ids: list[int]
-    """Without the end token."""
+    """Tokens of the answer, without the end token."""
     score: float
     """Log-probability / (number of tokens, with the end token) ** length_penalty."""
     finish_reason: FinishReason
@@ -233,15 +233,15 @@ class Beams(Message, frozen=True, kw_only=True):
 
     request_id: str
     beams: list[Beam]
-    """As many as the search is wide, the best first."""
+    """`beam_width` answers, the best first."""
     cached: tuple[tuple[str, int], ...] = ()
-    """As in `Output`."""
+    """Prompt tokens found in the prefix cache, by source, as `Output.cached`."""
     queued_us: int = 0
-    """As in `Output`."""
+    """Wait in the engine before the search began, in microseconds, at least 1."""
 
     @property
     def cached_tokens(self) -> int:
-        """As in `Output`."""
+        """Prompt tokens found in the prefix cache, from any source."""
         return sum(count for _, count in self.cached)
 
 
@@ -257,9 +257,9 @@ class Compacted(Message, frozen=True, kw_only=True):
 
     request_id: str
     kept_rows: int
-    """That are left."""
+    """Rows that are left."""
     dropped_rows: int
-    """Since it began, or began again."""
+    """Rows dropped since the request began, or began again."""
 
 
 class Managed(Message, frozen=True, kw_only=True):
@@ -268,9 +268,9 @@ class Managed(Message, frozen=True, kw_only=True):
     error: str | None = None
     freed_bytes: int
     budget_bytes: int
-    """While it sleeps, that which it has again when it wakes up."""
+    """Budget now; of a sleeping engine the one that it has again when it wakes up."""
     pool_tokens: int
-    """As in `Ready`."""
+    """Tokens of one sequence that the whole KV budget holds, as `Limits.pool_tokens`."""
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
@@ -316,9 +316,9 @@ class Snapshot(Message, frozen=True, kw_only=True):
     fetches: dict[str, int] = {}
     """Loads that requests waited for, by how that ended: see `Fetches.counts`."""
     fetch_wait_us: float = 0.0
-    """Their waits together."""
+    """Total time of these waits, in microseconds."""
     tiers: dict[str, dict[str, int]] = {}
-    """By name, what `vmmkv.TierStats` says."""
+    """Counts of `vmmkv.TierStats`, by the tier's name."""
     tier_errors: int = 0
     """Calls of tiers that raised, beside the errors that they count themselves."""
     holder_is_gone: bool | None = None
@@ -332,11 +332,11 @@ class MemoryMap(Message, frozen=True, kw_only=True):
     slot_pages: list[int]
     """Pages of addresses of a slot, by group of layers."""
     slots: list[SlotMap]
-    """Those with something mapped, in order."""
+    """Slots with mapped pages, in order."""
     requests: dict[int, str]
     """The request that runs in a slot; a beam search has one slot under its name."""
     took_us: float
-    """Of the engine's time."""
+    """Time of the engine's loop that the map took, in microseconds."""
 
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Manage | Shutdown

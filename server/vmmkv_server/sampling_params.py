@@ -1,4 +1,4 @@
-"""How tokens are chosen, and whether a request can be served: one declaration for LLM, HTTP and the engine.
+"""Sampling parameters, and the limits of requests: one declaration for LLM, HTTP and the engine.
 
 SamplingParams is what a caller asks for, validated when it is made, and part of the message to the engine.
 Limits is what a model and its memory allow; every process refuses a request by `Limits.check`.
@@ -103,7 +103,7 @@ class Interval:
     least: float
     end: float
     wanted: str
-    """What a refusal asks for."""
+    """Words for the values that a refusal asks for."""
     is_open: bool = False
 
     def checked(self, name: str, value: Any) -> int | float:
@@ -136,7 +136,7 @@ _LIKELIEST: Final = "None for none, or how many of the likeliest, 0 or more"
 @_explains_unknown_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. Validated once; can be used for any number of prompts.
+    """Choice of tokens and the ends of an answer. Validated once; can be used for any number of prompts.
 
     Names and meanings are vLLM's. Logits are changed in this order: penalties, `logit_bias`, temperature, `top_k`, `top_p`,
     `min_p`. Tokens of equal probability are kept or dropped together. Log-probabilities are those of the model's logits before
@@ -184,18 +184,18 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
-    """None for none; else the log-probability of each chosen token, and those of this many likeliest tokens."""
+    """Likeliest tokens with log-probabilities at each place, beside each chosen token's own; None for no log-probabilities."""
     prompt_logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
-    """The same for the prompt's tokens. The whole prompt is computed then, cached or not."""
+    """`logprobs` for the prompt's tokens. The whole prompt is computed then, cached or not."""
     beam_width: int = _integer(0, 0, MAX_INDEX, "0 to sample, or the width of a beam search")
     """Above 0, a beam search of this width; the answers are its `n` best. Needs `temperature=0`."""
     length_penalty: float = _about_zero(1.0, MAX_LENGTH_PENALTY)
     """Beams compare by log-probability / (number of tokens) ** length_penalty."""
     structured_outputs: Mapping[str, Any] | None = None
-    """What the answer follows: one of `json` (a schema, or its text), `regex`, `choice` (a list of texts), `grammar` (GBNF) or
+    """Form of the answer: one of `json` (a schema, or its text), `regex`, `choice` (a list of texts), `grammar` (GBNF) or
     `json_object` (true). The other fields of vLLM's may have their defaults."""
     kv_policy: KVPolicyLike | None = None
-    """Which rows of the KV cache to keep, such as {"type": "streaming_llm", "window": 2048}; None for the server's default."""
+    """Rows of the KV cache to keep, such as {"type": "streaming_llm", "window": 2048}; None for the server's default."""
 
     def __post_init__(self) -> None:
         least, wanted = (1, "at least 1") if self.prompt_logprobs is None else (0, "0 or more")
@@ -222,7 +222,7 @@ class SamplingParams:
 
     @property
     def is_search(self) -> bool:
-        """Whether this is a beam search, which has one request of the engine for all its answers."""
+        """Is this a beam search? All its answers come from one request of the engine."""
         return self.beam_width > 0
 
     @property
@@ -311,7 +311,7 @@ STRUCTURE_DEFAULTS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one request can have, by the model and by the memory of its engine."""
+    """Limits of one request, by the model and by the memory of its engine."""
 
     model: str = "this model"
     """The name that the caller knows."""
@@ -322,13 +322,13 @@ class Limits:
     budget_bytes: int
     max_sequences: int
     vocabulary_size: int
-    """Of the logits."""
+    """Vocabulary size of the logits."""
     kv_policy: str | None = None
-    """Of requests that name none."""
+    """Policy of requests that name none; None to keep all rows."""
     kv_policy_refusal: str = ""
-    """Why no request can have one here; empty if it can."""
+    """Reason that no request can have a `kv_policy` here; empty if it can."""
     kv_policy_again_refusal: str = ""
-    """Why none can have one that turns keys as it generates; empty if it can."""
+    """Reason that none can have one that turns keys as it generates; empty if it can."""
 
     @property
     def max_tokens(self) -> int:
@@ -383,7 +383,7 @@ class Limits:
         return f"the most that {self.model} takes here"
 
     def eviction(self, params: SamplingParams) -> Eviction | None:
-        """What the `kv_policy` of a request says, or else the default; None to keep all rows."""
+        """Eviction by the `kv_policy` of a request, or else by the default; None to keep all rows."""
         given = self.kv_policy if params.kv_policy is None else params.kv_policy
         return None if given is None else eviction_of(given)
 
@@ -436,7 +436,7 @@ def _too_long(num_prompt_tokens: int, wanted: int | None, limit: int, reason: st
 
 
 def _shorter(wanted: int | None, limit: int) -> str:
-    """What to do about a prompt that leaves no room for the tokens that are `wanted`, or for one."""
+    """Advice about a prompt that leaves no room for the tokens that are `wanted`, or for one."""
     if (room := limit - (1 if wanted is None else wanted)) > 0:
         return f"shorten the prompt to {counted(room, 'token')}"
     return f"shorten the prompt and lower max_tokens to {limit} together at most"
