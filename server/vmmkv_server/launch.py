@@ -238,8 +238,8 @@ class _Launch:
             loop, path = asyncio.get_running_loop(), Path(self._config.model)
             # In an executor of its own, for which neither asyncio.run waits after a signal, nor the command's `os._exit`.
             self._service.tokenizer = await loop.run_in_executor(ThreadPoolExecutor(1), Tokenizer.load, path)
-        except Exception as error:  # a broken file makes transformers raise almost anything
-            self._cannot_start = f"the tokenizer in {self._config.model} cannot be loaded: {error}"
+        except Exception as error:
+            self._cannot_start = str(error)
             self._client.fail("The tokenizer cannot be loaded.")  # clients get no paths
             self._server.should_exit = True
             return

@@ -149,8 +149,14 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
         path = _from_hub(model, weights=weights)
     if not path.is_dir():
         raise ModelUnavailable(f"{str(path)!r} is a file, not a model directory; {_WHAT_WORKS}")
+    if (path / "adapter_config.json").is_file() and not set(path.glob("*.safetensors")) - set(path.glob("adapter_*")):
+        raise ModelUnavailable(
+            f"{str(path)!r} is an adapter (adapter_config.json), not a model: merge it into its base model by peft's "
+            f"merge_and_unload(), and save that with save_pretrained(); {_WHAT_WORKS}"
+        )
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"{str(path)!r} has no config.json, so it is no model in transformers' format; {_WHAT_WORKS}")
+    _check_form(path)
     if weights and not any(path.glob("*.safetensors")):
         raise ModelUnavailable(
             f"{str(path)!r} has no *.safetensors file; save the model with save_pretrained(), or {_WHAT_WORKS}"
@@ -161,6 +167,21 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
             f"tokenizer.save_pretrained(), or {_WHAT_WORKS}"
         )
     return path
+
+
+def _check_form(path: Path) -> None:
+    """Raise ModelUnavailable for parts of a config.json which are of a type that transformers fails on without naming them."""
+    try:
+        config = json_object(path / "config.json")
+    except (OSError, ValueError):
+        return  # `from_directory` says it
+    for name in ("quantization_config", "compression_config"):
+        said = config.get(name)
+        if not isinstance(said, dict | None):
+            raise ModelUnavailable(
+                f"{name} in {path / 'config.json'} is {said!r}; wanted an object such as "
+                '{"quant_method": "fp8", ...}, or none for plain weights'
+            )
 
 
 def obstacles(model: ModelConfig, *, on_gpu: bool) -> str:

@@ -8,6 +8,7 @@ a thread (`http.generation.off_loop`).
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 from tokenizers.decoders import DecodeStream
 
-from vmmkv_server.models import from_directory
+from vmmkv_server.models import ModelUnavailable, UnsupportedModel, from_directory
 from vmmkv_server.sampling_params import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | list[int]
 """A text or token ids."""
@@ -45,6 +48,10 @@ _MESSAGE: Final = 'a message is {"role": ..., "content": text}'
 
 class PromptError(ValueError):
     """A prompt that cannot be made into tokens of this model."""
+
+
+class TemplateBroken(ValueError):
+    """A chat template that is no program: the model's files are at fault, and no conversation can be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +82,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Self:
-        """Load from a local directory, which takes seconds. Raises: OSError, ValueError if none can be used."""
+        """Load from a local directory, which takes seconds. A chat template that cannot be compiled is a warning.
+
+        Raises: ModelUnavailable or UnsupportedModel if none can be used.
+        """
         from transformers import AutoTokenizer  # takes seconds to import, while the HTTP server is up
 
-        return cls(from_directory(AutoTokenizer, model_dir))
+        try:
+            tokenizer = cls(from_directory(AutoTokenizer, model_dir))
+        except Exception as error:  # a broken file makes transformers raise almost anything
+            kind = UnsupportedModel if isinstance(error, UnsupportedModel) else ModelUnavailable
+            raise kind(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
+        try:
+            tokenizer.check_template()
+        except TemplateBroken as error:
+            name = "chat_template.jinja" if (model_dir / "chat_template.jinja").is_file() else "tokenizer_config.json"
+            log.warning("%s (%s): chats are refused until it is mended, completions work", error, model_dir / name)
+        return tokenizer
 
     def encode(
         self, prompt: Prompt, limits: Limits | None = None, wanted: int | None = None, *, add_special_tokens: bool = True
@@ -105,7 +125,7 @@ class Tokenizer:
         `reasoning_content`; so do `variables`, such as `enable_thinking`.
 
         Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it;
-        RequestRefused, as `encode`.
+        TemplateBroken; RequestRefused, as `encode`.
         """
         _check_messages(messages)
         if self._tokenizer.chat_template is None:
@@ -118,6 +138,7 @@ class Tokenizer:
                 turns[0] = {**message, **turns[0], "content": f"{turns[0]['content']}\n\n{content}"}
             else:
                 turns.append({**message, "role": "system" if role == "developer" else role})
+        self.check_template()
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
         except Exception as error:  # a template is a program, run in jinja2's sandbox
@@ -126,6 +147,18 @@ class Tokenizer:
             raise PromptError(f"the model's chat template {verb} this conversation: {reason}") from error
         assert isinstance(text, str)
         return self._encode_text(text, limits, wanted, add_special_tokens=False)
+
+    def check_template(self) -> None:
+        """Raises: TemplateBroken if there is a chat template that is no program. Cost: transformers keeps compiled ones."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template = self._tokenizer.chat_template
+        for each in template.values() if isinstance(template, dict) else filter(None, [template]):
+            try:
+                _compile_jinja_template(each)
+            except jinja2.TemplateSyntaxError as error:
+                where = f"line {error.lineno}: {error.message}"
+                raise TemplateBroken(f"the model's chat template cannot be compiled ({where})") from error
 
     def text_of(self, prompt: Prompt, *, skip_special_tokens: bool = True) -> str:
         """The text of a prompt. Raises: PromptError."""

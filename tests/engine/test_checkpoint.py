@@ -13,7 +13,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from tests.engine.decoder_models import model_of, small
 from vmmkv import MIB
+from vmmkv.errors import VmmkvError
 from vmmkv_server import LLM, SamplingParams, UnsupportedModel
+from vmmkv_server.engine.loading import end_tokens, read_config
 
 PROMPT = [5, 6, 7, 8]
 KINDS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
@@ -221,3 +223,52 @@ def test_buffers_that_are_computed_may_be_stored(tmp_path: Path) -> None:
     masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(2)}
     change(tmp_path, lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()} | masks)
     assert answer(tmp_path) == ("transformers", expected(model))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("generation_config.json", "{", r"generation_config\.json is not JSON: "),
+        ("generation_config.json", "[1]", r"generation_config\.json holds no JSON object but a list"),
+        ("generation_config.json", '{"eos_token_id": "x"}', r"eos_token_id in .*generation_config\.json is .x.; wanted a"),
+        ("generation_config.json", '{"eos_token_id": [1, true]}', r"eos_token_id in .*generation_config\.json is \[1, True\]"),
+        ("config.json", {"quantization_config": "awq"}, r"quantization_config in .*config\.json is 'awq'; wanted an object"),
+        ("config.json", {"quantization_config": []}, r"quantization_config in .*config\.json is \[\]; wanted an object"),
+        ("config.json", {"rope_parameters": {"rope_type": "foo"}}, r"rope_type in its config\.json is 'foo'; transformers has"),
+        ("tokenizer.json", "{", r"the tokenizer in .* cannot be loaded: "),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_refused_by_its_name_and_what_is_wrong(tmp_path: Path, file: str, text: Any, said: str) -> None:
+    saved(tmp_path, KINDS["vmmkv"]())
+    path = tmp_path / file
+    path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
+    with pytest.raises(VmmkvError, match=said):
+        answer(tmp_path)
+
+
+def test_end_tokens_are_those_of_the_generation_configuration_if_it_is_there(tmp_path: Path) -> None:
+    saved(tmp_path, KINDS["vmmkv"]())
+    path, config = tmp_path / "generation_config.json", read_config(tmp_path)
+    config.eos_token_id = 3
+    for text, wanted in (('{"eos_token_id": [4, 5]}', {4, 5}), ('{"eos_token_id": 6}', {6}), ("{}", set())):
+        path.write_text(text)
+        assert end_tokens(tmp_path, config) == wanted
+    path.unlink()
+    assert end_tokens(tmp_path, config) == {3}
+
+
+def test_an_adapter_is_said_to_be_one(tmp_path: Path) -> None:
+    saved(tmp_path, KINDS["vmmkv"]())
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert answer(tmp_path), "whole weights beside it"
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(VmmkvError, match=r"is an adapter .*merge it into its base model"):
+        answer(tmp_path)
+
+
+def test_code_that_is_passed_over_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, KINDS["vmmkv"]())
+    change(tmp_path, lambda tensors: tensors, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    assert answer(tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "code of its own (modeling_own.Own), which is not run" in said and "as the qwen3 that transformers knows" in said

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from vmmkv import KVLayout, KVType
+from vmmkv.arguments import json_object
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError
@@ -39,7 +40,7 @@ from vmmkv_server.engine.models import EngineModel
 from vmmkv_server.engine.models.checkpoint import INSTEAD, load_by_transformers, quantised_by, refuse_codes
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv_server.engine.models.shard import Shard, Share, split
-from vmmkv_server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing
+from vmmkv_server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing, unknown_rope
 from vmmkv_server.engine.models.weights import load as load_weights
 from vmmkv_server.engine.models.weights import random as random_weights
 from vmmkv_server.engine.ranks import Ranks
@@ -260,6 +261,11 @@ class ModelSource:
         directory = Path(config.model)
         self._configuration = (directory / "config.json").read_bytes()
         hf_config = read_config(directory)
+        if (code := getattr(hf_config, "auto_map", None)) and (collectives is None or collectives.rank == 0):
+            log.warning(
+                "config.json names code of its own (%s), which is not run: %s is run as the %s that transformers knows",
+                ", ".join(map(str, code.values() if isinstance(code, Mapping) else [code])), directory, hf_config.model_type,
+            )  # fmt: skip
         self.text_config = hf_config.get_text_config()
         self._whole: Final = choose_layout(self.text_config, self.kv_dtype, device)
         self.layout: Final = self._whole.of_rank(config.tensor_parallel_size)
@@ -310,7 +316,7 @@ class ModelSource:
                 f"a model of type {hf_config.model_type} cannot be served: transformers has no decoder of text of this type"
             )
         method = quantised_by(directory, hf_config)
-        what, instead = (", quantised by " + method, INSTEAD) if method else ("", None)
+        what, instead = (", quantised by " + method, INSTEAD) if method else ("", unknown_rope(self.text_config))
         with refusing(f"a model of type {hf_config.model_type}{what}", instead):
             if config.load_format == "dummy":
                 torch.manual_seed(config.seed)
@@ -501,15 +507,22 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
-    """The tokens that end an answer: by the model's own generation configuration, or if it has none, by its configuration."""
+    """The tokens that end an answer: by the model's own generation configuration, or if it has none, by its configuration.
+
+    Raises: ValueError naming the file if it is damaged, and its key if that holds no token ids; OSError.
+    """
     import transformers
 
-    try:
-        generation = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except OSError:
-        generation = transformers.GenerationConfig.from_model_config(hf_config)
-    ends = generation.eos_token_id
-    return frozenset([ends] if isinstance(ends, int) else ends or [])
+    path = directory / "generation_config.json"
+    if path.is_file():
+        ends = json_object(path).get("eos_token_id")
+    else:
+        path = directory / "config.json"
+        ends = transformers.GenerationConfig.from_model_config(hf_config).eos_token_id
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token_id) is int for token_id in listed):
+        raise UnsupportedModel(f"eos_token_id in {path} is {ends!r}; wanted a token id, a list of them, or null")
+    return frozenset(listed)
 
 
 def warm_up(runner: Runner, memory: KVBackend, num_tokens: int) -> tuple[int, float, float]:

@@ -16,8 +16,9 @@ from starlette.routing import BaseRoute, Route
 
 from vmmkv.units import counted
 from vmmkv_server.engine_client import EngineDead, EngineNotReady, MapUnavailable, RequestFailed
+from vmmkv_server.tokenizer import TemplateBroken
 
-_OF_THE_ENGINE: Final = (EngineDead, EngineNotReady, MapUnavailable, RequestFailed)
+_OF_THE_SERVER: Final = (EngineDead, EngineNotReady, MapUnavailable, RequestFailed, TemplateBroken)
 
 
 class ErrorDetail(BaseModel):
@@ -105,7 +106,7 @@ def install(app: FastAPI, routes: Iterable[BaseRoute]) -> None:
         if isinstance(route, Route) and "{" not in route.path:
             for method in route.methods or ():
                 paths[method].append(route.path)
-    for kind in (ApiError, *_OF_THE_ENGINE, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, *_OF_THE_SERVER, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, functools.partial(_response, paths))
 
 
@@ -164,6 +165,8 @@ def from_exception(error: Exception) -> ApiError:
             return error
         case RequestFailed():
             return internal_error(str(error))
+        case TemplateBroken():
+            return internal_error(f"No chat can be served: {error}. Completions work.")
         case EngineDead() | EngineNotReady() | MapUnavailable():
             return unavailable(str(error))
         case RequestValidationError():

@@ -62,6 +62,18 @@ def refusing(what: str, instead: str | None = None) -> Iterator[None]:
         raise UnsupportedModel(f"{what} cannot be served: {cause}{works}") from error
 
 
+def unknown_rope(text_config: Any) -> str | None:
+    """What to say of a rope_type for which transformers has no function, if its model fails; None if it has them all."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    said = getattr(text_config, "rope_parameters", None)
+    parts = [said, *said.values()] if isinstance(said, dict) else []
+    for kind in (part["rope_type"] for part in parts if isinstance(part, dict) and "rope_type" in part):
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            return f"rope_type in its config.json is {kind!r}; transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+    return None
+
+
 class TransformersModel:
     """One transformers model over rows of a cache. Several can live in one process, each over its own. See EngineModel."""
 
