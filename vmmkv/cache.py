@@ -55,7 +55,7 @@ class CacheStats:
     parked_bytes: int
     """Memory under parked slots, which can be adopted and is evicted under pressure."""
     token_bytes: int
-    """What the rows of the tokens written need, of running sequences."""
+    """Bytes of the rows of written tokens, over all running sequences."""
     guard_bytes: int
     """Mapped past the tokens for kernels that read whole tiles."""
     waste_bytes: int
@@ -74,11 +74,11 @@ class CacheStats:
     blocked_steps: int
     """Growths of a sequence that had tokens already and lacked memory: the caller waited for the driver or the lock."""
     blocked_us: float
-    """How long they waited in all, from the call on."""
+    """Time that the growths in `blocked_steps` took in all, from the call on."""
     mapped_pages: int
     """Pages mapped in the cache's life."""
     mapped_ahead_pages: int
-    """Of these, mapped by `map_ahead`."""
+    """Pages that `map_ahead` mapped, of `mapped_pages`."""
     adopted_slots: int
     """Slots handed on with their mappings, which cost no driver call."""
     driver_calls: dict[str, int]
@@ -239,7 +239,7 @@ class KVCache(Planes, Closing, Unique):
             return self._fork_all([(parent, slot) for slot, parent in enumerate(parents, first)], end)
 
     def copy_rows(self, pairs: Iterable[tuple[Sequence, Sequence]], first: int, end: int) -> None:
-        """Of each pair (source, target) the target takes rows [first, end) of the source, and then has `end` tokens.
+        """Copy rows [first, end) of the source to the target of each pair (source, target), which then has `end` tokens.
 
         A beam search does this when one beam goes on from another: rows that both have already stay where they are. No
         sequence is a target twice, or target and source. In a windowed group the target keeps the rows that both still have.
@@ -324,7 +324,7 @@ class KVCache(Planes, Closing, Unique):
     # ahead of need, and behind
 
     def lookahead_tokens(self, step_us: float) -> int:
-        """How many tokens ahead memory must be mapped so that no step of one token waits, if `map_ahead` has `step_us` in each.
+        """The lookahead with which no step of one token waits for memory, if `map_ahead` has `step_us` in each step.
 
         Enough even if every sequence crosses a page at once, by the measured cost of mapping one.
         """
@@ -433,7 +433,7 @@ class KVCache(Planes, Closing, Unique):
             return (1 + np.flatnonzero(self.slots.table.states[1:] != SlotState.FREE)).tolist()
 
     def slot_maps(self, slots: Iterable[int]) -> list[SlotMap]:
-        """What is mapped under each of these slots, and for what: see `vmmkv.memory.states`.
+        """The runs of mapped memory under each of these slots, with their purpose: see `vmmkv.memory.states`.
 
         Cost: some 3 us for each slot, and 0.1 us for each extent mapped there; no driver call.
         Raises: ValueError for a number that is no slot of sequences.
@@ -481,7 +481,7 @@ class KVCache(Planes, Closing, Unique):
         return [Sequence(fork) for fork in forks]
 
     def _check_fork(self, sequences: Iterable[Sequence], max_tokens: int | None) -> tuple[int, list[LiveSlot]]:
-        """Where their forks end, and their slots."""
+        """Check that these sequences can be forked; returns the end of the forks, and the sequences' slots."""
         end = self.slots.check_end(max_tokens)
         parents = [live_slot(sequence, self.slots) for sequence in sequences]
         for parent in parents:

@@ -52,13 +52,13 @@ _MOST_TOKENS: Final = 2**31
 """Positions are less."""
 
 _POSITION_BYTES: Final = len(json.dumps([_MOST_TOKENS - 1, _MOST_TOKENS - 1])) - len(json.dumps([_MOST_TOKENS - 1]))
-"""Of one position in a header, at most."""
+"""Most bytes of one position in a header."""
 
 _HEADER_BYTES: Final = 64 << 10
-"""Of a header without positions, at most."""
+"""Most bytes of a header without positions."""
 
 _BATCHES_HEADER_BYTES: Final = 64 * MIB
-"""Of the header of batches, at most."""
+"""Most bytes of the header of batches."""
 
 
 class _Part(NamedTuple):
@@ -70,7 +70,7 @@ class _Part(NamedTuple):
     shared_end: int = 0
     """The pages before this one are an earlier sequence's, and saved with that."""
     owner: Span | None = None
-    """Its span."""
+    """Span of that earlier sequence; None if no page is shared."""
     large_end: int | None = None
     """Up to this page they may come back in large extents; None: wherever that fits."""
 
@@ -179,7 +179,7 @@ def _replacing(path: Path, magic: bytes) -> Iterator[BinaryIO]:
 
 
 _NEW_NAME: Final = re.compile(r".+\.[a-z0-9_]{8}\.new")
-"""Of a file that is being written. It is locked until then, by its process: an unlocked one is what a killed process left."""
+"""Name of a file that is being written. Its process holds a lock on it: an unlocked one was left by a killed process."""
 
 
 def _new_file(path: Path) -> tuple[int, str]:
@@ -263,7 +263,7 @@ def restore(slots: Slots, path: Path, fingerprint: str, *, max_tokens: int | Non
 
 
 def read_batches_header(file: BinaryIO, path: Path) -> Any:
-    """What `save_batches` was given as header; anything or None if the file is damaged. Raises: ValueError for another file."""
+    """The header that `save_batches` was given; anything or None for a damaged file. Raises: ValueError for another file."""
     return _read_fields(file, path, _BATCHES_MAGIC, "batch as VmmCache.save", _BATCHES_HEADER_BYTES)
 
 
@@ -317,7 +317,7 @@ def _read_rows(file: BufferedReader, path: Path, live: LiveSlot, copies: Sequenc
 
 
 class _Header(NamedTuple):
-    """What a file says of its sequence; each field is one that a sequence of the cache can have."""
+    """Header of the rows of a sequence; each field is one that a sequence of the cache can have."""
 
     num_tokens: int
     starts: list[int]
@@ -325,7 +325,7 @@ class _Header(NamedTuple):
 
 
 def _read_fields(file: BinaryIO, path: Path, magic: bytes, what: str, most_bytes: int, or_long: str = "") -> Any:
-    """What a header behind these first bytes says; None if its checksum is wrong. Raises: ValueError for another file."""
+    """The fields of a header behind these first bytes; None if its checksum is wrong. Raises: ValueError for another file."""
     if file.read(len(magic)) != magic or len(size := file.read(_NUMBER.size)) != _NUMBER.size:
         raise ValueError(f"{path} holds no {what} writes it")
     (size_bytes,) = _NUMBER.unpack(size)

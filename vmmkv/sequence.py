@@ -70,7 +70,7 @@ class Sequence(Planes, Closing, Unique):
         self.max_tokens: Final = live.max_tokens
         self.tenant: Final = live.tenant
         self._rows: dict[int, tuple[tuple[int, int], torch.Tensor, int]] = {}
-        """By group the rows [start, limit) of the last view, and their address."""
+        """Rows [start, limit) of the last view and their address, by group."""
 
     @property
     def closed(self) -> bool:

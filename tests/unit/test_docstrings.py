@@ -13,11 +13,7 @@ DIALECT = re.compile(
 """First words that stand for a subject which a reader would have to look for."""
 
 TO_DO = (
-    "vmmkv/cache.py",
-    "vmmkv/holder",
-    "vmmkv/memory",
     "vmmkv/prefix",
-    "vmmkv/saved.py",
     "vmmkv/tiers",
     "server/vmmkv_server/engine/",
     "server/vmmkv_server/http",

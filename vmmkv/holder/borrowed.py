@@ -46,7 +46,7 @@ class BorrowedPrefixes:
         self._behind: defaultdict[tuple[int | bytes, bytes], list[int]] = defaultdict(list)
         """Places of seals by their parent's, or for those without one the namespace, and their tokens."""
         self._lengths: defaultdict[int | bytes, set[int]] = defaultdict(set)
-        """Of these tokens, in bytes, by parent."""
+        """Lengths of the tokens of the seals in `_behind`, in bytes, by parent."""
 
     def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> tuple[int, int]:
         """Take what the other engine has of some tokens past the first `known` into the tree.
@@ -129,7 +129,7 @@ class BorrowedPrefixes:
         return identity == self._identity
 
     def _find(self, namespace: Hashable, packed: bytes) -> list[Sealed]:
-        """What is sealed now of some tokens."""
+        """The live seals of some tokens."""
         seals, live = self._contents.seals, self._contents.live
         found: list[Sealed] = []
         ends: list[tuple[int | bytes, int]] = [(repr(namespace).encode(), 0)]

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 VERSION: Final = 3
 
 MOST_DESCRIPTORS: Final = 128
-"""In one message; Linux takes 253."""
+"""Most descriptors in one message; Linux takes 253."""
 MOST_LISTED: Final = 1024
 """Handles in one message without descriptors."""
 
@@ -287,7 +287,7 @@ class HolderClient:
                 close_all([fd for *_, fd in left])
 
     def handles(self) -> dict[int, int]:
-        """What the holder has for its owner, this engine: bytes by serial.
+        """The handles that the holder keeps for its owner, this engine: bytes by serial.
 
         Cost: a round trip for each `MOST_LISTED`. Raises: HolderGone.
         """
@@ -317,7 +317,7 @@ class HolderClient:
                 self._send("release", {"do": "release", "serials": serials[first : first + MOST_DESCRIPTORS]})
 
     def held_bytes(self) -> int:
-        """What it holds now. Raises: HolderGone."""
+        """Bytes that the holder holds now. Raises: HolderGone."""
         return self._ask("count", {"do": "count"}, lambda answer, _: answer.whole("held_bytes"))
 
     def is_gone(self) -> bool:
@@ -331,7 +331,7 @@ class HolderClient:
 
     @property
     def text_if_gone(self) -> str:
-        """What that means for this process, and what works."""
+        """Consequence of a gone holder for this process, and the way out; part of the messages that name it."""
         if self.borrows:
             return (
                 f"the holder at {self.path} (process {self.pid}) is gone; what this process has borrowed stays usable, and "
@@ -351,7 +351,10 @@ class HolderClient:
             self.log.close()
 
     def _ask(self, call: str, message: Mapping[str, Any], read: Callable[[Message, list[int]], T]) -> T:
-        """What `read` makes of the answer and its descriptors, which are closed if it raises. What is no answer ends it."""
+        """Send a request and return what `read` makes of the answer and its descriptors, which are closed if it raises.
+
+        An invalid answer counts as the end of the holder. Raises: HolderGone, OutOfDescriptors, and what `read` raises.
+        """
         self._send(call, message)
         try:
             answer = receive(self._connection)
@@ -389,7 +392,7 @@ _connections: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """After fork(): a child that kept a connection open would keep the holder, also when its parent is gone."""
+    """Close connections after fork(): a child with one open would keep the holder, also when its parent is gone."""
     for connection in list(_connections):
         connection.close()
 

@@ -53,7 +53,7 @@ class Sealed(NamedTuple):
     page: int
     num_pages: int
     namespace: bytes
-    """Of the path; empty if it has a parent."""
+    """Namespace of the path; empty if it has a parent."""
     tokens: bytes
     """Packed ids [end of the parent, end_token) of the path."""
 
@@ -63,9 +63,9 @@ class LogContents:
     """The contents of a log, as far as they were read."""
 
     identity: bytes = b""
-    """Of the layout and the model; empty for a new log."""
+    """Identity of the layout and the model; empty for a new log."""
     seals: dict[int, Sealed] = field(default_factory=dict)
-    """By their place in the log, parents first; those that were dropped too."""
+    """Seals by their place in the log, parents first; those that were dropped too."""
     live: dict[int, int] = field(default_factory=dict)
     """The place by serial, of those that were not dropped; in the order in which they were sealed."""
     end: int = 0
@@ -179,7 +179,7 @@ class SealedLog:
 
         A parent in `seals` is the number of an earlier one among them.
         """
-        # Before what is there is written over, which a borrower may be reading.
+        # The generation changes first: a borrower may be reading what is written over.
         self._words[5] = (self._words[5] + 1) % (1 << 64)
         half = 1 - self._half
         self._words[2 + half] = 0

@@ -79,7 +79,7 @@ class Holder:
         self._held: dict[int, _Held] = {}
         self._held_bytes = 0
         self._given_up: set[int] = set()
-        """What the engine has released and borrowers have."""
+        """Serials that the engine has released and borrowers have."""
         self._last_serial = 0
         self._engines: dict[socket.socket, _Engine] = {}
         self._owner: _Engine | None = None

@@ -64,7 +64,7 @@ class HolderSource(ExtentSource):
             self.holder.release([extent.serial])
 
     def text_if_ended(self) -> str | None:
-        """What it means that the holder is gone; None if it is there."""
+        """Consequence of a gone holder, as text; None if it is there."""
         return self.holder.text_if_gone if self.holder.is_gone() else None
 
     def check(self, extents: Sequence[Extent]) -> None:
@@ -88,7 +88,7 @@ class LenderSource(ExtentSource):
         super().__init__(driver)
         self.lender = lender
         self._borrowed: Counter[int] = Counter()
-        """By serial, how many extents here are that one: what is pending reclaim can be borrowed again."""
+        """Number of extents here by serial: one that is pending reclaim can be borrowed again."""
 
     def borrow(self, serial: int, num_pages: int) -> Extent:
         """A sealed extent of the other engine: held once, and not imported yet. No driver call."""
@@ -114,7 +114,7 @@ class LenderSource(ExtentSource):
         self.lender.release([extent.serial])
 
     def check(self, extents: Sequence[Extent]) -> None:
-        """What is borrowed is counted."""
+        """Check the counts of borrowed extents and bytes; AssertionError if they are wrong."""
         lent = [extent for extent in extents if extent.lent]
         assert Counter(extent.serial for extent in lent) == self._borrowed, "what is borrowed is miscounted by handle"
         assert self.borrowed_bytes == sum(extent.size_bytes for extent in lent), "borrowed bytes are miscounted"

@@ -59,13 +59,13 @@ class SlotTable:
         Pages go as a whole, so that a page of which a window has passed a part has all its rows still.
         """
         self.limits = np.zeros(num_rows, dtype=np.int32)
-        """What the device's limit tensor holds."""
+        """Copy of the device's limit tensor."""
 
     def __len__(self) -> int:
         return len(self.states)
 
     def state(self, slot: int) -> SlotState:
-        """What a slot is taken by."""
+        """The state of a slot."""
         return SlotState(int(self.states[slot]))
 
     def clear(self, slot: int, state: SlotState) -> None:
@@ -109,7 +109,7 @@ class SlotTable:
         return [int(slot) for slot in np.flatnonzero(self.states == state)]
 
     def num(self, *states: SlotState) -> int:
-        """How many slots are in one of these states."""
+        """Number of slots that are in one of these states."""
         return sum(int(np.count_nonzero(self.states == state)) for state in states)
 
     def run_of(self, count: int, *states: SlotState, without: Sequence[int] = ()) -> int | None:
@@ -224,12 +224,12 @@ class Mapping:
 
     @property
     def end_page(self) -> int:
-        """Behind its last page."""
+        """The page behind the last one of its extent."""
         return self.page + self.extent.num_pages
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Address of its first page."""
         return self.span.address + self.page * PAGE_BYTES
 
 
@@ -240,12 +240,12 @@ class Span:
     slot: int
     address: int
     index: int
-    """Which arena."""
+    """Index of the arena."""
     group: Group
     first_page: int = 0
     """The first live page, and what a view starts behind."""
     end_page: int = 0
-    """Behind the last live page."""
+    """The page behind the last live one."""
     mappings: dict[int, Mapping] = field(default_factory=dict)
     """Everything mapped here, live or pending reclaim, by the first page of each."""
 

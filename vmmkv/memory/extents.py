@@ -29,9 +29,11 @@ class Tenant:
     """The last writer of an extent. Memory that passes between two different tenants is zeroed in between (law 7)."""
 
     cache: int
-    """Which cache of the process."""
+    """Number of the cache in its process."""
     phase: Hashable
-    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
+    """Key of the rows' format. If two agree, old bytes are finite numbers under a new row: the group, and the row's phase if
+    types mix.
+    """
     name: Hashable
 
 
@@ -45,9 +47,9 @@ class Extent:
     users: int = 0
     """Mappings under running sequences, and acquisitions that are not mapped yet. The pool takes no used extent."""
     zeroed: bool = False
-    """It holds zeroes only. False once it is mapped for a tenant."""
+    """Are all its bytes zero? False once it is mapped for a tenant."""
     tenant: Tenant | None = None
-    """Its last writer; None if it was never written, or by a load, or by another process."""
+    """Last writer; None if it was never written, or by a load, or by another process."""
     serial: int = 0
     """The holder process's number of it; 0 without one."""
     imported: bool = True
@@ -78,7 +80,7 @@ class Extent:
 
 
 class ExtentSource:
-    """Where the handles of a pool's extents come from. This is the device; `vmmkv.holder.source` overrides it.
+    """Source of the handles of a pool's extents. This is the device; `vmmkv.holder.source` overrides it.
 
     The caller holds the pool's lock.
     """
@@ -116,7 +118,7 @@ class ExtentSource:
         return None
 
     def check(self, extents: Sequence[Extent]) -> None:
-        """These are all extents that were created; AssertionError if not."""
+        """Check that these are all extents that were created; AssertionError if not."""
 
     def close(self) -> None:
         """End what is open to other processes. Idempotent."""

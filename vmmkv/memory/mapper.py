@@ -80,7 +80,7 @@ class Growth:
         self._revived: list[tuple[Mapping, Fence]] = []
 
     def commit(self) -> None:
-        """What was staged is live."""
+        """Make the staged memory live."""
         for target in self.targets:
             target.span.end_page = max(target.span.end_page, target.end_page)
 
@@ -206,7 +206,7 @@ class Mapper:
         """Slots in which a group of layers has nothing mapped since its last reclaimed memory was unmapped. `Slots.collect`
         takes them from here."""
         self._pending: dict[Fence, dict[Mapping, None]] = {}
-        """By the fence they wait for, the oldest first."""
+        """Mappings that are pending reclaim, by the fence they wait for, the oldest first."""
 
     def map(self, span: Span, page: int, extent: Extent) -> Mapping:
         """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
@@ -233,18 +233,18 @@ class Mapper:
         del mapping.span.mappings[mapping.page]
 
     def let_go(self, mapping: Mapping) -> None:
-        """It was unmapped: one holder of its extent fewer, and one user if it was used."""
+        """Let go of the extent of an unmapped mapping: one holder fewer, and one user if it was used."""
         self.unuse(mapping)
         self.pool.drop(mapping.extent)
 
     def use(self, *mappings: Mapping) -> None:
-        """They belong to a running sequence. Idempotent."""
+        """Count these mappings as uses by a running sequence. Idempotent."""
         self.pool.use(*[mapping.extent for mapping in mappings if not mapping.used])
         for mapping in mappings:
             mapping.used = True
 
     def unuse(self, *mappings: Mapping) -> None:
-        """They do not, so that their extents can be evicted. Idempotent."""
+        """Count these mappings as uses no longer, so that their extents can be evicted. Idempotent."""
         self.pool.unuse(*[mapping.extent for mapping in mappings if mapping.used])
         for mapping in mappings:
             mapping.used = False
@@ -268,7 +268,7 @@ class Mapper:
         return growth
 
     def pages_within(self, budget_us: float) -> int:
-        """How many pages can be mapped in that time; beyond the pool's spare ones, each must be unmapped elsewhere first."""
+        """Number of pages that can be mapped in that time. Pages past the spare ones must be unmapped elsewhere first."""
         spare = self.pool.spare_pages
         dear_us = budget_us - spare * self.map_us
         pages = budget_us / self.map_us if dear_us <= 0 else spare + dear_us / (self.map_us + self.unmap_us)
@@ -277,7 +277,7 @@ class Mapper:
     # reclaiming
 
     def reclaim(self, mappings: Iterable[Mapping], fence: Fence) -> None:
-        """These are not live any more; unmap them when the fence has passed. No driver call."""
+        """Make these mappings pending reclaim: they are unmapped when the fence has passed. No driver call."""
         mappings = list(mappings)
         self.unuse(*mappings)
         for mapping in mappings:

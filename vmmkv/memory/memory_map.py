@@ -1,4 +1,4 @@
-"""What is mapped under slots, in runs: to draw the address space."""
+"""Runs of mapped memory under slots: to draw the address space."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from vmmkv.units import PAGE_BYTES
 
 _STATES = tuple(SlotState)
 _new = tuple.__new__
-"""Of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
+"""Constructor of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
 
 
 def slot_maps(memory: SlotMemory, parked: Mapping[int, int], slots: Sequence[int]) -> list[SlotMap]:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from vmmkv.holder.client import HolderClient
 
 _MOST_IDLE: Final = 1 / 32
-"""Of the budget: while no more than this is free, of other size classes, it stays, and what is idle is evicted. To give it back
-and create it anew takes two calls, and zeroes."""
+"""Share of the budget up to which free extents of other size classes stay, and idle memory is evicted instead.
+
+To give a free one back and create it anew takes two calls, and zeroes.
+"""
 
 
 class Evictable(NamedTuple):
@@ -147,7 +149,7 @@ class PoolStats:
     created_bytes: int
     held_bytes: int
     used_bytes: int
-    """Of what is held: by running sequences, once however many share it."""
+    """Bytes held by running sequences, once however many share them."""
     free_bytes: int
     driver_calls: dict[str, int]
 
@@ -239,7 +241,7 @@ class Pool(Closing, Unique):
         return self.acquire_mixed({num_pages: whole("count", count)}, wait=wait)[num_pages]
 
     def acquire_mixed(self, counts: Mapping[int, int], *, wait: bool = True) -> dict[int, list[Extent]]:
-        """The same for several size classes at once: `counts` by pages of an extent. All of them or none."""
+        """Acquire extents of several size classes at once: `counts` by pages of an extent. All of them or none."""
         self.check_open()
         self._check_feasible(counts, wait=wait)
         taken: dict[int, list[Extent]] = {num_pages: [] for num_pages in counts}
@@ -483,7 +485,7 @@ class Pool(Closing, Unique):
         return itertools.chain.from_iterable(each.pinned_extents() for each in self.reclaimers)
 
     def _about_pins(self) -> str:
-        """What a message about missing pages says of those that pins keep."""
+        """The part of a message about missing pages that names the pages that pins keep."""
         num_pages = self._pinned_pages()
         return f"; pins keep {counted(num_pages, 'page')}, which unpin() would free" if num_pages else ""
 

@@ -30,7 +30,7 @@ Pages: TypeAlias = ReadOnlyDict[int, Extent]
 
 
 def shareable(memory: SlotMemory, slot: int, num_tokens: int) -> list[Pages]:
-    """Of each group the live extents of a slot that have no row but among the first `num_tokens`."""
+    """The live extents of a slot, by group, that have no row but among the first `num_tokens`."""
     return [
         {
             mapping.page: mapping.extent
@@ -178,7 +178,7 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
 
 
 def num_unmoved(rows: npt.NDArray[np.int64]) -> int:
-    """How many of these rows stay where they are in a compaction to them."""
+    """Number of these rows that stay at their place in a compaction to them."""
     return int((rows == np.arange(len(rows))).sum())  # no row moves back, so that all behind one that moves do too
 
 

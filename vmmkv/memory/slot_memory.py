@@ -46,7 +46,7 @@ class SlotMemory:
         self.windows: Arena | None = None
         """Addresses of no slot, where extents can be mapped too: see `vmmkv.memory.sharing.Windows`."""
         self._written: dict[int, Fence] = {}
-        """By slot: behind the last write of its limit that waits for running work, if that may be on its way still."""
+        """Fence behind the last write of a limit that waited for running work, by slot, if it may be on its way still."""
         try:
             max_rows = max_tokens + guard_tokens
             try:
@@ -87,7 +87,7 @@ class SlotMemory:
     # questions
 
     def fence(self) -> Fence:
-        """Behind all work launched so far that may touch the slots."""
+        """A fence behind all work launched so far that may touch the slots."""
         return self.pool.driver.fence(self.streams)
 
     @contextlib.contextmanager
@@ -131,7 +131,7 @@ class SlotMemory:
         return self._tokens_under([0 if from_first and span.first_page else span.end_page for span in self.spans(slot)])
 
     def end_pages(self, num_tokens: int) -> list[int]:
-        """Where the live pages of a slot must end, in each group, for it to hold that many tokens and the guard."""
+        """The ends of the live pages of a slot, by group, with which it holds that many tokens and the guard."""
         rows = num_tokens + self.guard_tokens
         return [ceil_div(rows * arena.group.row_bytes, PAGE_BYTES) for arena in self.arenas]
 
@@ -141,7 +141,7 @@ class SlotMemory:
         return sum(max(0, end - span.end_page) for end, span in ends)
 
     def holders(self) -> Counter[Extent]:
-        """How often each extent is mapped here."""
+        """Number of mappings of each extent here."""
         return Counter(mapping.extent for mapping in self._all_mappings())
 
     def use(self, slot: int) -> None:
@@ -155,7 +155,7 @@ class SlotMemory:
             self.mapper.unuse(*span.live())
 
     def users(self) -> Counter[Extent]:
-        """How many of these are uses."""
+        """Number of mappings of each extent here that are uses."""
         return Counter(mapping.extent for mapping in self._all_mappings() if mapping.used)
 
     def _all_mappings(self) -> Iterator[Mapping]:
@@ -218,7 +218,7 @@ class SlotMemory:
         return lambda page: same
 
     def filled_ends(self, num_tokens: int) -> list[int]:
-        """Where large extents of a slot must end, in each group: behind the last page that so many tokens fill.
+        """The ends up to which a slot takes large extents, by group: behind the last page that so many tokens fill.
 
         0 with a window: it gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
         """
@@ -331,7 +331,7 @@ class SlotMemory:
             self.reclaim_run(slot, ends, fence)
 
     def cut_ends(self, slot: int, num_tokens: int) -> list[int]:
-        """Where the live pages of a slot end in each group, always at a border of extents, if it is cut to so many tokens."""
+        """The ends of the live pages of a slot that is cut to so many tokens, by group, always at a border of extents."""
         return [span.live_border(end) for span, end in zip(self.spans(slot), self.end_pages(num_tokens), strict=True)]
 
     def reclaim_before(self, slot: int, group: int, start_token: int) -> None:

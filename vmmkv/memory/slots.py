@@ -99,7 +99,7 @@ class ParkedSlot(Unique):
     positions: Positions
     """Positions of its rows, if they were compacted."""
     fence: Fence
-    """Behind all work that may still touch it. Whatever reads it since then renews the fence."""
+    """Fence behind all work that may still touch it. Each later read renews it."""
     num_pages: int
     """Mapped under it, over all groups."""
 
@@ -360,7 +360,7 @@ class Slots(Reclaimer, Closing):
         return can_clear or next(self.unpinned(self.parked_slots.values()), None) is not None
 
     def unpinned(self, parked_slots: Iterable[ParkedSlot]) -> Iterator[ParkedSlot]:
-        """Those without pinned rows, in the same order. Cost: grows with the pinned ones that come first."""
+        """Parked slots without pinned rows, in the same order. Cost: grows with the pinned ones that come first."""
         return (parked for parked in parked_slots if not self.keeper.is_pinned(parked.slot))
 
     def _list(self, parked: ParkedSlot) -> None:
@@ -440,7 +440,7 @@ class Slots(Reclaimer, Closing):
         self.pool.check_capture(self.memory.streams)
 
     def check_end(self, max_tokens: int | None) -> int:
-        """Where a new sequence ends, by default where the slots do. Raises: SequenceTooLong, ValueError, Closed."""
+        """Most tokens of a new sequence, by default those of the slots. Raises: SequenceTooLong, ValueError, Closed."""
         self.check_open()
         end = self.max_tokens if max_tokens is None else whole("max_tokens", max_tokens)
         if end < 1:
@@ -574,7 +574,7 @@ class Slots(Reclaimer, Closing):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        """What users know it by."""
+        """A text that names the cache, for users' messages."""
         if not self._attached:
             return f"<KVCache on {self.pool.device}, closed>"
         sequences = counted(len(self.live_slots), "sequence")

@@ -57,4 +57,4 @@ class SlotMap(NamedTuple):
     num_tokens: int
     """Tokens of its sequence, or parked."""
     groups: list[list[MappedRun]]
-    """By group of layers, in the order of addresses; what is pending reclaim comes last."""
+    """Runs by group of layers, in the order of addresses; memory that is pending reclaim comes last."""

@@ -41,11 +41,11 @@ class TransactionLock:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._main_thread = threading.main_thread().ident
-        """Of this process: the child of a fork() in another thread has another one."""
+        """Main thread of this process: the child of a fork() in another thread has another one."""
         self._handlers: list[tuple[int, _Handler]] = []
         """The handlers that are held back now, by signal. Only the main thread uses this."""
         self._first: int | None = None
-        """Where the running transaction's handlers begin among them; None if it is another thread's."""
+        """Index of the running transaction's first handler in `_handlers`; None if the transaction is another thread's."""
         self._arrived: list[tuple[int, FrameType | None]] = []
 
     def check_process(self) -> None:
