@@ -1,4 +1,4 @@
-"""What an operator asks of a running engine: a map of its memory, another budget, no cached prefixes, a sleep.
+"""Requests of an operator to a running engine: a map of its memory, another budget, no cached prefixes, a sleep.
 
     ask ── work, work, work ... ── send                 a slice of a map: slots, until SLICE_US have passed
 

@@ -41,33 +41,33 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of a step are written, and what they attend to. All int32; padding is in slot 0, the null slot."""
+    """Places of a step's tokens, and the rows that they attend to. All int32; padding is in slot 0, the null slot."""
 
     slots_N: torch.Tensor
     """The slot of each token."""
     rows_N: torch.Tensor
-    """Its row there."""
+    """The row of each token in its slot."""
     slots_B: torch.Tensor
     lengths_B: torch.Tensor
     """Rows to attend to, the new ones included."""
     query_starts: torch.Tensor | None
-    """[B + 1]: where the tokens of each sequence begin; None if every sequence has one token (and N is B)."""
+    """[B + 1] first token of each sequence, and the end of the last; None if every sequence has one token (and N is B)."""
     positions_N: torch.Tensor | None = None
-    """By which each token is rotated; None for its row."""
+    """Position by which each token is rotated; None for its row."""
     shared: SharedPrefixes | None = None
-    """Of a step on a GPU; None without prefix groups."""
+    """Prefixes that sequences of the step share; only on a GPU, None without prefix groups."""
     ranking: Ranking | None = None
-    """Of a step with queries that rows are ranked by, and of these layers add what they attend to."""
+    """Ranking to which these layers add what the queries attend to; None in a step without ranked queries."""
     queries_LBHD: torch.Tensor | None = None
-    """Where each layer leaves its queries, to be ranked by behind the step; None where they are not wanted."""
+    """Queries that each layer leaves here, to be ranked by behind the step; None where they are not wanted."""
 
 
 class RotaryParams(NamedTuple):
-    """What is done to queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
+    """Preparation of queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
 
     q_NHD: torch.Tensor
     q_out_NHD: torch.Tensor
-    """Where what becomes of the queries is written; they themselves, or elsewhere."""
+    """Output of the prepared queries: `q_NHD` itself, or another tensor."""
     cos_TR: torch.Tensor
     """float32, by position, for elements j and j + D / 2."""
     sin_TR: torch.Tensor
@@ -95,7 +95,7 @@ class SlotPlanes(Protocol):
         """[1 + S, T, K, D], or blocks of rows: [P, U, K, D]."""
 
     def v(self, layer: int) -> torch.Tensor:
-        """As `k`."""
+        """Values, in the same shape as `k`."""
 
     def k_scale(self, layer: int) -> torch.Tensor:
         """[1 + S, T, K] scales of quantised keys."""
@@ -112,7 +112,7 @@ class KVRows:
     """
 
     def __init__(self, cache: SlotPlanes, *, tables_SC: torch.Tensor | None = None) -> None:
-        """With `tables_SC` K and V are blocks, and the tables say which a slot has: see `vmmkv_kernels.attention`."""
+        """`cache`: planes of slots; with `tables_SC` of blocks, which the tables give to slots (`vmmkv_kernels.attention`)."""
         self.layout: Final = cache.layout
         self.max_tokens: Final = cache.max_tokens
         self.limit: Final = cache.limit
@@ -123,7 +123,7 @@ class KVRows:
             for layer, group in self.layout.group_of.items()
             if SCALES in self.layout.groups[group].plane_offsets
         }
-        """Of quantised K and V, by layer: what the kernels call them; float16 [S, T, K] each."""
+        """Scales of quantised K and V by layer, under the kernels' names for them; float16 [S, T, K] each."""
         self.tables_SC: Final = tables_SC
 
     def append(
@@ -171,7 +171,7 @@ class KVRows:
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, shared: SharedPrefixes, *, scale: float | None,
         softcap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """As `decode`, with one pass over each shared prefix. Beside chunks it writes the rows that decode alone."""
+        """Attend as `decode`, with one pass over each shared prefix. Beside chunks it writes the rows that decode alone."""
         from vmmkv_kernels.attention.cascade import cascade
 
         return cascade(
@@ -182,7 +182,7 @@ class KVRows:
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
-        """As `append`, of rows that are rotated already."""
+        """Write rows as `append`, but rows that are rotated already."""
         may_write_N = step.rows_N < self.limit[step.slots_N]
         places = step.slots_N[may_write_N], step.rows_N[may_write_N]
         scales = self.scales.get(layer, {}).values() or (None, None)
@@ -221,14 +221,14 @@ class RotaryKeys:
     def __init__(self, rows: KVRows, inv_freq_R: torch.Tensor, num_heads: int, dtype: torch.dtype) -> None:
         """inv_freq_R: float32, the angle for one position. num_heads, dtype: of queries."""
         self.k_LSTKD: Final = rows.k_LSTKD
-        """What is kept; of quantised keys the payload."""
+        """Keys of the kept rows; the payload of quantised ones."""
         self.are_quantised: Final = bool(rows.scales)
         self._rows = rows
         self._inv_freq_R = inv_freq_R
         self._num_heads, self._dtype = num_heads, dtype
 
     def new_queries(self, count: int) -> torch.Tensor:
-        """For so many queries of each layer, [L, B, H, D]: see `AttentionMetadata.queries_LBHD`."""
+        """Tensor [L, B, H, D] for so many queries of each layer, as `AttentionMetadata.queries_LBHD`."""
         shape = len(self.k_LSTKD), count, self._num_heads, 2 * len(self._inv_freq_R)
         return self._inv_freq_R.new_zeros(shape, dtype=self._dtype)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _distributed: Any = torch.distributed  # whose types depend on the platform
 
 SYMMETRIC_BYTES: Final = 2 * MIB
-"""What a rank may write to all others in one sum. On two H200 sums of 8 KiB take 3 us, by NCCL 9; of 2 MiB 15, by NCCL 29."""
+"""Most bytes that a rank writes to all others in one sum. On two H200, 8 KiB take 3 us and 2 MiB 15; by NCCL 9 and 29."""
 _UNLIMITED: Final = timedelta(days=1)
 _NO_WATCHDOG: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own limits end the process, which may be the user's; those of `Ranks` end the engine."""
@@ -47,9 +47,9 @@ class Collectives:
         self.rank: Final = rank
         self.num_ranks: Final = num_ranks
         self.symmetric: SymmetricMemory | None = None
-        """None on a CPU, and where the GPUs cannot have it."""
+        """Memory for sums by kernels of our own; None on a CPU, and where the GPUs cannot have it."""
         self._released: SymmetricMemory | None = None
-        """Steps on their way, and graphs, still use its memory."""
+        """Memory that is no longer used for new sums, but by steps on their way and by graphs."""
         self._group: Any = None
         self._lock = threading.Lock()
         self._device: torch.device | None = None
@@ -218,7 +218,7 @@ class SymmetricMemory:
         return True
 
     def sum(self, tensor: torch.Tensor, **norm: Any) -> torch.Tensor:
-        """See `sum_ranks`, of a tensor that fits."""
+        """Sum a tensor that fits over the ranks, as `sum_ranks`."""
         return self._sum_ranks(tensor, self._region, **norm)
 
     def release(self) -> None:
@@ -264,15 +264,15 @@ class RenumberedStore(Store):
         return key
 
     def set(self, key: str, value: Any) -> None:
-        """See Store."""
+        """Set a key of the store, as Store does."""
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        """See Store. Blocks until there is such a key. Raises: torch's DistStoreError after the store's time."""
+        """The value of a key, as of Store. Blocks until it is there. Raises: torch's DistStoreError after the store's time."""
         value: bytes = self._store.get(self._key(key))
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """See Store. Raises: as `get`."""
+        """Wait for keys, as Store does. Raises: DistStoreError, as `get`."""
         names = [self._key(key) for key in keys]
         self._store.wait(names) if timeout is None else self._store.wait(names, timeout)

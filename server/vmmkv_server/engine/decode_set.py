@@ -32,7 +32,7 @@ class DecodeSet:
         self._num_roomy = self._num_wanting = 0
 
     def join(self, slots: list[int]) -> None:
-        """These slots decode from now on."""
+        """Add slots that decode from now on."""
         joined = np.append(self.slots, slots)
         self._set(joined[self._table.places[joined].argsort(kind="stable")])
         room = self._memory.limits[slots] - self._memory.lengths[slots]
@@ -40,7 +40,7 @@ class DecodeSet:
         self._num_wanting = min(self._num_wanting, int(self._wanted(np.array(slots)).min()))
 
     def leave(self, slot: int) -> None:
-        """This slot decodes no longer, if it did."""
+        """Remove a slot, if it decodes."""
         self._set(self.slots[self.slots != slot])
 
     def without_room(self) -> list[int]:

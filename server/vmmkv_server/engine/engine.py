@@ -55,7 +55,7 @@ from vmmkv_server.structured_output.matcher import Vocabulary
 log = logging.getLogger(__name__)
 
 SNAPSHOT_S: Final = 0.5
-"""How often a snapshot is sent while there is work."""
+"""Time between snapshots while there is work."""
 
 _WINDOW_STEPS: Final = 16
 """Steps after which rows that have left a window are given back: each time costs a fence."""
@@ -198,7 +198,7 @@ class Engine:
             self._scheduler.add(request)
 
     def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
-        """What is wrong with a request that can never be served, in words for the client; None if it may be."""
+        """Reason to refuse a request that can never be served, in words for the client; None if it may be."""
         try:
             self.limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
         except ValueError as error:
@@ -215,7 +215,7 @@ class Engine:
         return self._why_never_fits(ask)
 
     def _why_never_fits(self, ask: Generate) -> str | None:
-        """What is wrong with a request whose least memory exceeds the budget.
+        """Reason to refuse a request whose least memory exceeds the budget, in words for the client; None if it fits.
 
         A request that may stop early counts as if it stopped as soon as it may. Nothing attends to the last token.
         """
@@ -301,7 +301,7 @@ class Engine:
             self.map_ahead()
 
     def _masks(self, step: Step) -> TokenMasks | None:
-        """Which tokens may come next in rows of a step; the forward half of it runs meanwhile."""
+        """Masks of the tokens that may come next in rows of a step; the forward half of it runs meanwhile."""
         for feature in self.features.having(Feature.masks):
             if feature.masks_rows(step):
                 self.map_ahead()  # while the device has work: between two such steps it waits for the host
@@ -484,7 +484,7 @@ class Engine:
 
 
 def _limits(runner: Runner, memory: KVBackend, max_sequences: int | None, kv_policy: str | None) -> Limits:
-    """What requests may ask of an engine. Its memory is counted in bytes, in `_why_never_fits`."""
+    """Limits of the engine's requests. Its memory is counted in bytes, in `_why_never_fits`."""
     return Limits(
         model="this engine",
         model_tokens=memory.max_tokens,

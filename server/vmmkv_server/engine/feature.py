@@ -22,10 +22,10 @@ from vmmkv_server.protocol import Generate
 
 
 class Need(NamedTuple):
-    """What a request that has just come has in memory at the least before it ends, and how a refusal says so."""
+    """Least memory that a request which has just come needs before it ends, and the words of a refusal for it."""
 
     num_rows: int
-    """Behind its prompt, in each sequence."""
+    """Rows behind the prompt, in each sequence."""
     num_sequences: int = 1
     attaches: bool = True
     """May rows of its prompt be taken from the prefix cache?"""
@@ -39,7 +39,7 @@ Kind = TypeVar("Kind", bound="Feature")
 
 
 class Followed(NamedTuple):
-    """What a feature makes of the tokens that were sampled."""
+    """Outcome of the sampled tokens in a feature."""
 
     refused: dict[int, str]
     """Indices of tokens that end their requests by an error, and which."""
@@ -66,7 +66,7 @@ class Feature:
     # questions
 
     def refusal(self, ask: Generate) -> str | None:
-        """What is wrong with a request that has come, in words for the client; None if nothing is."""
+        """Reason to refuse a request that has come, in words for the client; None to take it."""
         return None
 
     def takes(self, request: Request) -> bool:
@@ -101,7 +101,7 @@ class Feature:
         return []
 
     def sources(self, request: Request, num_cached: int) -> Counter[str] | None:
-        """Where cached tokens of a request that is about to run were when it came; None: on the device."""
+        """Sources of the cached tokens of a request that is about to run, as of when it came; None: all on the device."""
         return None
 
     def chunks(self, request: Request) -> list[Chunk] | None:
@@ -117,11 +117,11 @@ class Feature:
         return False
 
     def masks(self, step: Step) -> TokenMasks | None:
-        """Which tokens may come next in rows of a step, of which the forward half runs, behind all earlier tokens."""
+        """Masks of the tokens that may come next in rows of a step. Its forward half runs, behind all earlier tokens."""
         return None
 
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
-        """What comes of the next tokens of these slots, which are appended where they are kept."""
+        """Follow the next tokens of these slots, which are appended where they are kept."""
         return Followed({}, [])
 
     # events

@@ -34,7 +34,7 @@ class GroupTensors:
         self._packed = torch.zeros(packed_size(self._sizes), dtype=torch.int32, device=device)
 
     def tensors(self, num_rows: int) -> SharedPrefixes:
-        """Of a batch of so many rows."""
+        """Tensors for a batch of so many rows."""
         starts_G1, leaders_G, num_rows_G, firsts_B = aligned_parts(self._packed, self._sizes)
         return SharedPrefixes(starts_G1=starts_G1, leaders_G=leaders_G, num_rows_G=num_rows_G, firsts_B=firsts_B[:num_rows])
 

@@ -27,10 +27,10 @@ TokenIds = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
 
 PARKED_SLOTS: Final = 3
-"""For each running sequence, slots of ended ones: a conversation goes on where it was parked. Addresses are free."""
+"""Slots of ended sequences for each running one: a conversation goes on where it was parked. Addresses are free."""
 
 CLOSING_SLOTS: Final = 1
-"""The same without a prefix cache: a new sequence does not wait until the device is done with the last one."""
+"""Slots of ended sequences for each running one without a prefix cache: a new one does not wait for the device to be done."""
 
 GPU_MARGIN_BYTES: Final = 1 * GIB
 """Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
@@ -167,29 +167,29 @@ class KVBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
-    """What an engine needs memory for."""
+    """Needs of an engine for memory."""
 
     layout: KVLayout
     device: torch.device
     max_sequences: int
-    """At once."""
+    """Most sequences at once."""
     max_tokens: int
-    """Of one sequence."""
+    """Most tokens of one sequence."""
     step_tokens: int
-    """Of the longest step."""
+    """Most tokens of a step."""
     shares_prefixes: bool
     budget_bytes: int | None
-    """None: what is free once the model and its graphs are there, or all that the holder may own."""
+    """Budget; None for all that is free once the model and its graphs are there, or that the holder may own."""
     holder: str | None = None
     """The socket of the process that owns the memory; None for this one."""
     lender: str | None = None
     """The socket of the holder of another engine, whose prefixes are borrowed; None for none."""
     tiers: Sequence[Tier] = ()
-    """Where prefixes go that leave the device; the backend closes them."""
+    """Tiers to which prefixes go that leave the device; the backend closes them."""
     fingerprint: str = ""
-    """Of the model, with tiers, a holder or a lender."""
+    """Fingerprint of the model, with tiers, a holder or a lender; else empty."""
     driver: Driver | None = None
-    """None for the device's own."""
+    """Driver; None for the device's own."""
 
 
 class SlotBackend:
@@ -234,59 +234,59 @@ class SlotBackend:
 
     @property
     def budget_bytes(self) -> int:
-        """See KVBackend."""
+        """Budget, asleep too, as `KVBackend.budget_bytes`."""
         return self._asleep_bytes or self.cache.pool.budget_bytes
 
     @property
     def num_tokens(self) -> int:
-        """See KVBackend."""
+        """Tokens of one sequence that the budget holds, as `KVBackend.num_tokens`."""
         return self._config.layout.tokens_in(self.budget_bytes // PAGE_BYTES, sliding=False)
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[KVSequence, int]:
-        """See KVBackend."""
+        """Open a sequence, as `KVBackend.attach`."""
         if self.prefixes is None:
             return self.cache.open(max_tokens=max_tokens, tenant=namespace), 0
         attached = self.prefixes.attach(tokens, namespace=namespace, max_tokens=max_tokens)
         return attached.sequence, attached.num_tokens
 
     def lookup(self, tokens: TokenIds, *, namespace: Hashable) -> Callable[[], int]:
-        """See KVBackend."""
+        """Count cached tokens, as `KVBackend.lookup`."""
         return (lambda: 0) if self.prefixes is None else self.prefixes.lookup(tokens, namespace=namespace)
 
     def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend."""
+        """Share rows of a running sequence, as `KVBackend.insert`."""
         if self.prefixes is not None:
             self.prefixes.insert(own(sequence), tokens, is_written=True)
 
     def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend."""
+        """Keep an ended sequence for its conversation, as `KVBackend.park`."""
         if self.prefixes is None:
             sequence.close()
         else:
             self.prefixes.park(own(sequence), tokens)
 
     def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend."""
+        """End a sequence, as `KVBackend.release`."""
         if self.prefixes is None:
             sequence.close()
         else:
             self.prefixes.release(own(sequence), tokens)
 
     def map_ahead(self, budget_us: float) -> None:
-        """See KVBackend. Raises: DriverError."""
+        """Map pages ahead of use, as `KVBackend.map_ahead`. Raises: DriverError."""
         self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
 
     def evict(self) -> None:
-        """See KVBackend. The memory stays in the pool; tiers keep theirs."""
+        """Evict cached prefixes, as `KVBackend.evict`. The memory stays in the pool; tiers keep theirs."""
         if self.prefixes is not None:
             self.prefixes.evict()
 
     def prefix_stats(self) -> PrefixStats | None:
-        """See KVBackend."""
+        """Counts of the prefix cache, as `KVBackend.prefix_stats`."""
         return None if self.prefixes is None else self.prefixes.stats()
 
     def take_free(self) -> None:
-        """See KVBackend: take what is left and useful."""
+        """Take what memory is left and useful, as `KVBackend.take_free`."""
         config = self._config
         if config.budget_bytes is None and config.holder is None:
             most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
@@ -336,7 +336,7 @@ class SlotBackend:
             )
 
     def close(self) -> None:
-        """See KVBackend."""
+        """Give all memory back, as `KVBackend.close`."""
         self.cache.close()
         self.cache.pool.close()
         for tier in self._config.tiers:
@@ -360,14 +360,14 @@ def close_after_error(memory: Pool | KVBackend) -> None:
 
 
 def _free_bytes(pool: Pool) -> int:
-    """What the pool can have, in whole pages; on a GPU but for a margin."""
+    """Memory that the pool can have, in whole pages; on a GPU but for a margin."""
     free_bytes = pool.driver.memory().free_bytes + pool.created_bytes - pool.borrowed_bytes
     margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
     return max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
 
 
 def _least_bytes(config: BackendConfig) -> int:
-    """For one step of the greatest length."""
+    """Least memory that one step of the greatest length needs."""
     return config.layout.peak_pages(min(config.step_tokens, config.max_tokens), sliding=False) * PAGE_BYTES
 
 

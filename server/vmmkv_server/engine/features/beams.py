@@ -56,13 +56,13 @@ class Beams(Feature):
         return shape._replace(num_slots=width, samples=False) if width else shape
 
     def chunks(self, request: Request) -> list[Chunk] | None:
-        """Those of the live beams, after these have their sequences."""
+        """Chunks of the live beams, after these have their sequences."""
         if (group := self._groups.get(request)) is None:
             return None
         return group.pending() if self._core.scheduler.with_room(request, group.arrange) else []
 
     def sequences(self, request: Request) -> Sequence[KVSequence] | None:
-        """Those of the live beams."""
+        """Sequences of the live beams."""
         return group.sequences if (group := self._groups.get(request)) else None
 
     def admitted(self, request: Request) -> None:
@@ -105,13 +105,13 @@ class LiveBeam:
 
     parent: "LiveBeam | None" = None
     token: int | None = None
-    """Its last one; None of the root, which has no tokens."""
+    """Last token; None of the root, which has no tokens."""
     log_probability: float = 0.0
-    """Of all its tokens."""
+    """Log-probability of all its tokens together."""
     num_tokens: int = 0
 
     def tokens(self) -> list[int]:
-        """All of them, without the prompt's. Cost: proportional to their number."""
+        """All tokens of the beam, without the prompt's. Cost: proportional to their number."""
         found, beam = list[int](), self
         while beam.parent is not None:
             assert beam.token is not None, "only the root has no token"
@@ -120,7 +120,7 @@ class LiveBeam:
         return found[::-1]
 
     def num_common(self, other: "LiveBeam") -> int:
-        """How many first tokens two beams of one search share. Cost: proportional to how many differ."""
+        """Number of first tokens that two beams of one search share. Cost: proportional to the number of tokens that differ."""
         one = self
         while one is not other:
             longer = one if one.num_tokens >= other.num_tokens else other
@@ -151,7 +151,7 @@ class BeamSearch:
         assert width >= 1 and max_new_tokens >= 1 and abs(length_penalty) <= MAX_LENGTH_PENALTY, "SamplingParams refuses these"
         self.live: list[LiveBeam] = [LiveBeam()]
         self.num_candidates = width + len(stop_ids)
-        """How many of its likeliest tokens each live beam needs; fewer only if the vocabulary has fewer.
+        """Likeliest tokens that each live beam needs; fewer only if the vocabulary has fewer.
 
         Stop tokens do not go on; this leaves at least `width` that do, even of one beam.
         """
@@ -239,11 +239,11 @@ class BeamGroup:
             length_penalty=ask.params.length_penalty,
         )
         self.sequences: list[KVSequence] = [request.memory]
-        """Of the live beams, in the search's order."""
+        """Sequences of the live beams, in the search's order."""
         self._request = request
         self._cache: Final = memory.cache
         self._candidates: dict[KVSequence, Candidates] = {}
-        """Of the beams that have been computed in this round."""
+        """Candidates of the beams that have been computed in this round."""
         self._continuations: list[Continuation] = []
         """Beams of the next round that have no sequence yet."""
         self._rows_of: dict[KVSequence, LiveBeam] = {request.memory: self.search.live[0]}

@@ -42,7 +42,7 @@ class Compaction(Feature):
         self.compactor = Compactor(core.runner, core.send)
         self._limits, self._scheduler, self._memory = core.limits, core.scheduler, core.memory
         self._kept: dict[Request, KeptRows] = {}
-        """What the policies leave of the requests' rows, from when these last began to wait."""
+        """Rows that the policies leave of the requests, from when these last began to wait."""
         self._running: dict[Request, KeptRows] = {}
 
     @staticmethod
@@ -60,7 +60,7 @@ class Compaction(Feature):
         Compactor(runner, lambda message: None).compact(kept)
 
     def need(self, ask: Generate, need: Need) -> Need:
-        """As many rows as the policy leaves at the most."""
+        """Reduce the need to the most rows that the policy leaves."""
         num_prompt, eviction = len(ask.prompt), self._limits.eviction(ask.params)
         if eviction is None:
             return need
@@ -91,7 +91,7 @@ class Compaction(Feature):
         return [Chunk.own(request) if room is None else Chunk.own(request).first(room)]
 
     def admitted(self, request: Request) -> None:
-        """It is compacted at the end that its policy says."""
+        """Compact the request from now on, at the end that its policy says."""
         if (kept := self._kept.get(request)) is not None:
             self._running[request] = kept
             self._set_end(kept)
@@ -195,14 +195,14 @@ class Compactor:
 
 @dataclass(eq=False, slots=True)
 class KeptRows:
-    """What the policy of one request has left of its rows, while it runs."""
+    """Rows that the policy of one request has left, while it runs."""
 
     eviction: Eviction
     request: Request
     scores_T: torch.Tensor | None = None
-    """How much the ranked queries attend to each row; None before the first of them. Of `chosen` rows alone if any are."""
+    """Attention of the ranked queries to each row; None before the first of them. Only of `chosen` rows if any are."""
     chosen: torch.Tensor | None = None
-    """On the host, the rows to keep in the next compaction; they are there when the step that ranked them has been read."""
+    """Rows to keep in the next compaction, on the host; they are there when the step that ranked them has been read."""
 
     @property
     def num_prompt(self) -> int:
@@ -238,7 +238,7 @@ class KeptRows:
         return None if self.end is None else self.end - num_rows
 
     def num_ranked(self, start: int, end: int) -> int:
-        """Of the queries of its next rows [start, end), how many are ranked by: the last ones."""
+        """Number of queries of its next rows [start, end) that rows are ranked by: the last ones."""
         policy = self.eviction.policy
         if self.end is None or not policy.num_queries(1):
             return 0
@@ -248,7 +248,7 @@ class KeptRows:
         return max(0, end - max(start, self.num_prompt - policy.num_queries(self.num_prompt))) if is_wanted else 0
 
     def ranked(self, slot: int, start: int, end: int) -> Ranked | None:
-        """Its sequence in a step that computes its rows [start, end); None if none of them is ranked by."""
+        """Ranked queries of its next rows [start, end), in a step that computes these; None if there are none."""
         if not (num_queries := self.num_ranked(start, end)):
             return None
         is_generated = end + self.num_dropped > self.num_prompt

@@ -36,7 +36,7 @@ _MOST_AT_ONCE: Final = 8
 """Fetches under way. While there are so many no request is admitted: loading is faster than computing those before it."""
 
 _MOST_FETCHES: Final = 2
-"""For one request: a second fetch goes on where the first, which began for another request, ended."""
+"""Fetches of one request: the second goes on where the first, which began for another request, ended."""
 
 _SPARE_TOKENS: Final = 16
 """More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
@@ -93,23 +93,23 @@ class _Wait:
     fetch: Fetch
     began_s: float
     num_tokens: int
-    """Of the request."""
+    """Tokens of the request."""
     had_no_room: bool
     """Did its last fetch find no room?"""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked of tiers for a request since it last began to wait."""
+    """State of a request's questions to tiers since it last began to wait."""
 
     num_fetches: int = 0
-    """How often it has waited for tiers."""
+    """Times that it has waited for tiers."""
     unfetched: str = "unknown"
-    """Why nothing was fetched for it when it last asked, if so: see `Fetches.counts`."""
+    """Reason that its last question to tiers led to no fetch, if so: as in `Fetches.counts`."""
     declined: set[str] = field(default_factory=set)
     """Tiers that take longer to load from than computing, as was found."""
     fetched: list[Fetch | Borrowed] = field(default_factory=list)
-    """Its fetches that were done, and what was borrowed."""
+    """Fetches of the request that were done, and what was borrowed."""
 
 
 class Fetches(Feature):
@@ -137,10 +137,10 @@ class Fetches(Feature):
         self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes a second of each tier, by its name."""
         self._began_s: dict[Fetch, float] = {}
-        """When each fetch that is under way began, or became the oldest. The oldest is first."""
+        """Time at which each fetch that is under way began, or became the oldest. The oldest is first."""
 
     def hold(self, request: Request) -> bool | None:
-        """It waits for tiers, if these have enough of its prompt. None if what ended requests leave is worth waiting for."""
+        """Have a request wait for tiers with enough of its prompt. None if what ended requests leave is worth a wait."""
         num_running = len(self._scheduler.running)
         spare_pages = ceil_div(num_running * _SPARE_TOKENS * self._layout.row_bytes, PAGE_BYTES)
         is_held = self.start(request, self._layout.pages_for(request.shape.num_first_rows) + spare_pages)
@@ -150,11 +150,11 @@ class Fetches(Feature):
         return is_held
 
     def released(self) -> list[Request]:
-        """Those whose fetch is done, or would take longer than computing."""
+        """Requests whose fetch is done, or would take longer than computing."""
         return self.ended(may_wait=bool(self._scheduler.running))
 
     def let_go(self, request: Request) -> None:
-        """Its fetch is given up."""
+        """Give up the fetch of a request."""
         if request in self.waiting:
             self.leave(request)
 
@@ -172,15 +172,15 @@ class Fetches(Feature):
         return +sources
 
     def admitted(self, request: Request) -> None:
-        """If it is preempted, tiers are asked anew."""
+        """Forget what was asked: if the request is preempted, tiers are asked anew."""
         self._asked.pop(request, None)
 
     def finished(self, request: Request) -> None:
-        """Nothing more is asked for it."""
+        """Forget what was asked for the request."""
         self._asked.pop(request, None)
 
     def mapped_ahead(self) -> None:
-        """For tiers to store: insert what the request that would be preempted first has generated."""
+        """Give tiers something to store: insert what the request that would be preempted first has generated."""
         if self._prefix is None or not self._prefix.has_tiers or self._has_windows:
             return
         scheduler, slots = self._scheduler, self._scheduler.decoding.slots
@@ -192,7 +192,7 @@ class Fetches(Feature):
             scheduler.insert(request, request.confirmed_tokens)
 
     def statistics(self) -> Mapping[str, Any]:
-        """How fetches have ended, and the time that requests have waited for them."""
+        """Counts of how fetches have ended, and the time that requests have waited for them in microseconds."""
         return {"fetches": dict(self.counts), "fetch_wait_us": self.waited_s * 1e6}
 
     def is_full(self, priority: float) -> bool:

@@ -46,7 +46,7 @@ TOKEN_S: Final = 0.002
 token; some short expressions take seconds, and every request waits for them.
 """
 LOOP_SHARE: Final = 0.25
-"""Of the loop's time, for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S instead of ANSWER_S:
+"""Share of the loop's time for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S, not ANSWER_S:
 many slow choices, none of them over its own limit, would stop the loop for seconds.
 """
 CROWDED_S: Final = 0.01
@@ -59,7 +59,7 @@ or by two, and 2.4 by eight; 64 within strings 17 by one, and 3.3 by eight.
 
 
 class Next(NamedTuple):
-    """What comes next in an answer."""
+    """Continuation of an answer, by its grammar."""
 
     must_end: bool
     forced: list[int]
@@ -91,7 +91,7 @@ class Grammars(Feature):
         self._core = core
         self._table = core.scheduler.table
         self._cache_bytes = CACHE_BYTES
-        """Of grammars that are kept ready, as they came over the wire."""
+        """Memory of grammars that are kept ready, as they came over the wire."""
         self._vocabulary: Vocabulary | None = None
         self._following: dict[Request, Following] = {}
         self._running: set[Request] = set()
@@ -100,12 +100,12 @@ class Grammars(Feature):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
-        """By namespace and digest. Namespaces share nothing: the time of an answer would tell what others have asked."""
+        """Grammars by namespace and digest. Namespaces share nothing: an answer's time would tell what others have asked."""
         self._threads = CallThreads()
         self._token_s = 0.0
         """CPU time to follow a token, on average over those that were followed last."""
         self._balance_s = ANSWER_S
-        """What all grammars may take before answers have CROWDED_S."""
+        """CPU time that all grammars may take before answers have CROWDED_S."""
         self._balanced_s = time.perf_counter()
 
     def is_working(self) -> bool:
@@ -186,7 +186,7 @@ class Grammars(Feature):
         self._running.discard(request)
 
     def finished(self, request: Request) -> None:
-        """Its matcher is dropped."""
+        """Drop the matcher of a request."""
         self._following.pop(request, None)
 
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
@@ -267,13 +267,13 @@ class Grammars(Feature):
         self._threads.close()
 
     def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
-        """In the reader's thread."""
+        """Read a compiled grammar, in the reader's thread."""
         if self._vocabulary is None:
             self._vocabulary = self._core.vocabulary()
         return self._vocabulary.read(data)
 
     def _forced(self, request: Request) -> list[int]:
-        """What an answer begins with; makes the mask behind it. Raises: CallOverran, also while too many of others overrun."""
+        """First tokens of an answer; makes the mask behind them. Raises: CallOverran, also while too many of others overrun."""
         if self._threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
         following = self._following[request]
@@ -321,7 +321,7 @@ def may_jump(request: Request) -> bool:
 
 
 def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:
-    """What comes after a token, of an answer that may have so many more; None if the token is not allowed.
+    """Tokens that come next after a token, in an answer that may have so many more; None if the token is not allowed.
 
     Where one is to be sampled, its mask is made.
     """

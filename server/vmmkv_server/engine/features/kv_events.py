@@ -49,17 +49,17 @@ PAUSE_S: Final = 5e-5
 PIECE: Final = 256
 """Blocks that are hashed, or keys that are looked for, without a pause: 40 us."""
 MOST_BLOCKS: Final = 64
-"""Of one event: its tokens are packed in some 20 us."""
+"""Most blocks of one event: its tokens are packed in some 20 us."""
 MOST_EVENTS: Final = 16
-"""Of one batch."""
+"""Most events of one batch."""
 LAST_NUMBER: Final = (-1).to_bytes(8, "big", signed=True)
-"""In place of a batch's number: a replay has ended."""
+"""Number in place of a batch's: a replay has ended."""
 LINGER_MS: Final = 200
-"""For the last batches to leave."""
+"""Time for the last batches to leave when the publisher is closed."""
 REPLAY_HWM: Final = 16
 """Batches that wait for one client of a replay to read. The others follow as it reads."""
 REPLAY_PERIOD_MS: Final = 5
-"""Between two looks at whether a client has read."""
+"""Time between two looks at whether a client of a replay has read."""
 UNREAD_MS: Final = 30_000
 """A peer over TCP that reads nothing for so long, though there is something, loses its connection."""
 _MOST_ASKED_BYTES: Final = 1024
@@ -81,14 +81,14 @@ class BlockStored(Event, kw_only=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first one; None for none."""
+    """Hash of the block before the first one; None for none."""
     token_ids: list[int]
     block_size: int = BLOCK_TOKENS
     lora_id: None = None
     medium: str
     lora_name: None = None
     extra_keys: list[tuple[str] | None]
-    """Of each block: in a prefix's first one its namespace, a request's `cache_salt`."""
+    """Keys of each block: in a prefix's first one its namespace, a request's `cache_salt`."""
     group_idx: int = 0
     kv_cache_spec_kind: str = "full_attention"
 
@@ -126,20 +126,20 @@ class KVEventPublisher:
         self._pending: deque[Callable[[], Iterator[Event | None]] | None] = deque()
         """Changes, each as the function that makes its events, with None for other work. None: what came before is lost."""
         self._change: Iterator[Event | None] = iter(())
-        """What is left of the one that is being published."""
+        """Events that are left of the change that is being published."""
         self._resumed_s = 0.0
         """The end of the last pause, of time.perf_counter."""
         self._tiers: Final = {"host": TierBlocks("CPU"), "disk": TierBlocks("STORAGE")}
-        """By name those of this engine alone. A shared store is no engine's, and evicts by itself."""
+        """Blocks of this engine's own tiers, by name. A shared store is no engine's, and evicts by itself."""
         self._lost: set[str] = set()
-        """Of these, those of whose records something was lost: they tell all before a path is described."""
+        """Tiers with records of which something was lost: they tell all before a path is described."""
         self._number = -1
-        """Of the last batch."""
+        """Number of the last batch."""
         self._sent: deque[tuple[int, bytes]] = deque()
         """The last batches and their numbers, for replays."""
         self._sent_bytes = 0
         self._replays: dict[bytes, int] = {}
-        """By client: the number from which on it is still to get batches."""
+        """Number of the next batch that each client of a replay is to get."""
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._context.linger = LINGER_MS
@@ -153,7 +153,7 @@ class KVEventPublisher:
             self._context.destroy()
             raise
         self.source: Final = KVEventSource(endpoint=endpoint, replay_endpoint=replay_endpoint, topic=topic)
-        """Where it publishes, with the port that 0 became."""
+        """Addresses at which it publishes, with the port that 0 became."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -167,7 +167,7 @@ class KVEventPublisher:
         self._add(partial(_events, namespace, edges, is_stored=False))
 
     def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
-        """See PrefixListener. For the engine's thread. Cost: after a loss, host work by the number of the tier's records."""
+        """Note a described path, as PrefixListener. For the engine's thread. Cost: after a loss, host work per record of the tier."""
         if tier.name in self._lost:
             self._lost.remove(tier.name)
             tier.listen(partial(self.held, tier.name))
@@ -175,7 +175,7 @@ class KVEventPublisher:
             self._add(partial(self._tiers[tier.name].describe, path, places))
 
     def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
-        """See PrefixListener. For any thread."""
+        """Note records that a tier has or has no longer, as PrefixListener. For any thread."""
         if tier in self._tiers:
             self._add(partial(self._tiers[tier].hold, keys, is_held=is_held))
 
@@ -301,7 +301,7 @@ class KVEventPublisher:
 
 
 def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event | None]:
-    """What the tree has gained or lost: the blocks that end in the last of these edges, which hold tokens as int32."""
+    """Changes of the tree: the blocks that end in the last of these edges, which hold tokens as int32."""
     tokens = np.frombuffer(b"".join(edges), np.int32)
     first = (len(tokens) - len(edges[-1]) // tokens.itemsize) // BLOCK_TOKENS
     hashes = yield from _hash_in_pieces(namespace, tokens)
@@ -337,7 +337,7 @@ class _Block(NamedTuple):
     namespace: Hashable
     tokens: npt.NDArray[np.int32]
     keys: tuple[bytes, ...]
-    """In order of the records' last tokens."""
+    """Keys of the records, in order of their last tokens."""
 
 
 class TierBlocks:
@@ -354,19 +354,19 @@ class TierBlocks:
         """Forget all: until the tier has told its records again, and its path is described again, no block is known."""
         self._held: set[bytes] = set()
         self._unknown: set[bytes] = set()
-        """Those of them that no path has described."""
+        """Held records that no path has described."""
         self._ending: dict[bytes, list[_Block]] = {}
-        """By key of a described record: the blocks of which it is the last."""
+        """Blocks that end in each described record, by its key."""
         self._spanning: defaultdict[bytes, dict[tuple[int, bytes], _Block]] = defaultdict(dict)
-        """By key of any record: the blocks that have rows in it and a later last one, by hash and the key of that."""
+        """Blocks that have rows in a record and end in a later one: by the record's key, then by hash and the later one's key."""
         self._copies: Counter[int] = Counter()
-        """By hash of a block: as many times the tier has it, in records of prompts that part behind it."""
+        """Copies of each block in the tier, by its hash: in records of prompts that part behind it."""
         self._path: PageKeys | None = None
-        """The last one that was described, and its blocks' hashes."""
+        """Path that was described last, and its blocks' hashes."""
         self._hashes = _NO_HASHES
 
     def describe(self, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
-        """See PrefixListener.described. Without places, of the records that the tier has and no path has described."""
+        """Describe records, as PrefixListener.described. Without places, those that the tier has and no path has described."""
         if places is None:
             places = []
             for index, keys in enumerate(path.by_group if self._unknown else ()):
@@ -390,7 +390,7 @@ class TierBlocks:
             yield from self._events(blocks, is_stored=True)
 
     def hold(self, keys: Sequence[bytes], *, is_held: bool) -> Iterator[Event | None]:
-        """See PrefixListener.held."""
+        """Note records that the tier has or has no longer, as PrefixListener.held."""
         for key in keys:
             yield None
             if is_held and key in self._held:
@@ -433,7 +433,7 @@ class TierBlocks:
                 )
 
     def _events(self, blocks: list[_Block], *, is_stored: bool) -> Iterator[Event]:
-        """Of those blocks whose records are all held, one event for MOST_BLOCKS that follow each other."""
+        """Events of the blocks whose records are all held, one for MOST_BLOCKS that follow each other."""
         run: list[_Block] = []
         for block in blocks:
             if not self._held.issuperset(block.keys):

@@ -70,13 +70,13 @@ class SortedPrompts:
 
     def __init__(self) -> None:
         self._prompts: dict[int, Prompt] = {}
-        """By slot."""
+        """Prompt of each slot."""
         self._order: list[tuple[str, bytes, int]] = []
-        """Namespace, key and slot."""
+        """Namespace, key and slot of each prompt, sorted."""
         self._slots = array("q")
-        """Those of the order."""
+        """Slots in that order."""
         self._commons = array("q")
-        """At [i]: tokens that the prompts [i - 1] and [i] of the order have in common; 0 at both ends."""
+        """Tokens that the prompts [i - 1] and [i] of the order have in common, at [i]; 0 at both ends."""
 
     def add(self, slot: int, prompt: Prompt) -> None:
         """A request joins the batch."""
@@ -112,7 +112,7 @@ class SortedPrompts:
         return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
 
     def _num_common(self, index: int) -> int:
-        """What the prompts [index - 1] and [index] have in common; 0 for less than _MIN_COMMON."""
+        """Number of first tokens that the prompts [index - 1] and [index] have in common; 0 for less than _MIN_COMMON."""
         if not 0 < index < len(self._order):
             return 0
         one, other = (self._prompts[slot] for slot in self._slots[index - 1 : index + 1])
@@ -141,7 +141,7 @@ def _best(members: Slots, common: Slots) -> list[PrefixGroup]:
         bounds = _bounds(coarse)
     best, begins = np.zeros(len(bounds), np.int64), np.zeros(len(bounds), np.int64)
     least = np.full(len(bounds), np.iinfo(np.int32).max, np.int64)
-    """By where a group begins: what its members have in common."""
+    """Tokens that the members of a group have in common, by where it begins."""
     for end in range(1, len(bounds)):
         first, last = bounds[end - 1], bounds[end]
         if first:
@@ -162,7 +162,7 @@ def _best(members: Slots, common: Slots) -> list[PrefixGroup]:
 
 
 def _bounds(common: Slots) -> Slots:
-    """Where cuts may save: within a run of equals a cut saves less than at its ends."""
+    """Places of cuts that may save: within a run of equals a cut saves less than at its ends."""
     may_cut = np.ones(len(common), np.bool_)
     may_cut[1:-1] = (common[1:-1] != common[:-2]) | (common[1:-1] != common[2:])
     return np.concatenate([[0], 1 + np.flatnonzero(may_cut), [len(common) + 1]])
@@ -177,7 +177,7 @@ class BatchOrder:
         """Slots as they were scheduled, their epochs, and the slots in order."""
         self._prompts = SortedPrompts()
         self._epochs_S = np.zeros(len(table.epochs), np.int32)
-        """By slot: the epoch whose prompt is in `_prompts`; 0 for none."""
+        """Epoch whose prompt is in `_prompts`, by slot; 0 for none."""
 
     def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[PrefixGroup]], None]) -> Slots:
         """The slots in order. `set_groups` is called with a new order and its groups."""

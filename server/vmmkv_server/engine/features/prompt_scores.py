@@ -32,9 +32,9 @@ class ScoredRows(NamedTuple):
     """Rows of a chunk whose next token is scored."""
 
     chunk: int
-    """Its index in the step."""
+    """Index of the chunk in the step."""
     start: int
-    """The first of them within the chunk."""
+    """First of the rows within the chunk."""
     tokens: TokenIds
     """The prompt's token behind each row."""
     num_likeliest: int
@@ -114,7 +114,7 @@ class ScoredStates:
 
     @property
     def rows(self) -> list[tuple[int, int, int]]:
-        """See WantedStates.rows."""
+        """Chunks and their rows, as `WantedStates.rows`."""
         return [(each.chunk, each.start, len(each.tokens)) for each in self.scored]
 
     def read(self, states_WE: torch.Tensor) -> list[torch.Tensor]:
