@@ -167,7 +167,7 @@ class KVEventPublisher:
         self._add(partial(_events, namespace, edges, is_stored=False))
 
     def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
-        """Note a described path, as PrefixListener. For the engine's thread. Cost: after a loss, host work per record of the tier."""
+        """Note a described path, as PrefixListener. For the engine's thread. Cost: after a loss, work per record of a tier."""
         if tier.name in self._lost:
             self._lost.remove(tier.name)
             tier.listen(partial(self.held, tier.name))
@@ -358,7 +358,7 @@ class TierBlocks:
         self._ending: dict[bytes, list[_Block]] = {}
         """Blocks that end in each described record, by its key."""
         self._spanning: defaultdict[bytes, dict[tuple[int, bytes], _Block]] = defaultdict(dict)
-        """Blocks that have rows in a record and end in a later one: by the record's key, then by hash and the later one's key."""
+        """Blocks that have rows in a record and end in a later one: by its key, then by hash and the later one's key."""
         self._copies: Counter[int] = Counter()
         """Copies of each block in the tier, by its hash: in records of prompts that part behind it."""
         self._path: PageKeys | None = None
