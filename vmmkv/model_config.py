@@ -11,8 +11,9 @@ that it keeps. `KVLayout.from_config`, `VmmCache`, the engine and `vmmkv plan` a
     CrossAttention  keys and values of another input, such as an image
     State           bytes of a sequence that every token overwrites: a recurrent state, the last inputs of a convolution
 
-A dict is read by transformers' own class, which knows the defaults of its type; one of a type that transformers does not know
-by its fields. A type, a kind of layer or a field that is not known here is refused by name.
+A dict is read by transformers' own class, which knows the defaults of its type; one of a few other types by its fields. A type,
+a kind of layer or a field that is not known here is refused by name. An object of a class that is not transformers' is read by
+its fields.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ class State:
 
 Part: TypeAlias = Attention | SharedRows | Latent | IndexKeys | Compressed | CrossAttention | State
 
+_WEIGHT_TYPES: Final = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
+"""Types of weights by their names in torch, as files name them."""
+
 _ITEMSIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -130,16 +134,16 @@ def read(config: Any) -> ModelConfig:
     Cost: a dict of most types imports transformers, seconds once.
     Raises: LayoutError, naming the type, the kind of layer or the field that is not known.
     """
+    dtype = _weight_dtype(config) if isinstance(config, Mapping) else None
     fields = _Fields.of(config)
-    if fields.get("is_encoder_decoder"):
+    if fields.flag("is_encoder_decoder"):
         fields.refuse("is an encoder and a decoder, whose cross-attention keeps rows of the source too; only decoders are read")
-    if fields.family in _ENCODERS and not fields.get("is_decoder"):
+    if fields.family in _ENCODERS and not fields.flag("is_decoder"):
         fields.refuse("is an encoder, which keeps nothing of the tokens; with is_decoder it is read as a decoder")
     layers = _layers(fields)
     fields.check_all_read()
-    dtype = fields.get("dtype") or fields.get("torch_dtype")
-    if dtype is None and isinstance(config, Mapping):  # a model of several kinds of input says it once
-        dtype = config.get("dtype") or config.get("torch_dtype")
+    if not isinstance(config, Mapping):
+        dtype = fields.get("dtype") if (given := fields.get("torch_dtype")) is None else given
     return ModelConfig(
         family=fields.family,
         layers=layers,
@@ -149,6 +153,23 @@ def read(config: Any) -> ModelConfig:
         has_sinks=fields.family in WITH_SINKS,
         needs_code=isinstance(config, Mapping) and _needs_code(config),
     )
+
+
+def _weight_dtype(config: Mapping[str, Any]) -> str | None:
+    """Type of the weights by a file; a model of several kinds of input may say it once for all of them.
+
+    Raises: LayoutError for what is no name of a type, naming the key: transformers would end in an error of its own.
+    """
+    inner = _nested(config)
+    dtype = _weight_dtype(inner) if inner is not config else None
+    for key in ("torch_dtype", "dtype"):
+        name = config.get(key)
+        if isinstance(name, str):
+            name = name.removeprefix("torch.")
+        if name is not None and name not in _WEIGHT_TYPES:
+            raise LayoutError(f"the configuration has {key}={name!r}; wanted is {', '.join(_WEIGHT_TYPES)}, or no {key}")
+        dtype = dtype or name
+    return dtype
 
 
 def shared_rows(layers: Sequence[Sequence[Part]]) -> dict[int, int]:
@@ -226,6 +247,20 @@ _AS_WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Types whose files say all that is kept, if they have these fields and no window: transformers is not imported for them."""
 
+_BY_FIELDS: Final = _AS_WRITTEN.keys() | {
+    "deepseek_v2", "deepseek_v3", "internlm2", "internlm3", "mistral", "mixtral", "nemotron-nas", "orion", "qwen2", "qwen3_moe",
+}  # fmt: skip
+"""Types whose files are read by their fields, where transformers has no class for them or is not installed."""
+
+_SIZES: Final = frozenset({
+    "head_dim", "hidden_size", "n_embd", "n_head", "n_layer", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "num_kv_heads",
+})  # fmt: skip
+"""Sizes of every layer. 0, false or an empty text would be taken for absent here or in a class of transformers."""
+
+_NEED_KINDS: Final = frozenset({"bamba", "granitemoehybrid", "nemotron_h"})
+"""Types of which each model has a pattern of its own, while its class fills in one for a file without."""
+
 _ENCODERS: Final = frozenset({
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -241,6 +276,9 @@ _KINDS_OF_LAYERS: Final = frozenset({
     "layers_block_type", "linear_attn_config", "sliding_window_pattern",
 })  # fmt: skip
 """Fields that name a kind for each layer: where one is read, the others say the same."""
+
+_LAYERS_BY_NUMBER: Final = ("attn_layer_indices", "cross_attention_layers", "full_attn_idxs")
+"""Fields with the numbers of the layers of one kind."""
 
 _TELLING: Final = _KINDS_OF_LAYERS | {
     "attention_chunk_size", "attention_window_size", "block_configs", "cla_share_factor", "compress_rates",
@@ -299,6 +337,9 @@ class _Fields:
         own = config
         while (inner := _nested(own)) is not own:
             own = inner
+        for name in sorted(_SIZES | _KINDS_OF_LAYERS):
+            if (value := own.get(name)) is not None and not value:
+                raise LayoutError(f"the configuration has {name}={value!r}; leave it out for the default of its model_type")
         outer, family = config.get("model_type"), own.get("model_type")
         if config.get("is_encoder_decoder"):
             return cls(config, outer)
@@ -310,7 +351,16 @@ class _Fields:
             return cls(read, read.model_type, own)
         if family is not None and (read := _by_transformers(family, own, own)) is not None:
             return cls(read, read.model_type, own)
-        return cls(own, family)
+        fields = cls(own, family)
+        if not (family in _BY_FIELDS or _is_of_transformers(family)):
+            named = own.get("model_type")
+            fields.refuse(
+                "has no model_type; wanted is the type of its decoder, such as llama"
+                if named is None
+                else f"has model_type={named!r}, which is not known here: give KVLayout(groups=...) what each layer keeps, or "
+                "vmmkv plan --layers, --kv-heads and --head-dim"
+            )
+        return fields
 
     def get(self, name: str, layer: int | None = None) -> Any:
         """The value of a field, None if there is none; of one layer, where transformers keeps a configuration for each."""
@@ -334,10 +384,23 @@ class _Fields:
             self._was_read.add(name)
         return value
 
-    def whole(self, name: str, layer: int | None = None, *, least: int = 0) -> int | None:
-        """The value of a field as an int, None if there is none. Raises: LayoutError for anything else, or for less."""
+    def whole(self, name: str, layer: int | None = None, *, least: int = 1) -> int | None:
+        """The value of a field as an int, None if there is none. Raises: LayoutError for anything else, or for less.
+
+        A class of transformers may take 0 or False for absent: what the file says is checked too.
+        """
         value = self.get(name, layer)
+        for each in (self._written.get(name), value):
+            if each is not None:
+                self.checked(name, each, least=least)
         return None if value is None else self.checked(name, value, least=least)
+
+    def flag(self, name: str) -> bool | None:
+        """The value of a field that is true or false, None if there is none. Raises: LayoutError for anything else."""
+        value = self.get(name)
+        if not isinstance(value, bool | None):
+            self.refuse(f"has {name}={value!r}; wanted is true or false")
+        return value
 
     def checked(self, name: str, value: Any, *, least: int) -> int:
         """A value as an int. Raises: LayoutError, naming it, for anything else, or for less."""
@@ -347,18 +410,31 @@ class _Fields:
         return number
 
     def need(self, *names: str, layer: int | None = None) -> int:
-        """The first of these fields that is there and not 0. Raises: LayoutError naming them."""
+        """The first of these fields that is there. Raises: LayoutError naming them."""
         for name in names:
-            if value := self.whole(name, layer):
+            if (value := self.whole(name, layer)) is not None:
                 return value
         self.refuse(f"has no {' or '.join(names)}: is it that of a decoder?")
 
     def listed(self, name: str) -> list[Any]:
         """The values of a field that is a list, none if there is none. Raises: LayoutError for anything else."""
         values = self.get(name)
-        if not isinstance(values, list | tuple | None):
-            self.refuse(f"has {name}={values!r}, which is no list")
+        for each in (self._written.get(name), values):
+            if not isinstance(each, list | tuple | None):
+                self.refuse(f"has {name}={each!r}, which is no list")
         return list(values or ())
+
+    def switches(self, name: str) -> list[bool]:
+        """The values of a field that is a list of 0 and 1, none if there is none. Raises: LayoutError for anything else."""
+        values = self.listed(name)
+        if odd := [value for value in values if value not in (0, 1)]:
+            self.refuse(f"has {odd[0]!r} in {name}; wanted is 0 or 1 for each layer")
+        return [bool(value) for value in values]
+
+    def check_kinds_are_said(self) -> None:
+        """Check that a file names the kinds of its layers, if its type has no default for them. Raises: LayoutError."""
+        if self.family in _NEED_KINDS and self._written and not _KINDS_OF_LAYERS & self._written.keys():
+            self.refuse("does not say which of its layers attend: layer_types, or the pattern of its type, is missing")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise LayoutError."""
@@ -372,6 +448,11 @@ class _Fields:
         raise LayoutError(f"the configuration{of_family} {reason}{hint}")
 
     @property
+    def is_file(self) -> bool:
+        """Are these the fields of a file alone, without defaults of a class?"""
+        return isinstance(self._config, Mapping)
+
+    @property
     def of_transformers(self) -> bool:
         """Has a class of transformers filled in the fields that the file leaves out?"""
         return type(self._config).__module__.startswith("transformers.models.")
@@ -381,11 +462,11 @@ class _Fields:
         if self._was_read & _KINDS_OF_LAYERS:
             self._was_read |= _KINDS_OF_LAYERS
         known = self._was_read.union(_READ_BY_CLASS.get(self.family or "", ()))
-        if self.get("use_sliding_window") is False or "layer_types" in self._was_read:
+        if self.flag("use_sliding_window") is False or "layer_types" in self._was_read:
             known.add("sliding_window")
         if self.of_transformers and "layer_types" in self._was_read:
             known |= {"attention_chunk_size", "index_head_dim", "indexer_types"}  # those of kinds that no layer has
-        if self.get("attention_k_eq_v"):
+        if self.flag("attention_k_eq_v"):
             known.add("num_global_key_value_heads")
         own = self._config if isinstance(self._config, Mapping) else vars(self._config)
         telling = _TELLING
@@ -406,14 +487,21 @@ def _has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
+def _is_of_transformers(family: str | None) -> bool:
+    """Has transformers a class for this type? False if it is not installed."""
+    if family is None or not _has_transformers():
+        return False
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
+
+
 def _needs_code(config: Mapping[str, Any]) -> bool:
     """Does transformers need the repository's own code for the model? False if transformers is not installed."""
     code = config.get("auto_map")
     if not isinstance(code, Mapping) or "AutoConfig" not in code or not _has_transformers():
         return False
-    from transformers import CONFIG_MAPPING
-
-    return config.get("model_type") not in CONFIG_MAPPING
+    return not _is_of_transformers(config.get("model_type"))
 
 
 def _nested(config: Any) -> Any:
@@ -430,12 +518,10 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
     in a decoder of its own. `own`: the fields of the decoder in the file.
     Raises: LayoutError if the class cannot read it.
     """
-    if not _has_transformers():
+    if not _is_of_transformers(family):
         return None
     from transformers import CONFIG_MAPPING
 
-    if family not in CONFIG_MAPPING:
-        return None
     check_num_layers(own.get("num_hidden_layers"))
     try:
         known = CONFIG_MAPPING[family].from_dict({**config, "model_type": family})
@@ -443,6 +529,7 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
     except Exception as error:  # each of its classes has errors of its own
         reason = " ".join(str(error).split())
         raise LayoutError(f"transformers cannot read it as the configuration of a {family}: {reason}") from error
+    num_layers = own.get("num_hidden_layers")
     if read is not known and own is config:  # a file of one part, and a class of several
         given = {
             name: own[name]
@@ -451,6 +538,9 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
         }
         if any(getattr(read, name, None) != value for name, value in given.items()):
             return None
+    if num_layers is not None and (made := getattr(read, "num_hidden_layers", num_layers)) != num_layers:
+        by = ", ".join(sorted(name for name in _KINDS_OF_LAYERS if own.get(name))) or "its type's default, not its own pattern"
+        raise LayoutError(f"the configuration ({family}) has {num_layers} layers, and says a kind for {made} by {by}")
     return read
 
 
@@ -464,21 +554,24 @@ def check_num_layers(num_layers: Any) -> None:
 
 
 def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
-    if fields.get("block_configs"):
+    if fields.get("block_configs") is not None:
         return _of_blocks(fields)
     num_layers = 2 * fields.need("num_layers") if fields.family == "longcat_flash" else fields.need("num_hidden_layers")
     check_num_layers(num_layers)
+    fields.check_kinds_are_said()
     kinds = _kinds(fields, num_layers)
     if len(kinds) != num_layers:
         fields.refuse(f"has {num_layers} layers, and says a kind for {len(kinds)}")
     if unknown := sorted({str(kind) for kind in kinds if kind not in _PARTS}):
         fields.refuse(f"has layers of type {', '.join(unknown)}; known are {', '.join(_PARTS)}")
-    num_own = num_layers - (fields.whole("num_kv_shared_layers") or 0)
+    num_own = num_layers - (fields.whole("num_kv_shared_layers", least=0) or 0)
     if not 0 < num_own <= num_layers:
         fields.refuse(f"has {num_layers} layers, of which {num_layers - num_own} read the rows of others")
+    for name in _LAYERS_BY_NUMBER:
+        numbers = fields.listed(name)
+        if odd := [layer for layer in numbers if type(layer) is not int or not 0 <= layer < num_layers]:
+            fields.refuse(f"has {num_layers} layers, and {name} says {odd[0]!r} of them")
     crossing = fields.listed("cross_attention_layers")
-    if odd := [layer for layer in crossing if layer not in range(num_layers)]:
-        fields.refuse(f"has {num_layers} layers, and cross_attention_layers says {odd[0]!r} of them")
     layers: list[tuple[Part, ...]] = []
     for layer, kind in enumerate(kinds):
         if layer >= num_own:
@@ -495,7 +588,7 @@ def _layers(fields: _Fields) -> tuple[tuple[Part, ...], ...]:
 
 def _kinds(fields: _Fields, num_layers: int) -> list[str]:
     """The kind of each layer, by the names of transformers."""
-    if fields.family == "mimo_v2_flash" and (pattern := fields.listed("hybrid_layer_pattern")):
+    if fields.family == "mimo_v2_flash" and (pattern := fields.switches("hybrid_layer_pattern")):
         fields.get("attention_chunk_size")  # the window once more
         return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
     if fields.family == "recurrent_gemma":
@@ -505,18 +598,18 @@ def _kinds(fields: _Fields, num_layers: int) -> list[str]:
         return [kinds.get(blocks[layer % len(blocks)], blocks[layer % len(blocks)]) for layer in range(num_layers)]
     if fields.family == "rwkv":
         return ["linear_attention"] * num_layers
-    if fields.family == "minimax" and (pattern := fields.listed("attn_type_list")):
+    if fields.family == "minimax" and (pattern := fields.switches("attn_type_list")):
         return ["full_attention" if full else "linear_attention" for full in pattern]
     if fields.get("layer_types") is not None:
         return [_OTHER_NAMES.get(str(kind), str(kind)) for kind in fields.listed("layer_types")]
-    if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
+    if fields.flag("use_sliding_window") is not False and fields.whole("sliding_window") is not None:
         pattern = fields.get("sliding_window_pattern")
-        if isinstance(pattern, int) and (every := fields.whole("sliding_window_pattern")):
+        if isinstance(pattern, int) and (every := fields.whole("sliding_window_pattern")) is not None:
             return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
         if not (fields.of_transformers or fields.family is None):
             fields.refuse("does not say by layer_types which layers have its sliding_window")
         return ["sliding_attention"] * num_layers
-    if fields.of_transformers and fields.get("attention_chunk_size"):
+    if fields.of_transformers and fields.whole("attention_chunk_size") is not None:
         return ["chunked_attention"] * num_layers
     return ["full_attention"] * num_layers
 
@@ -561,13 +654,16 @@ def _attention(fields: _Fields, layer: int, window: int | None = None, chunk: in
     dim = dim or fields.need("hidden_size", layer=layer) // heads
     read_num_kv = _NUM_KV_HEADS.get(fields.family or "")
     num_kv = None if read_num_kv is None else read_num_kv(fields)
-    num_kv = num_kv or fields.whole(f"{prefix}num_key_value_heads", layer) or heads
+    num_kv = num_kv or fields.whole(f"{prefix}num_key_value_heads", layer)
+    if num_kv is None and fields.is_file:
+        fields.refuse("has no num_key_value_heads, and how many heads of keys its type has by default is not known here")
+    num_kv = num_kv or heads
     return Attention(num_kv, dim, fields.whole(f"{prefix}v_head_dim", layer) or dim, window, chunk)
 
 
 def _of_falcon(fields: _Fields) -> int | None:
-    num_kv, multi_query = fields.whole("num_kv_heads"), fields.get("multi_query")
-    if fields.get("new_decoder_architecture"):
+    num_kv, multi_query = fields.whole("num_kv_heads"), fields.flag("multi_query")
+    if fields.flag("new_decoder_architecture"):
         return num_kv
     return 1 if multi_query else None
 
@@ -581,7 +677,7 @@ def _of_mpt(fields: _Fields) -> None:
 
 _NUM_KV_HEADS: Final[Mapping[str, Callable[[_Fields], int | None]]] = {
     "falcon": _of_falcon,
-    "gpt_bigcode": lambda fields: 1 if fields.get("multi_query") else None,
+    "gpt_bigcode": lambda fields: 1 if fields.flag("multi_query") else None,
     "mpt": _of_mpt,
 }
 """KV heads of types that have no num_key_value_heads; None for one of each query head."""
@@ -589,7 +685,7 @@ _NUM_KV_HEADS: Final[Mapping[str, Callable[[_Fields], int | None]]] = {
 
 def _full(fields: _Fields, layer: int) -> Iterable[Part]:
     if rank := fields.whole("kv_lora_rank"):
-        return (Latent(rank + (fields.whole("qk_rope_head_dim") or 0)),)
+        return (Latent(rank + (fields.whole("qk_rope_head_dim", least=0) or 0)),)
     return (_attention(fields, layer),)
 
 
@@ -598,7 +694,7 @@ def _windowed(fields: _Fields, layer: int) -> Iterable[Part]:
     if fields.family == "deepseek_v4":
         return (Latent(fields.need("head_dim"), window),)
     if rank := fields.whole("kv_lora_rank"):
-        return (Latent(rank + (fields.whole("qk_rope_head_dim") or 0), window),)
+        return (Latent(rank + (fields.whole("qk_rope_head_dim", least=0) or 0), window),)
     return (_attention(fields, layer, window=window),)
 
 
@@ -646,7 +742,8 @@ def _state(fields: _Fields, layer: int) -> Iterable[Part]:
 
 def _state_dtype(fields: _Fields, name: str) -> str:
     """The type of a recurrent state, float32 if the field is not there."""
-    dtype = str(fields.get(name) or "float32").removeprefix("torch.")
+    given = fields.get(name)
+    dtype = "float32" if given is None else str(given).removeprefix("torch.")
     if dtype not in _ITEMSIZES:
         fields.refuse(f"has {name}={dtype!r}; known are {', '.join(_ITEMSIZES)}")
     return dtype

@@ -113,16 +113,18 @@ _SMOLLM2: Final = KnownModel(
     result_bytes=542_000_000,
 )
 KNOWN_MODELS: Final = {_SMOLLM2.name: _SMOLLM2}
-_SHAPES: Final = {  # layers, attention heads, KV heads, elements of a head, positions
-    "smollm2-135m": (30, 9, 3, 64, 8_192),
-    "llama-3.1-8b": (32, 32, 8, 128, 131_072),
-    "qwen3-0.6b": (28, 16, 8, 128, 40_960),
+_SHAPES: Final = {  # type, layers, attention heads, KV heads, elements of a head, hidden size, positions
+    "smollm2-135m": ("llama", 30, 9, 3, 64, 576, 8_192),
+    "llama-3.1-8b": ("llama", 32, 32, 8, 128, 4096, 131_072),
+    "qwen3-0.6b": ("qwen3", 28, 16, 8, 128, 1024, 40_960),
 }
 _CONFIG_FIELDS: Final = (
+    "model_type",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "hidden_size",
     "max_position_embeddings",
 )
 KNOWN_CONFIGS: Final = {name: dict(zip(_CONFIG_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}

@@ -14,8 +14,17 @@ from vmmkv.errors import LayoutError, VmmkvError
 from vmmkv.layout import KV_KINDS, PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, SECTOR_BYTES, Group, KVLayout, KVType, Plane
 from vmmkv.units import KIB, PAGE_BYTES
 
-LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128}
-SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+LLAMA_8B = {
+    "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    "head_dim": 128,
+}  # fmt: skip
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
 
 
 def uniform(layers: int = 2, kv_heads: int = 2, head_dim: int = 64, **options: Any) -> KVLayout:
@@ -43,6 +52,13 @@ def test_rows_of_known_models(dtype: Any, llama_8b: int, smollm2: int) -> None:
 
 
 TINY = {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
+
+
+def own_class(**fields: Any) -> SimpleNamespace:
+    """A configuration object of a class that is not transformers'."""
+    return SimpleNamespace(**TINY, **fields)
+
+
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 QWEN = {
     **TINY, "num_key_value_heads": 2, "hidden_size": 128, "model_type": "qwen2", "use_sliding_window": True,
@@ -54,7 +70,7 @@ QWEN = {
     ("config", "windows"),
     [
         (TINY, {None: (0, 1, 2, 3)}),
-        ({"text_config": TINY}, {None: (0, 1, 2, 3)}),
+        ({"text_config": SimpleNamespace(**TINY)}, {None: (0, 1, 2, 3)}),
         ({**TINY, "sliding_window": 128}, {128: (0, 1, 2, 3)}),
         ({**TINY, "sliding_window": 128, "use_sliding_window": False}, {None: (0, 1, 2, 3)}),
         ({**TINY, "sliding_window": 128, **KINDS}, {128: (0, 2), None: (1, 3)}),
@@ -66,7 +82,8 @@ QWEN = {
     ],
 )
 def test_layers_of_one_window_share_a_group(config: dict[str, Any], windows: dict[int | None, tuple[int, ...]]) -> None:
-    layout = KVLayout.from_config(config, torch.float16)
+    given = config if "model_type" in config else SimpleNamespace(**config)
+    layout = KVLayout.from_config(given, torch.float16)
     assert {group.window: group.layers for group in layout.groups} == windows
     for layer in range(4):
         assert layer in layout.groups[layout.group_of[layer]].layers
@@ -267,24 +284,30 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: uniform(head_dim=64.0), "is not a whole number"),
         (lambda: Group(layers=(0, 1.0), planes=(K,)), "layers=1.0 is not a whole number"),
         (lambda: Plane(name="k", heads=1, dim=8.0, dtype=torch.float16), "dim=8.0 is not a whole number"),
-        (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
-        (lambda: KVLayout.from_config({**TINY, "kv_lora_rank": 512}, torch.float16), "kv_lora_rank"),
-        (lambda: KVLayout.from_config({**TINY, "layer_types": ["fog"] * 4}, torch.float16), "layers of type fog"),
-        (lambda: KVLayout.from_config({**TINY, "layer_types": ["conv"] * 4}, torch.float16), "that keep a state"),
+        (lambda: KVLayout.from_config({}, torch.float16), "has no model_type"),
+        (lambda: KVLayout.from_config(own_class(kv_lora_rank=512), torch.float16), "kv_lora_rank"),
         (
-            lambda: KVLayout.from_config({**TINY, "hybrid_override_pattern": "M*M-"}, torch.float16),
+            lambda: KVLayout.from_config(own_class(layer_types=["fog"] * 4), torch.float16),
+            "layers of type fog",
+        ),
+        (
+            lambda: KVLayout.from_config(own_class(layer_types=["conv"] * 4), torch.float16),
+            "that keep a state",
+        ),
+        (
+            lambda: KVLayout.from_config(own_class(hybrid_override_pattern="M*M-"), torch.float16),
             "by hybrid_override_pattern",
         ),
         (
-            lambda: KVLayout.from_config({**TINY, **KINDS, "sliding_window": 9, "mamba_d_state": 16}, torch.float16),
+            lambda: KVLayout.from_config(own_class(**KINDS, sliding_window=9, mamba_d_state=16), torch.float16),
             "by mamba_d_state",
         ),
         (
             lambda: KVLayout.from_config({**QWEN, "model_type": "qwen3_next"}, torch.float16),
             r"keeps a state \(gated delta rule\) in layers 0 to 2;",
         ),
-        (lambda: KVLayout.from_config({**QWEN, "model_type": "fog"}, torch.float16), "does not say by layer_types"),
-        (lambda: KVLayout.from_config({**TINY, "multi_query": True}, torch.float16), "by multi_query"),
+        (lambda: KVLayout.from_config({**QWEN, "model_type": "fog"}, torch.float16), "model_type='fog', which is not known"),
+        (lambda: KVLayout.from_config(own_class(multi_query=True), torch.float16), "by multi_query"),
     ],
 )
 def test_a_geometry_that_cannot_be_is_refused_in_words(make: Any, message: str) -> None:

@@ -3,9 +3,12 @@
 import contextlib
 import itertools
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,8 +125,13 @@ def decoder(family: str | None = None, layers: int = 4, heads: int = 8, hidden: 
     return {**named, "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden, **fields}
 
 
+def own_class(*sizes: int, family: str = "fog", **fields: Any) -> SimpleNamespace:
+    """A configuration object of a class that is not transformers'."""
+    return SimpleNamespace(**decoder(family, *sizes, **fields))
+
+
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-OTHER_NAMES: dict[str, tuple[dict[str, Any], tuple[float, dict[int, int], int]]] = {
+OTHER_NAMES: dict[str, tuple[Any, tuple[float, dict[int, int], int]]] = {
     "dbrx": (
         {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "attn_config": {"kv_n_heads": 8}},
         (40 * 8 * 128 * KV, {}, 0),
@@ -174,7 +182,7 @@ OTHER_NAMES: dict[str, tuple[dict[str, Any], tuple[float, dict[int, int], int]]]
         },
         (2 * 8 * 128 * KV, {512: 2 * 8 * 128 * KV}, 0),
     ),
-    "a type that is not known, and plain": (decoder("fog", kv_channels=32, num_key_value_heads=2), (4 * 2 * 32 * KV, {}, 0)),
+    "a class of one's own, and plain": (own_class(kv_channels=32, num_key_value_heads=2), (4 * 2 * 32 * KV, {}, 0)),
 }  # fmt: skip
 
 
@@ -184,42 +192,45 @@ def test_files_with_names_of_their_own_are_read(name: str) -> None:
     assert sizes(read(config)) == by_hand
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no decoder": ({}, "has no num_hidden_layers"),
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no decoder": (SimpleNamespace(), "has no num_hidden_layers"),
     "an encoder and a decoder": ({"model_type": "t5"}, r"\(t5\) is an encoder and a decoder"),
     "an encoder": (decoder("bert"), "is an encoder"),
     "a number of layers": (decoder("cohere2", 10**9), "at most 65536"),
-    "a kind of layer": (decoder("fog", layer_types=["full_attention", "mist"] * 2), "has layers of type mist; known are"),
-    "fewer kinds than layers": (decoder("fog", layer_types=["full_attention"]), "has 4 layers, and says a kind for 1"),
-    "a state of unknown size": (decoder("fog", layer_types=["mamba"] * 4), "what a state of this type of model takes"),
-    "a state, by its field": (decoder("fog", mamba_d_state=16), "by mamba_d_state, which is not known"),
-    "a state, by its type": (decoder("rwkv5", head_size=64), "of a type that keeps states"),
-    "a window of no size": (decoder("fog", layer_types=["sliding_attention"] * 4), "has no sliding_window"),
-    "a window of some layers": (decoder("fog", sliding_window=9), "does not say by layer_types"),
-    "an indexer": (decoder("fog", index_head_dim=128), "by index_head_dim"),
-    "kv heads by another name": (decoder("fog", num_attention_groups=1), "by num_attention_groups"),
-    "kv heads by layer": (decoder("deci", num_key_value_heads_per_layer=[4] * 4), "by num_key_value_heads_per_layer"),
+    "a kind of layer": (own_class(layer_types=["full_attention", "mist"] * 2), "has layers of type mist; known are"),
+    "fewer kinds than layers": (own_class(layer_types=["full_attention"]), "has 4 layers, and says a kind for 1"),
+    "a state of unknown size": (own_class(layer_types=["mamba"] * 4), "what a state of this type of model takes"),
+    "a state, by its field": (own_class(mamba_d_state=16), "by mamba_d_state, which is not known"),
+    "a state, by its type": (own_class(family="rwkv5", head_size=64), "of a type that keeps states"),
+    "a window of no size": (own_class(layer_types=["sliding_attention"] * 4), "has no sliding_window"),
+    "a window of some layers": (own_class(sliding_window=9), "does not say by layer_types"),
+    "an indexer": (own_class(index_head_dim=128), "by index_head_dim"),
+    "kv heads by another name": (own_class(num_attention_groups=1), "by num_attention_groups"),
+    "kv heads by layer": (own_class(family="deci", num_key_value_heads_per_layer=[4] * 4), "by num_key_value_heads_per_layer"),
     "heads of all queries, by another attention": (
         {"model_type": "mpt", "attn_config": {"attn_type": "multiquery_attention"}},
         "attn_type 'multiquery_attention'",
     ),
-    "rows shared between layers": (decoder("hunyuan", use_cla=True, cla_share_factor=2), "by cla_share_factor, use_cla"),
+    "rows shared between layers": (
+        own_class(family="hunyuan", use_cla=True, cla_share_factor=2),
+        "by cla_share_factor, use_cla",
+    ),
     "a field of another type of model": (decoder("llama", full_attention_interval=4), "by full_attention_interval"),
     "kv heads without an effect": (decoder("gemma4_text", num_global_key_value_heads=2), "by num_global_key_value_heads"),
-    "no number": (decoder("fog", num_key_value_heads="two"), "num_key_value_heads='two' is not a whole number"),
-    "no list": (decoder("fog", layer_types=5), "layer_types=5, which is no list"),
-    "layers that all read others": (decoder("fog", num_kv_shared_layers=4), "has 4 layers, of which 4 read the rows of others"),
-    "a negative number of layers": (decoder("fog", -4), "num_hidden_layers=-4; wanted is at least 0"),
-    "negative heads": (decoder("fog", num_key_value_heads=-2), "has num_key_value_heads=-2; wanted is at least 0"),
-    "a negative size": (decoder("fog", num_key_value_heads=2, head_dim=-64), "has head_dim=-64; wanted"),
-    "a negative rank": (decoder("fog", kv_lora_rank=-1), "has kv_lora_rank=-1; wanted"),
-    "negative rows of others": (decoder("fog", num_kv_shared_layers=-1), "has num_kv_shared_layers=-1; wanted"),
+    "no number": (own_class(num_key_value_heads="two"), "num_key_value_heads='two' is not a whole number"),
+    "no list": (own_class(layer_types=5), "layer_types=5, which is no list"),
+    "layers that all read others": (own_class(num_kv_shared_layers=4), "has 4 layers, of which 4 read the rows of others"),
+    "a negative number of layers": (own_class(-4), "num_hidden_layers=-4; wanted is at least 1"),
+    "negative heads": (own_class(num_key_value_heads=-2), "has num_key_value_heads=-2; wanted is at least 1"),
+    "a negative size": (own_class(num_key_value_heads=2, head_dim=-64), "has head_dim=-64; wanted"),
+    "a negative rank": (own_class(kv_lora_rank=-1), "has kv_lora_rank=-1; wanted"),
+    "negative rows of others": (own_class(num_kv_shared_layers=-1), "has num_kv_shared_layers=-1; wanted"),
     "a negative pattern": (
-        decoder("fog", sliding_window=9, sliding_window_pattern=-2),
+        own_class(sliding_window=9, sliding_window_pattern=-2),
         "has sliding_window_pattern=-2; wanted",
     ),
     "a layer that it does not have": (
-        decoder("fog", cross_attention_layers=[-1]),
+        own_class(cross_attention_layers=[-1]),
         "has 4 layers, and cross_.* says -1 of them",
     ),
     "a window of a block": (
@@ -231,13 +242,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "window_length of layer 0=-1; wanted is at least 1",
     ),
     "an indexer of each layer": (
-        decoder("fog", layer_types=["deepseek_sparse_attention"] * 4, index_head_dim=128, indexer_types=["full"] * 3),
+        own_class(layer_types=["deepseek_sparse_attention"] * 4, index_head_dim=128, indexer_types=["full"] * 3),
         "does not say by indexer_types whether layer 3 has",
     ),
     "rows that are compressed": (
-        decoder(
-            *("fog", 1), layer_types=["compressed_sparse_attention"], head_dim=64, index_head_dim=64, compress_rates={"fog": 4}
-        ),
+        own_class(1, layer_types=["compressed_sparse_attention"], head_dim=64, index_head_dim=64, compress_rates={"fog": 4}),
         "does not say by compress_rates how many tokens a row of compressed_sparse_attention",
     ),
     "a type of a state": (decoder("qwen3_next", mamba_ssm_dtype="float64"), "mamba_ssm_dtype='float64'; known are float32"),
@@ -271,12 +280,8 @@ def test_without_transformers_files_that_say_all_are_read_and_others_refused(mon
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert sizes(read(PUBLISHED["nvidia/Llama-3.1-70B-Instruct-FP8"])) == BY_HAND["nvidia/Llama-3.1-70B-Instruct-FP8"]
     assert sizes(read(PUBLISHED["deepseek-ai/DeepSeek-V3"])) == BY_HAND["deepseek-ai/DeepSeek-V3"]
-    for name, words in {
-        "Qwen/Qwen3-Next-80B-A3B": "by full_attention_interval",
-        "google/gemma-3-27b-it": "does not say by layer_types",
-        "tiiuae/Falcon-H1-7B": "by mamba_d_",
-    }.items():
-        with pytest.raises(LayoutError, match=words):
+    for name in ("Qwen/Qwen3-Next-80B-A3B", "google/gemma-3-27b-it", "tiiuae/Falcon-H1-7B"):
+        with pytest.raises(LayoutError, match=r"model_type=.* is not known here: .*transformers.* is not installed"):
             read(PUBLISHED[name])
 
 
@@ -301,3 +306,81 @@ def test_a_field_that_its_class_cannot_compute_is_refused_by_name() -> None:
 def test_a_layer_that_keeps_two_parts_of_a_kind_is_named_once() -> None:
     layers = [(Compressed(8, 4), Compressed(8, 128)), (Latent(16),), (Compressed(8, 4),)]
     assert described(beside_rows(layers)) == "compressed rows in layers 0, 2; latents (kv_lora_rank) in layer 1"
+
+
+@pytest.mark.parametrize("model_type", ["foo", "32", -1, None, [], True])
+def test_a_file_of_a_type_that_is_not_known_is_refused_by_name(model_type: Any) -> None:
+    message = "has no model_type" if model_type is None else f"has model_type={re.escape(repr(model_type))}, which is not known"
+    with pytest.raises(LayoutError, match=message):
+        read({**PUBLISHED["Qwen/Qwen3-30B-A3B"], "model_type": model_type})
+
+
+def test_heads_of_keys_are_not_guessed_of_a_file_read_by_its_fields() -> None:
+    with pytest.raises(LayoutError, match="has no num_key_value_heads, and how many"):
+        read(decoder("internlm2"))
+
+
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"]
+)
+@pytest.mark.parametrize("value", [0, False, "", []])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "nvidia/Llama-3.1-70B-Instruct-FP8", "zai-org/GLM-4.7-Flash"])
+def test_a_size_of_zero_is_not_taken_for_absent(name: str, value: Any, field: str) -> None:
+    with pytest.raises(LayoutError, match=rf"has {field}={re.escape(repr(value))}; leave it out"):
+        read({**PUBLISHED[name], field: value})
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "kv_lora_rank", "attention_chunk_size"])
+def test_a_zero_of_a_class_of_ones_own_is_refused(field: str) -> None:
+    kinds = {"attention_chunk_size": ["chunked_attention"] * 4}.get(field)
+    with pytest.raises(LayoutError, match=f"has {field}=0; wanted is at least 1"):
+        read(own_class(**{field: 0, "layer_types": kinds}))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "change", "message"),
+    [
+        ("nvidia/Nemotron-H-56B-Base-8K", "hybrid_override_pattern", lambda said: said[:10], "has 118 layers, and says a kind"),
+        ("nvidia/Nemotron-H-56B-Base-8K", "hybrid_override_pattern", lambda said: None, "nemotron_h"),
+        ("nvidia/Nemotron-H-56B-Base-8K", "hybrid_override_pattern", lambda said: "", "hybrid_override_pattern=''"),
+        ("openai/gpt-oss-20b", "layer_types", lambda said: said[:10], "layer_types"),
+        ("ibm-ai-platform/bamba-9b", "attn_layer_indices", lambda said: [*said, 99], "attn_layer_indices says 99"),
+        ("LiquidAI/LFM2-1.2B", "full_attn_idxs", lambda said: [*said, 99], "full_attn_idxs says 99"),
+        ("XiaomiMiMo/MiMo-V2-Flash", "hybrid_layer_pattern", lambda said: said[:10], "has 48 layers, and says a kind for 10"),
+        ("XiaomiMiMo/MiMo-V2-Flash", "hybrid_layer_pattern", lambda said: [7, *said[1:]], "has 7 in hybrid_layer_pattern"),
+        ("Qwen/Qwen3.5-27B", "full_attention_interval", lambda said: 0, "has full_attention_interval=0"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_the_layers_is_refused(
+    name: str, field: str, change: Callable[[Any], Any], message: str
+) -> None:
+    pytest.importorskip("transformers")
+    config = PUBLISHED[name]
+    inner = config.get("text_config", config)
+    changed = {**inner, field: change(inner[field])}
+    with pytest.raises(LayoutError, match=message):
+        read({**config, "text_config": changed} if inner is not config else changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "hybrid_override_pattern"),
+        ("ibm-ai-platform/bamba-9b", "attn_layer_indices"),
+        ("ibm-granite/granite-4.0-h-small", "layer_types"),
+    ],
+)
+def test_a_missing_pattern_is_not_filled_in_by_a_default(name: str, field: str) -> None:
+    pytest.importorskip("transformers")
+    config = {key: value for key, value in PUBLISHED[name].items() if key not in (field, "layers_block_type")}
+    with pytest.raises(LayoutError, match=r"does not say which of its layers attend|and says a kind for"):
+        read(config)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["bf16", "", -1, [1], "int8"])
+def test_a_type_of_weights_that_is_none_is_refused_by_its_key(key: str, value: Any) -> None:
+    for name in ("Qwen/Qwen3-30B-A3B", "nvidia/Llama-3.1-70B-Instruct-FP8"):
+        config = {field: said for field, said in PUBLISHED[name].items() if field not in ("dtype", "torch_dtype")}
+        with pytest.raises(LayoutError, match=rf" {key}={re.escape(repr(value))}; wanted is float32, float16, bfloat16"):
+            read({**config, key: value})

@@ -45,7 +45,14 @@ def table(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def write_config(directory: Path, **config: Any) -> str:
-    base = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024}
+    base = {
+        "model_type": "llama",
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 1024,
+    }
     (directory / "config.json").write_text(json.dumps({**base, **config}))
     return str(directory)
 
@@ -122,7 +129,13 @@ def test_models_that_can_be_fetched_or_are_measured_are_planned_by_name(
 
 
 def test_the_decoder_of_a_model_of_several_inputs_is_planned(plan: Plan, tmp_path: Path) -> None:
-    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256, "torch_dtype": "float32"}
+    text = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 256,
+        "torch_dtype": "float32",
+        "model_type": "llama",
+    }
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
     given = plan("--model", str(tmp_path))
     assert (given["row_bytes"], given["kv_cache_dtype"], given["kv_scale"]) == (2 * 2 * 256 * 4, "float32", None)
@@ -238,7 +251,7 @@ def test_what_the_engine_does_not_run_is_said_by_what_it_refuses_by(
         choose_layout(text_config, torch.bfloat16, torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("model_type", "needs"), [("unheard_of", True), ("qwen3", False)])
+@pytest.mark.parametrize(("model_type", "needs"), [("internlm2", True), ("qwen3", False)])
 def test_a_model_that_needs_code_of_its_own_is_said_not_to_run(
     model_type: str, needs: bool, plan: Plan, tmp_path: Path
 ) -> None:
@@ -381,6 +394,17 @@ def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.Capture
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float64"])
+def test_a_type_of_weights_that_kv_cannot_have_asks_for_the_option(
+    dtype: str, plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = write_config(tmp_path, torch_dtype=dtype)
+    assert main(["plan", "--model", model, "--memory", "1GiB"]) == 1
+    assert f"config.json has dtype (torch_dtype) '{dtype}'" in (said := capsys.readouterr().err)
+    assert "give --kv-cache-dtype bf16" in said
+    assert plan("--model", model, "--kv-cache-dtype", "bf16")["kv_cache_dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize(("model_type", "kv_heads"), [("gpt2", 4), ("gpt_bigcode", 1), ("ctrl", 4)])
 def test_a_model_whose_configuration_has_names_of_its_own_is_planned(
     model_type: str, kv_heads: int, plan: Plan, tmp_path: Path
@@ -408,4 +432,4 @@ def test_names_that_only_transformers_knows_are_asked_for_where_it_is_not_instal
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 256}))
     assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
     assert "pip install '.[hf]', or give --layers, --kv-heads and --head-dim" in capsys.readouterr().err
-    assert plan("--model", write_config(tmp_path, model_type="gpt_neox"))["model_tokens"] is None
+    assert plan("--model", write_config(tmp_path, model_type="internlm2"))["model_tokens"] is None

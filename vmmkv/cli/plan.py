@@ -545,6 +545,11 @@ def _kv_cache_dtype(name: str, scale: str | None, config: ModelConfig | None) ->
     wanted = KV_KIND_ALIASES.get(name, name)
     if name == "auto":
         wanted = (None if config is None else config.dtype) or "bf16"
+        if wanted not in DTYPE_NAMES:
+            raise ValueError(
+                f"config.json has dtype (torch_dtype) {wanted!r}, which is no type of K and V; give --kv-cache-dtype bf16, or "
+                f"one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}"
+            )
     if scale not in (None, *KV_SCALES):
         raise ValueError(f"--kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
     if wanted in KV_KINDS:
