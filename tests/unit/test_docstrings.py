@@ -13,8 +13,6 @@ DIALECT = re.compile(
 """First words that stand for a subject which a reader would have to look for."""
 
 TO_DO = (
-    "vmmkv/prefix",
-    "vmmkv/tiers",
     "server/vmmkv_server/engine/",
     "server/vmmkv_server/http",
 )

@@ -1,4 +1,4 @@
-"""How a new sequence gets the rows of a known prefix.
+"""Attaching a new sequence to the rows of a known prefix.
 
     adopt      a parked slot has all matched rows and becomes the sequence's slot: no driver call
     alias      the extents that hold only matched rows are mapped under a free slot, and the rest is copied
@@ -46,14 +46,14 @@ _PREPARED_AT_ONCE: Final = 8
 
 
 class AttachMethod(enum.Enum):
-    """How a sequence got its first tokens."""
+    """Way in which a sequence got its first tokens."""
 
     ADOPT = "adopt"
-    """It took over a parked slot that had the rows."""
+    """The sequence took over a parked slot that had the rows."""
     ALIAS = "alias"
     """Extents of the tree are mapped under its slot; the rows in the last, partly matched extent are copied."""
     COMPUTE = "compute"
-    """It has none: all of them are to be computed."""
+    """The sequence has no rows: all tokens are to be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Extents(NamedTuple):
     """The extents of the tree that hold matched rows."""
 
     aliased: tuple[Pages, ...]
-    """For each group: the extents to alias, by page of the slot."""
+    """Extents to alias, by group, and by page of the slot."""
     tails: tuple[Placed | None, ...]
-    """For each group: the extent that holds the rest; None if there is no rest, or only a resident has it."""
+    """The extent that holds the rest, by group; None if there is no rest, or only a resident has it."""
     firsts: tuple[int, ...]
-    """For each group: the first row that is really there. See `SlotTable.firsts`."""
+    """The first row that is really there, by group. See `SlotTable.firsts`."""
     num_tokens: int
     """Tokens for which extents alone are enough, without a resident."""
 
@@ -89,12 +89,12 @@ class Hit:
 
     def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
         self.path: Final = path
-        """Of the whole match: a node behind these rows can have a page that they end in."""
+        """Path of the whole match: a node behind these rows can have a page that they end in."""
         self.num_tokens: Final = num_tokens
         self.node: Final = next(node for node in path if node.end >= num_tokens)
         """The one that has the last of these tokens."""
         self.starts: Final = starts
-        """For each group: the first row that the next token sees."""
+        """The first row that the next token sees, by group."""
         self._memory = memory
         self._windows = windows
         self.resident: Final = next(filter(self.is_in, self.node.residents), None)
@@ -107,7 +107,7 @@ class Hit:
 
     @functools.cached_property
     def extents(self) -> Extents:
-        """What the tree holds of these rows."""
+        """Extents of the tree that hold these rows."""
         aliased: list[Pages] = []
         tails: list[Placed | None] = []
         firsts: list[int] = []
@@ -136,12 +136,12 @@ class Hit:
         return Extents(tuple(aliased), tuple(tails), tuple(firsts), num_tokens)
 
     def all_extents(self) -> Iterator[Extent]:
-        """Those that are mapped to attach it."""
+        """Extents that are mapped to attach the hit."""
         yield from itertools.chain.from_iterable(pages.values() for pages in self.extents.aliased)
         yield from (tail.extent for tail in self.extents.tails if tail is not None)
 
     def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        """See sharing.CopyBytes."""
+        """Copy bytes of the hit's rows to an address, as sharing.CopyBytes: from the resident, or the extent that has them."""
         if self.resident is not None:
             copy_slot_bytes(self._memory, self.resident, group, first_byte, size_bytes, target)
         else:
@@ -158,14 +158,14 @@ class Attacher:
         self._memory = slots.memory
         self._index = index
         self.windows = Windows(self._memory)
-        """Where extents are read that no slot has."""
+        """Windows through which extents are read that no slot has."""
         self._row_bytes = slots.layout.row_bytes
         self._preparing: Iterator[bool] | None = None
         """The path that `prepare` has begun, see `_prepare`; its slot until that has all rows."""
         self._begun: ParkedSlot | None = None
 
     def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, end: int) -> Attached:
-        """By the rule, or by `method` if that is possible. See `PrefixCache.attach`, also for errors."""
+        """Attach by the rule, or by `method` if that is possible. See `PrefixCache.attach`, also for errors."""
         attached: Attached | None = None
         # A match can hold pages that attaching it needs; without it they can be evicted, and all rows are computed.
         with contextlib.suppress(OutOfPages):
@@ -183,7 +183,7 @@ class Attacher:
         return self.hit(self._index.tree.match(namespace, tokens), len(tokens) - 1)
 
     def hit(self, match: Match[Placed], most: int) -> Hit | None:
-        """What can be attached of a match, `most` tokens at most."""
+        """The part of a match that can be attached, `most` tokens at most; None if there is none."""
         num_tokens = min(match.num_tokens, most)
         while num_tokens > 0:
             starts = [self._slots.layout.start_for(group, num_tokens) for group in self._slots.layout.groups]
@@ -256,7 +256,7 @@ class Attacher:
     # ahead of need
 
     def prepare(self, budget_us: float, free_slots: int) -> bool:
-        """See `PrefixCache.prepare`."""
+        """Park paths that an earlier process left, ahead of use. See `PrefixCache.prepare`."""
         end_ns, restored = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, self._index.restored
         has_worked = False
         while restored or self._preparing:
@@ -344,7 +344,7 @@ class Attacher:
 
 
 def _state_of(node: Node[Placed]) -> list[tuple[Node[Placed], tuple[Piece[Placed], ...], bool]]:
-    """What a hit on the path of a node goes by. Cost: a comparison of two is quick while they are the same."""
+    """State of a node's path that decides a hit on it. Cost: a comparison of two is quick while they are the same."""
     return [(each, each.pieces, bool(each.residents)) for each in node.path()]
 
 

@@ -57,13 +57,13 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStats:
-    """What a prefix cache holds, and what it has done."""
+    """Contents and counts of a prefix cache at one moment."""
 
     num_nodes: int
     num_tokens: int
-    """On all paths; those of a shared prefix count once."""
+    """Tokens on all paths; those of a shared prefix count once."""
     held_bytes: int
-    """In extents that the tree holds, whether or not sequences map them too."""
+    """Bytes of the extents that the tree holds, whether or not sequences map them too."""
     attached: dict[str, int]
     """Sequences attached, by method."""
     attach_us: dict[str, float]
@@ -78,7 +78,7 @@ class PrefixStats:
     fetched_tokens: int = 0
     """Tokens that came back from tiers; when they are attached they are hit tokens too."""
     tiers: tuple[TierStats, ...] = ()
-    """Of the tiers that answer."""
+    """Counts of the tiers that answer."""
     tier_errors: int = 0
     """Calls of tiers that raised, beside the errors that they count themselves: all are misses."""
 
@@ -159,7 +159,7 @@ class PrefixCache:
     # in
 
     def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
-        """How many of the first tokens could be attached now, at most all but the last. Changes nothing."""
+        """Number of first tokens that could be attached now, at most all but the last. Changes nothing."""
         return self.lookup(tokens, namespace=namespace)()
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
@@ -470,7 +470,7 @@ class PrefixCache:
             )
 
     def store_if(self, worth: Callable[[str], bool]) -> None:
-        """From now on ask `worth`, by a tier's name, whether to store a path there; without this, all are stored in all tiers.
+        """Ask `worth`, by a tier's name, whether to store a path there. Without this call all paths are stored in all tiers.
 
         It is asked once for a sequence, and not of tiers that other engines may load from.
         """

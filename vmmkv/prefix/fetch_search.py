@@ -27,7 +27,7 @@ _MOST_ASKED: Final = 1024
 """Keys of a fetch that a tier is asked about at once: it may take a round trip."""
 
 _DEVICE, _TIER = 1, 2
-"""Where a page is: 0 for nowhere, _DEVICE, _TIER in the first tier, one more in the second, and so on."""
+"""Places of a page: 0 for nowhere, _DEVICE, _TIER in the first tier, one more in the second, and so on."""
 
 _IS_ON_DEVICE: Final = bytes(place == _DEVICE for place in range(256))
 
@@ -43,11 +43,11 @@ class Fetch:
         """Tokens that `attach` finds when it is done; an upper bound until then."""
         self.done = False
         self.ended_s = math.inf
-        """When it was done, of time.perf_counter: nothing looks at once."""
+        """Time of time.perf_counter at which it was done: nothing looks at once."""
         self.bytes_by_tier: Counter[str] = Counter()
         """Bytes of its records by the name of the tier that has them. Empty until that is found, and for a fetch of none."""
         self.loaded_bytes: Counter[str] = Counter()
-        """The same of the records that were loaded."""
+        """Bytes of the loaded records by the name of their tier."""
         self.waiting = 1
         """Calls of `PrefixCache.fetch` that returned it, less those of `give_up`."""
         self.known_tokens = known
@@ -68,7 +68,7 @@ class Fetch:
 
 
 class FetchState(Enum):
-    """What a search does next."""
+    """Next step of a search."""
 
     START = "match the prompt in the tree, and lock what the fetch goes on from"
     NEXT = "ask whether tiers have the first records that the device lacks"
@@ -106,7 +106,7 @@ class FetchSearch:
         self._index, self._mover, self._loading = index, mover, loading
         self._least_tokens, self._worth, self._ended = least_tokens, worth, ended
         self._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in self._layout.groups]
-        """Where each page of each group is: see _TIER."""
+        """Place of each page of each group: see _TIER."""
         self._firsts: list[int] = []
         """The first page of each group that is needed and lacks."""
         self._whole = [index for index, group in enumerate(self._layout.groups) if group.window is None]
@@ -120,14 +120,14 @@ class FetchSearch:
         self._num_asked = 0
         """Tiers that have answered about them."""
         self._lacking: list[tuple[int, int]] = []
-        """Those that no tier before has."""
+        """Pages that no tier asked so far has."""
         self._keys: list[bytes] = []
-        """Their keys, which the next tier is asked about."""
+        """Keys of those pages, which the next tier is asked about."""
         self._is_waiting = False
         """Has it still to find out?"""
 
     def advance(self, may_go_on: Callable[[], bool]) -> bool:
-        """See Search.advance. An error ends it, with nothing to load."""
+        """Do a step, and more while `may_go_on` says so. Is there more to find? An error ends the search without places."""
         try:
             while self.state is not FetchState.ENDED and _STEPS[self.state](self, may_go_on):
                 pass
@@ -144,7 +144,7 @@ class FetchSearch:
         return [(self._have[index][page] - _TIER, self.chain.by_group[index][page]) for page in pages]
 
     def on_device(self) -> list[bytearray]:
-        """By group and page: was it on the device?"""
+        """Flags of the pages that were on the device, by group and page: 1 or 0."""
         return [pages.translate(_IS_ON_DEVICE) for pages in self._have]
 
     # Each step returns whether another one may follow in this poll.

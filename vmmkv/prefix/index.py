@@ -1,4 +1,4 @@
-"""What a prefix cache knows: a tree of nodes that hold extents, and the slots that have their rows.
+"""The index of a prefix cache: a tree of nodes that hold extents, and the slots that have their rows.
 
     running    a sequence that was attached: its confirmed tokens end at a node, which is locked
     parked_at  where the rows of a parked slot end; the slot is evicted leaf by leaf with the tree
@@ -46,7 +46,7 @@ class Placed(NamedTuple):
 
 
 def end_token(group: Group, end_page: int) -> int:
-    """How many tokens must match so that pages up to there can be shared."""
+    """Number of tokens that must match so that pages up to there can be shared."""
     return ceil_div(end_page * PAGE_BYTES, group.row_bytes)
 
 
@@ -80,7 +80,7 @@ class IndexFollower:
         return Counter()
 
     def locks(self) -> Counter[Node[Placed]]:
-        """How often it has locked each node."""
+        """Locks that the follower holds, counted by node."""
         return Counter()
 
     def give_up(self) -> list[Fence]:
@@ -100,9 +100,9 @@ class PrefixIndex(RowKeeper, Reclaimer):
     def __init__(self, slots: Slots) -> None:
         self.tree: RadixTree[Placed] = RadixTree(slots.pool.tick)
         self.running: dict[int, Node[Placed] | None] = {}
-        """By slot: where the confirmed tokens of a running sequence end in the tree, locked; None for no tokens."""
+        """Node at which the confirmed tokens of a running sequence end, by slot; it is locked. None for no tokens."""
         self.parked_at: dict[int, Node[Placed]] = {}
-        """By slot: where the rows of a parked slot end in the tree."""
+        """Node at which the rows of a parked slot end, by slot."""
         self.followers: list[IndexFollower] = []
         """Transfers to tiers, and what outlives this process."""
         self.restored: list[Node[Placed]] = []
@@ -122,7 +122,7 @@ class PrefixIndex(RowKeeper, Reclaimer):
     # what is known
 
     def num_inserted(self, slot: int) -> int:
-        """How many tokens of a running sequence are in the tree."""
+        """Number of a running sequence's tokens that are in the tree."""
         node = self.running[slot]
         return 0 if node is None else node.end
 
@@ -176,7 +176,7 @@ class PrefixIndex(RowKeeper, Reclaimer):
         return inserted.node
 
     def _with_fewer_rows(self, piece: Piece[Placed], node: Node[Placed]) -> Piece[Placed]:
-        """Of a piece and that in its place, on the path to a node: the one that lacks more rows. The tree holds the other."""
+        """The piece with fewer rows: this one or that in its place on the path to a node. The tree then holds the other."""
         while piece.end_token <= node.start:
             node = node.parent or node
         held = node.pieces[bisect_left(node.pieces, piece_place(piece), key=piece_place)]
@@ -586,7 +586,7 @@ def _with_ancestors(nodes: Iterable[Node[Placed]]) -> set[Node[Placed]]:
 
 
 def _uncovered(pieces: list[Piece[Placed]], match: Match[Placed]) -> list[Piece[Placed]]:
-    """Without those whose rows the tree has in a larger extent already."""
+    """Pieces without those whose rows the tree has in a larger extent already."""
     larger = [
         (piece.group, piece.value)
         for node in match.path

@@ -44,7 +44,7 @@ _NO_SLOTS: Final[Mapping[int, None]] = MappingProxyType({})
 
 
 class Piece(NamedTuple, Generic[T]):
-    """What a node holds of the memory under its tokens."""
+    """Memory under some tokens of a node."""
 
     end_token: int
     """Usable with a match of at least so many tokens of the path."""
@@ -101,13 +101,13 @@ class Node(Generic[T]):
         self.below: dict[int, Node[T]] | Node[T] | None = None
         """The children by the first token of their edge, or the only child (a dictionary takes 232 bytes), or None."""
         self.pieces: tuple[Piece[T], ...] = ()
-        """In order of `piece_place`; start < end_token <= end."""
+        """Pieces in order of `piece_place`; start < end_token <= end."""
         self.locks = 0
         """Running sequences that use the path up to here. While there are any, neither it nor an ancestor is evicted."""
         self.stamp = stamp
         """The last use of the node itself, or of a descendant that has been removed since."""
         self.pins: frozenset[Pin[T]] = frozenset()
-        """Those that keep it, some perhaps ended."""
+        """Pins that keep the node, some perhaps ended."""
         self.is_queued = False
         """Has it an entry in the heap of `EvictionOrder`?"""
         self.residents: Mapping[int, None] = _NO_SLOTS
@@ -140,7 +140,7 @@ class Node(Generic[T]):
         del self.residents[slot]
 
     def some_residents(self, count: int) -> list[int]:
-        """At most `count` residents. If there are more, all come in turn from call to call."""
+        """Residents, at most `count` of them. If there are more, all come in turn from call to call."""
         slots = list(itertools.islice(self.residents, count))
         if len(slots) < len(self.residents):
             for slot in slots:
@@ -155,13 +155,13 @@ class Node(Generic[T]):
 
     @property
     def children(self) -> Mapping[int, "Node[T]"]:
-        """By the first token of their edge. A new dictionary if there is none or one: use `is_leaf` where that is enough."""
+        """Children by the first token of their edge. A new dictionary if there is none or one: `is_leaf` is quicker then."""
         below = self.below
         return {} if below is None else {below.first_token: below} if isinstance(below, Node) else below
 
     @property
     def first_token(self) -> int:
-        """Of the edge."""
+        """First token of the edge."""
         return int.from_bytes(self.edge[:TOKEN_BYTES], sys.byteorder)
 
     def path(self) -> list["Node[T]"]:
@@ -234,9 +234,9 @@ class Pin(Generic[T]):
         self.key = key
         """The namespace, and a digest of the tokens."""
         self.node = node
-        """Where those that are known end."""
+        """Node at which the known ones of these tokens end."""
         self.until = until
-        """When it ends, in seconds of the tree's `now`; inf: never."""
+        """End of the pin, in seconds of the tree's `now`; inf: never."""
         self.nodes: dict[Node[T], None] = {}
         """All that it keeps, with their paths: the node, and others by `RadixTree.keep`."""
 
@@ -245,15 +245,15 @@ class Match(NamedTuple, Generic[T]):
     """The longest known prefix of some tokens. Valid until the tree changes."""
 
     path: list[Node[T]]
-    """From below the root; all but the last are matched to their end."""
+    """Nodes from below the root; all but the last are matched to their end."""
     num_tokens: int
 
 
 class Inserted(NamedTuple, Generic[T]):
-    """What `RadixTree.insert` did."""
+    """Result of `RadixTree.insert`."""
 
     node: Node[T]
-    """It ends where the tokens do."""
+    """Node that ends with the inserted tokens."""
     duplicates: list[Piece[T]]
     """The pieces that were not taken, since the path had one in their place: still the caller's."""
 
@@ -268,11 +268,11 @@ class Lookup(Generic[T]):
         self.namespace = namespace
         self.packed = pack(tokens)
         self.path: list[Node[T]] = []
-        """Of the last match. A node that is still in the tree still ends with the same tokens."""
+        """Path of the last match. A node that is still in the tree still ends with the same tokens."""
         self.num_known = 0
         """Tokens that it matched."""
         self.num_splits = 0
-        """Of the tree by then. A split since puts a node into the path."""
+        """Splits of the tree at the last match. A later split puts a node into the path."""
 
 
 # the tree
@@ -293,9 +293,9 @@ class RadixTree(Generic[T]):
 
     def __init__(self, clock: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self.num_nodes = 0
-        """Without the roots of the namespaces."""
+        """Nodes without the roots of the namespaces."""
         self.num_tokens = 0
-        """On all edges: a token of a shared prefix counts once."""
+        """Tokens on all edges: a token of a shared prefix counts once."""
         self._num_splits = 0
         self._clock = clock
         self._now = now
@@ -535,7 +535,7 @@ class RadixTree(Generic[T]):
     # the rest
 
     def listen(self, listener: TreeListener) -> None:
-        """From now on tell one listener what becomes known and what is forgotten; at first all that is known."""
+        """Tell one listener which tokens become known and which are forgotten; at first all that are known."""
         for node in self.nodes():
             listener.stored(self.namespace_of(node), [each.edge for each in node.path()])
         self._listener = listener
@@ -609,7 +609,7 @@ def _walk(node: Node[T], packed: bytes) -> tuple[list[Node[T]], int]:
 
 
 def num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many of the first tokens are the same."""
+    """Length of the common prefix of two arrays of tokens."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
@@ -617,7 +617,7 @@ def num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
 
 
 def _digest(tokens: Tokens) -> bytes:
-    """What tells these token ids from others. Raises ValueError for anything else."""
+    """Digest of token ids, which identifies them. Raises ValueError for anything else."""
     return hashlib.blake2b(pack(tokens), digest_size=16).digest()
 
 
@@ -707,7 +707,7 @@ class EvictionOrder(Generic[T]):
         return None
 
     def each(self) -> Iterator[Node[T]]:
-        """What `oldest` would give in turn if each were removed, parents included. The tree must not change meanwhile.
+        """Nodes in the order in which `oldest` gives them if each is removed, parents included. The tree must not change.
 
         O(k log k) for the first k: a heap's smallest entries are near its top, so that few entries are looked at.
         """

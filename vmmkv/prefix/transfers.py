@@ -41,7 +41,7 @@ _LOAD_WINDOWS: Final = 16
 """Windows that stores leave for loads: requests wait for these."""
 
 _PIECES_AT_ONCE: Final = 4
-"""As many times `MOST_KEYS` keys are hashed when a fetch begins: some 0.7 ms. Polls hash the others."""
+"""Multiple of `MOST_KEYS` of keys that are hashed when a fetch begins: some 0.7 ms. Polls hash the others."""
 
 
 class PrefixListener(TreeListener, Protocol):
@@ -77,7 +77,7 @@ class WindowCopier:
         return self._windows.num_free > (_SPARE_WINDOWS if is_load else _SPARE_WINDOWS + _LOAD_WINDOWS)
 
     def copy(self, buffer: Extent, runs: Sequence[Run], *, is_load: bool) -> Fence:
-        """See Copier.copy."""
+        """Launch copies into an extent, or out of it, through a window. Returns a fence behind them. See Copier.copy."""
 
         def copy_all(address: int) -> None:
             for run in runs:
@@ -89,7 +89,7 @@ class WindowCopier:
             return self._windows.run(buffer, copy_all)
 
     def fence(self, *, is_load: bool) -> Fence:
-        """See Copier.fence."""
+        """A fence behind all loads or all stores launched so far."""
         with self._driver.on(self._load_stream if is_load else self._store_stream):
             return self._driver.fence()
 
@@ -111,7 +111,7 @@ class _Part(Load[Extent]):
         return range(self.page, self.page + self.buffer.num_pages)
 
     def ended(self) -> None:
-        """See Load.ended."""
+        """Tell the transfers that nothing of this part is under way any more."""
         self._transfers.part_ended(self)
 
 
@@ -126,14 +126,14 @@ class TreePath(Source[Extent]):
         self._transfers, self._number = transfers, number
 
     def prepared(self) -> Iterator[bool]:
-        """See Source.prepared."""
+        """Wait until the rows are written, then hash the keys. See Source.prepared."""
         while not self._transfers.is_written(self._number):
             yield False
         while len(self.chain.hash_some(MOST_KEYS)) == MOST_KEYS:
             yield True
 
     def portions(self, tier: Tier, has: set[bytes]) -> Iterator[Portion[Extent] | None]:
-        """See Source.portions: what the tree has of it now."""
+        """Extents of the path in the tree now, the last first, for a tier that `has` some records. See Source.portions."""
         described = self._transfers.described(tier, self.chain)
         described(None)
         lookup: Lookup[Placed] = Lookup(self.chain.namespace, self.chain.tokens)
@@ -166,18 +166,18 @@ class Transfers(IndexFollower):
         self._windows = windows
         self._listener: PrefixListener | None = None
         self._newest: dict[int, tuple[TreePath, list[Tier]]] = {}
-        """By slot of a running sequence: its inserted tokens with their hashes, so none is hashed twice, and where to store."""
+        """Path and tiers of a running sequence, by slot: its inserted tokens with their hashes, so none is hashed twice."""
         self.fetches: dict[Fetch, FetchSearch] = {}
         self._parts: dict[Fetch, list[_Part]] = {}
         """Extents that are loaded for a fetch."""
         self._num_left: dict[Fetch, int] = {}
-        """Those that have still to come."""
+        """Number of a fetch's parts that have still to come."""
         self._loading: dict[bytes, Fetch] = {}
-        """By key of a record that is being loaded: its fetch."""
+        """Fetch that loads a record, by the record's key."""
         self._num_queued = self._num_written = 0
         """Paths that were ever queued; so many of them, the oldest, have been written by the device."""
         self._writing: tuple[int, Fence] | None = None
-        """Behind the fence one more path, and all before it, are written."""
+        """Number of a path, and the fence behind which it and all paths before it are written. None if nothing waits for it."""
         self._unwritten: dict[Extent, int] = {}
         """Extents whose rows may be on their way, as copies are: the number of the path with which they are written."""
 
@@ -213,7 +213,7 @@ class Transfers(IndexFollower):
         return number <= self._num_written
 
     def is_written_in(self, extent: Extent) -> bool:
-        """The same of the rows in an extent."""
+        """Has the device written the rows in an extent? If not, ask again."""
         return self.is_written(self._unwritten.get(extent, 0))
 
     def described(self, tier: Tier, chain: PageKeys) -> Callable[[Sequence[tuple[int, int]] | None], object]:
@@ -233,7 +233,7 @@ class Transfers(IndexFollower):
     # what the prefix cache asks
 
     def listen(self, listener: PrefixListener) -> None:
-        """See PrefixCache.listen."""
+        """Tell a listener which records the tiers have, of those that know when they go. See PrefixCache.listen."""
         self._listener = listener
         for tier in self.mover.tiers:
             if isinstance(tier, ListenedTier):
@@ -252,7 +252,7 @@ class Transfers(IndexFollower):
         return self.mover.is_idle
 
     def oldest_fence(self) -> Fence | None:
-        """What is waited for: the oldest copies, or else the work that writes what is to be stored; None if that is nothing."""
+        """Fence of the oldest copies, or else of the work that writes what is to be stored; None if nothing is waited for."""
         return self.mover.oldest_fence() or (None if self._writing is None else self._writing[1])
 
     def held(self) -> Counter[Extent]:
@@ -260,7 +260,7 @@ class Transfers(IndexFollower):
         return Counter(part.buffer for parts in self._parts.values() for part in parts)
 
     def locks(self) -> Counter[Node[Placed]]:
-        """How often fetches have locked each node."""
+        """Locks that fetches hold, counted by node."""
         return Counter(search.node for search in self.fetches.values() if search.node is not None)
 
     def give_up(self) -> list[Fence]:

@@ -42,7 +42,7 @@ _ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
 """Generation, key, and checksum of the record; a checksum of these and the slot's number follows."""
 
 _ENTRY_BYTES: Final = 64
-"""From one entry to the next: none lies in two sectors."""
+"""Distance from one entry to the next: none lies in two sectors."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,23 +88,23 @@ class DiskTier(ThreadedTier):
     # what ThreadedTier asks
 
     def open(self, device: torch.device) -> None:
-        """See Tier.open. If it was closed, the records are found again. Raises: as the constructor."""
+        """Get ready for copies. A tier that was closed finds its records again. Raises: as the constructor; see Tier.open."""
         with self.lock:
             if self._fd < 0:
                 self._open_files()
         super().open(device)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Tier.lookup."""
+        """Look up which of these records the tier has; a use of them. See Tier.lookup."""
         with self.lock:
             return touch(self._records, self._storing, keys)
 
     def held_bytes(self) -> int:
-        """See ThreadedTier.held_bytes."""
+        """Bytes of the slots that are taken."""
         return (self._num_slots - len(self._free)) * self.record_bytes
 
     def store(self, key: bytes) -> Transfer | Refusal:
-        """See Tier.store. It is used now, and not when a thread has written it."""
+        """Lend a buffer for a record's bytes, or say why not. The record counts as used now, not when it is written."""
         transfer = super().store(key)
         if isinstance(transfer, Transfer):
             with self.lock:
@@ -112,14 +112,14 @@ class DiskTier(ThreadedTier):
         return transfer
 
     def give_back(self, transfer: Transfer) -> None:
-        """See ThreadedTier.give_back."""
+        """Free the buffer of a transfer that has ended, and forget a record that was not stored."""
         with self.lock:
             if transfer.is_store and self._records.get(transfer.key, transfer) is None:
                 del self._records[transfer.key]
         super().give_back(transfer)
 
     def write(self, key: bytes, data: memoryview) -> None:
-        """See ThreadedTier.write."""
+        """Write a record to a slot, then its entry to the index; called from a thread. On failure the slot is free again."""
         with self.lock:
             if self._records.get(key) is not None:
                 return
@@ -140,7 +140,10 @@ class DiskTier(ThreadedTier):
             raise
 
     def read(self, key: bytes, data: memoryview) -> None:
-        """See ThreadedTier.read."""
+        """Fill `data` from the record's slot; called from a thread.
+
+        Raises: MissedError if it is not there; OSError if its checksum is wrong, after which it is dropped.
+        """
         with self.lock:
             slot = self._records.get(key)
             if slot is None:
@@ -161,13 +164,13 @@ class DiskTier(ThreadedTier):
             raise OSError(errno.EIO, f"{self.path}: slot {slot.number} does not hold what was written there")
 
     def listen(self, listener: RecordListener) -> None:
-        """See ListenedTier.listen."""
+        """Tell one listener which records there are, and then of each that is kept, goes, or could not be stored."""
         with self.lock:
             self.listener = listener
             listener([key for key, slot in self._records.items() if slot is not None], True)
 
     def close(self) -> None:
-        """See Tier.close."""
+        """Write the index, and give memory and files back. Idempotent. Raises: ValueError while transfers are under way."""
         super().close()
         with self.lock:
             if self._fd >= 0:
@@ -364,7 +367,7 @@ _tiers: Final[weakref.WeakSet[DiskTier]] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """After fork(): a child that kept the file open would keep its lock, also when its parent is gone."""
+    """Close files after fork(): a child with one open would keep its lock, also when its parent is gone."""
     for tier in list(_tiers):
         tier._close_files()
 
@@ -382,7 +385,7 @@ def _take(fd: int, size_bytes: int) -> None:
 
 
 def _entry_at(number: int) -> int:
-    """Where a slot's entry begins in the index."""
+    """Offset of a slot's entry in the index."""
     return _HEADER_BYTES + number * _ENTRY_BYTES
 
 

@@ -51,7 +51,7 @@ class HostTier:
         self.listener: RecordListener = lambda keys, is_held: None
 
     def open(self, device: torch.device) -> None:
-        """See Tier.open."""
+        """Allocate the memory of the budget, once; it is pinned on a GPU. Raises: BudgetError, naming the budget that works."""
         with self._lock:
             if self._memory is not None:
                 return
@@ -68,16 +68,16 @@ class HostTier:
 
     @property
     def address(self) -> int:
-        """Where its memory begins; 0 before it is opened."""
+        """Address of its memory; 0 before it is opened."""
         return 0 if self._memory is None else self._memory.data_ptr()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Tier.lookup."""
+        """Look up which of these records the tier has; a use of them. See Tier.lookup."""
         with self._lock:
             return touch(self._records, self._storing, keys)
 
     def store(self, key: bytes) -> Transfer | Refusal:
-        """See Tier.store."""
+        """Lend memory for a record's bytes, or say why not. It evicts the least recently used record if none is free."""
         with self._lock:
             if key in self._records:
                 return Refusal.THERE
@@ -89,7 +89,7 @@ class HostTier:
             return Transfer(key, True, self._records[key].address)
 
     def load(self, key: bytes) -> Transfer | None:
-        """See Tier.load. It has ended at once."""
+        """Lend the memory of a record, to be copied from; a miss if it is not there. The transfer has ended at once."""
         with self._lock:
             held = self._records.get(key)
             if held is None or key in self._storing:
@@ -99,7 +99,7 @@ class HostTier:
             return Transfer(key, False, held.address)
 
     def finished(self, transfer: Transfer) -> None:
-        """See Tier.finished."""
+        """End a transfer: a stored record is kept, and a loaded one can be evicted again."""
         with self._lock:
             if not transfer.address:
                 return
@@ -110,7 +110,7 @@ class HostTier:
                 self.listener([transfer.key], True)
 
     def drop(self, transfer: Transfer) -> None:
-        """See Tier.drop."""
+        """Give a transfer up. A record that was being stored is forgotten, and its memory is free."""
         with self._lock:
             if transfer.is_store:
                 self._storing.remove(transfer.key)
@@ -120,23 +120,23 @@ class HostTier:
                 self._records[transfer.key].num_copies -= 1
 
     def listen(self, listener: RecordListener) -> None:
-        """See ListenedTier.listen."""
+        """Tell one listener which records there are, and then of each that is kept, goes, or could not be stored."""
         with self._lock:
             self.listener = listener
             listener([key for key in self._records if key not in self._storing], True)
 
     def flush(self, timeout_s: float) -> bool:
-        """See Tier.flush. What is stored is kept at once."""
+        """Wait for nothing: a stored record is kept at once. Always True."""
         return True
 
     def stats(self) -> TierStats:
-        """See Tier.stats."""
+        """Counts of the tier at this moment."""
         with self._lock:
             held_bytes = (len(self._records) - len(self._storing)) * self.record_bytes
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self._counts))
 
     def close(self) -> None:
-        """See Tier.close. Its records are gone."""
+        """Give the memory back, with all records. Idempotent. Raises: ValueError while transfers are under way."""
         with self._lock:
             check_returned(self.name, sum(held.num_copies for held in self._records.values()))
             self._records.clear()

@@ -49,16 +49,16 @@ class KeyChain:
         self.in_order: list[bytes] = []
         """The keys that are hashed by now, in the order of the last tokens of their records."""
         self.by_group: list[list[bytes]] = [[] for _ in every]
-        """The same by group and record; an empty one of a record that was skipped."""
+        """Hashed keys by group and record; an empty one of a record that was skipped."""
         self._every = [(each.numerator, each.denominator) for each in every]
         self._identity = _VERSION + identity
         self._name = b""
         """Hash of the namespace."""
         self._state = hashlib.blake2b(digest_size=KEY_BYTES)
-        """After `_num_hashed` tokens."""
+        """Hash state after `_num_hashed` tokens."""
         self._num_hashed = 0
         self._ends: Iterator[tuple[int, int, int]] | None = None
-        """Of the records that are not hashed yet, in order: end, group, record."""
+        """End, group and record of each record that is not hashed yet, in order."""
 
     def of(self, tokens: npt.ArrayLike, namespace: Hashable = None) -> Self:
         """The chain of some tokens. `namespace` separates equal tokens that must not be shared, by tenant, salt or adapter.
@@ -110,7 +110,7 @@ class KeyChain:
         return _digest(state, index, record)
 
     def end(self, index: int, record: int) -> int:
-        """How many tokens must be known for a record of a group to be."""
+        """Number of tokens that must be known for a record of a group to be."""
         tokens, records = self._every[index]
         return ceil_div((record + 1) * tokens, records)
 

@@ -39,14 +39,14 @@ class Run(NamedTuple):
     """Bytes that one copy moves: neighbours in a buffer and in the memory of a tier."""
 
     offset_bytes: int
-    """Where they begin in the buffer."""
+    """Offset of the first byte in the buffer."""
     address: int
-    """Where they begin in the memory of the tier."""
+    """Address of the first byte in the memory of the tier."""
     size_bytes: int
 
 
 class Copier(Protocol[BufferT]):
-    """How bytes get from the buffers of an engine to the memory of tiers, and back."""
+    """Copies between the buffers of an engine and the memory of tiers."""
 
     def has_room(self, *, is_load: bool) -> bool:
         """May copies from or into another buffer be launched now?"""
@@ -75,7 +75,7 @@ class Source(Generic[B]):
     is_chain = False
     """Is each record of use only to those who have all before it?"""
     keys: Sequence[bytes] = ()
-    """In the order of their use; known when it is `prepared`."""
+    """Keys in the order of their use; known when the source is `prepared`."""
 
     def __init__(self) -> None:
         self.num_under_way = 0
@@ -86,7 +86,7 @@ class Source(Generic[B]):
         return iter(())
 
     def portions(self, tier: Tier, has: set[bytes]) -> Iterator[Portion[B] | None]:
-        """What a tier that `has` some records is to get, the last first. A portion is given again while it lacks records of it.
+        """Portions for a tier that `has` some records, the last first. One is given again while the tier lacks records of it.
 
         None: not now. Each step has a cost that does not grow with the source.
         """
@@ -164,14 +164,14 @@ class Mover(Generic[B]):
         """Calls of a tier that raised."""
         self._copier = copier
         self._stores: list[dict[Source[B], Iterator[bool]]] = [{} for _ in tiers]
-        """For each tier what is to be stored there, the oldest first: see `_storing`."""
+        """Sources to store, by tier, the oldest first: see `_storing`."""
         self._searches: dict[Search, None] = {}
         self._loads: dict[Load[B], None] = {}
-        """Those that wait for records, in order."""
+        """Loads that wait for records, in order."""
         self._copies: deque[_Launched[B]] = deque()
         """The oldest first."""
         self._turns = [self._search, self._load, self._store]
-        """Of the next poll, in order. They change places, so that none takes the time of all polls."""
+        """Kinds of work of the next poll, in order. They change places, so that none takes the time of all polls."""
         self._end_ns = 0.0
         """The end of this poll's time, of time.perf_counter_ns."""
         self._has_worked = False
@@ -270,7 +270,7 @@ class Mover(Generic[B]):
         return not (self.is_storing or self._copies or self._searches or self._loads)
 
     def oldest_fence(self) -> Fence | None:
-        """Behind the oldest copies; None if none are under way."""
+        """Fence of the oldest copies; None if none are under way."""
         return self._copies[0].fence if self._copies else None
 
     # in slack
@@ -430,7 +430,7 @@ class Mover(Generic[B]):
             yield from self._held_of(tier, source.keys)  # what was stored is behind what it had, and is evicted before it
 
     def _held_of(self, tier: Tier, keys: Sequence[bytes]) -> Generator[bool, None, set[bytes] | None]:
-        """Those that a tier has, looked up from the end: so that is evicted first. Yields as `_storing`; None if it fails."""
+        """Keys that a tier has, looked up from the end: so that is evicted first. Yields as `_storing`; None if it fails."""
         has: set[bytes] = set()
         for end in range(len(keys), 0, -MOST_KEYS):
             some = keys[max(0, end - MOST_KEYS) : end]
@@ -461,7 +461,7 @@ class Mover(Generic[B]):
 
 
 def _runs(moves: list[Move], record_bytes: int) -> list[Run]:
-    """What one copy can move each: records that are neighbours in the buffer and in the memory of their tier."""
+    """Runs that one copy each can move: records that are neighbours in the buffer and in the memory of their tier."""
 
     def begins(numbered: tuple[int, Move]) -> tuple[Tier, int, int]:
         number, (offset, tier, transfer) = numbered

@@ -44,7 +44,7 @@ _KNOWN_S: Final = 30.0
 """Time for which the answer that a record is there is believed."""
 
 _LACKED_S: Final = 2.0
-"""The same for one that is not there: another engine may store it."""
+"""Time for which the answer that a record is not there is believed: another engine may store it."""
 
 _MOST_KNOWN: Final = 1 << 17
 """Answers that are kept, of each kind."""
@@ -96,7 +96,7 @@ class SharedTier(ThreadedTier):
         self._known: OrderedDict[bytes, float] = OrderedDict()
         """Records that are there, and until when that is believed."""
         self._lacked: OrderedDict[bytes, float] = OrderedDict()
-        """Those that are not."""
+        """Records that are not there, and until when that is believed."""
         self._asked: set[bytes] = set()
         """Being asked for."""
         self._asker: ThreadPoolExecutor | None = None
@@ -104,9 +104,9 @@ class SharedTier(ThreadedTier):
         self._calls: dict[object, float] = {}
         """Start of each call under way, of time.monotonic."""
         self._pause_s = 0.0
-        """For how long the store is left alone; 0 while it answers."""
+        """Time for which the store is left alone, in seconds; 0 while it answers."""
         self._again_s = 0.0
-        """When that is over."""
+        """End of that pause, of time.monotonic."""
         self._probing = False
 
     # what a subclass does
@@ -132,7 +132,7 @@ class SharedTier(ThreadedTier):
         """Delete a value. Raises Refused if the store answers and does not do it."""
 
     def complaint_of(self, error: Exception) -> str | None:
-        """What a store that answers said against this client, and what would work, without passwords; None for no answer."""
+        """Complaint of a store that answers against this client, and the way out, without passwords; None for no answer."""
         return None
 
     def hang_up(self) -> None:
@@ -142,7 +142,7 @@ class SharedTier(ThreadedTier):
     # what ThreadedTier asks
 
     def open(self, device: torch.device) -> None:
-        """See Tier.open."""
+        """Get ready for copies, and ask once whether the store answers, without waiting for it. See Tier.open."""
         super().open(device)
         with self.lock:
             if self._asker is None:
@@ -152,7 +152,7 @@ class SharedTier(ThreadedTier):
                 self._asker.submit(self._probe)  # so that the log says at the start if it does not answer
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """See Tier.lookup. Raises: TierUnavailable while the store does not answer."""
+        """Look up which of these records the store has; None while it is asked. Raises: TierUnavailable if it is down."""
         self._check()
         now_s = time.monotonic()
         with self.lock:
@@ -168,7 +168,7 @@ class SharedTier(ThreadedTier):
             return None
 
     def load(self, key: bytes) -> Transfer | None:
-        """See Tier.load."""
+        """Begin to load a record into a buffer. A miss while the store is left alone; None if no buffer is free."""
         return missed(key) if self._pause_s else super().load(key)
 
     def held_bytes(self) -> int:
@@ -176,7 +176,7 @@ class SharedTier(ThreadedTier):
         return len(self._known) * self.record_bytes
 
     def write(self, key: bytes, data: memoryview) -> None:
-        """See ThreadedTier.write."""
+        """Put a record with its checksum into the store; called from a thread. Raises: Refused; errors of the client."""
         try:
             with self._call():
                 self.put(_name(key), _HEADER.pack(_MAGIC, len(data), checksum_of(key, data)), data)
@@ -186,7 +186,10 @@ class SharedTier(ThreadedTier):
         self._learn([key], [True])
 
     def read(self, key: bytes, data: memoryview) -> None:
-        """See ThreadedTier.read."""
+        """Fill `data` with a record of the store; called from a thread. A value that is not the record is removed.
+
+        Raises: MissedError if it is not there; OSError for a value that is not the record; errors of the client.
+        """
         try:
             with self._call():
                 value = memoryview(self.get(_name(key))).cast("B")
@@ -205,7 +208,7 @@ class SharedTier(ThreadedTier):
         raise OSError(f"{self.where} gave {len(value)} bytes for {_name(key)} that are not the record")
 
     def close(self) -> None:
-        """See Tier.close. Waits `timeout_s` for what is being written."""
+        """End calls and threads, and give the memory back. Waits `timeout_s` for records that are being written."""
         with self.lock:
             asker, self._asker = self._asker, None
         late = threading.Timer(self.timeout_s, self._leave_alone, [TimeoutError()])
@@ -341,7 +344,7 @@ class RedisTier(SharedTier):
         )
 
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """See SharedTier.ask. It is a use of them."""
+        """Are these values there, each? The question is a use of them."""
         if not names:
             self._client.ping()
         pipeline = self._client.pipeline(transaction=False)
@@ -350,7 +353,7 @@ class RedisTier(SharedTier):
         return [bool(number) for number in pipeline.execute()]
 
     def get(self, name: str) -> bytes:
-        """See SharedTier.get. Of a longer value one byte more than a record's is read."""
+        """A value, or one byte more than a record's of a longer one. Raises MissedError if it is not there."""
         try:
             value: bytes = self._client.getrange(name, 0, self.value_bytes)
         except self._errors.ResponseError as error:
@@ -362,7 +365,7 @@ class RedisTier(SharedTier):
         return value
 
     def put(self, name: str, header: bytes, record: memoryview) -> None:
-        """See SharedTier.put."""
+        """Set a value of two parts. Raises Refused if the store does not take it."""
         try:
             self._client.set(name, b"".join((header, record)))
         except self._errors.ResponseError as error:
@@ -372,25 +375,25 @@ class RedisTier(SharedTier):
             raise Refused(str(error)) from error
 
     def remove(self, name: str) -> None:
-        """See SharedTier.remove."""
+        """Delete a value. Raises Refused if the store answers and does not do it."""
         try:
             self._client.unlink(name)
         except self._errors.ResponseError as error:
             raise Refused(str(error)) from error
 
     def complaint_of(self, error: Exception) -> str | None:
-        """See SharedTier.complaint_of."""
+        """Complaint of a store that refuses this client, and the way out; None for any other error."""
         errors = self._errors
         if not isinstance(error, (errors.AuthenticationError, errors.AuthorizationError, errors.ResponseError)):
             return None
         return f"refuses this client: {error}; check its URL, redis://user:password@host:6379/DATABASE, and the user's rights"
 
     def hang_up(self) -> None:
-        """See SharedTier.hang_up."""
+        """Disconnect all connections, which ends the calls under way."""
         self._client.connection_pool.disconnect()
 
     def close(self) -> None:
-        """See Tier.close."""
+        """End the tier and close the client. See SharedTier.close."""
         super().close()
         self._client.close()
 
@@ -417,14 +420,14 @@ class MooncakeTier(SharedTier):
         self._connecting = threading.Lock()
 
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """See SharedTier.ask."""
+        """Are these values there, each? Raises OSError for an error of the store."""
         found = self._connected().batch_is_exist([*names] or ["vmmkv"])
         if min(found) < 0:
             raise OSError(f"{self.where}: error {min(found)}")
         return [bool(each) for each in found[: len(names)]]
 
     def get(self, name: str) -> Any:
-        """See SharedTier.get."""
+        """A value, as a buffer; an empty one for a value of another length. Raises MissedError if it is not there."""
         value = self._connected().get_buffer(name)
         if value is not None:
             return value
@@ -435,18 +438,18 @@ class MooncakeTier(SharedTier):
         raise MissedError(name)
 
     def put(self, name: str, header: bytes, record: memoryview) -> None:
-        """See SharedTier.put."""
+        """Put a value of two parts. Raises Refused if the store answers and does not take it."""
         error = self._connected().put_parts(name, header, record)
         if error:
             self.ask([])
             raise Refused(f"error {error}")
 
     def remove(self, name: str) -> None:
-        """See SharedTier.remove."""
+        """Delete a value, also while it is leased."""
         self._connected().remove(name, force=True)
 
     def close(self) -> None:
-        """See Tier.close."""
+        """End the tier and close the client. See SharedTier.close."""
         super().close()
         if self._store is not None:
             self._store.close()

@@ -38,7 +38,7 @@ class SpanCopier:
         return True
 
     def copy(self, buffer: Spans, runs: Sequence[Run], *, is_load: bool) -> Fence:
-        """See Copier.copy."""
+        """Launch copies of one record into the spans, or out of them. Returns a fence behind them. See Copier.copy."""
         with self.driver.on(self._streams[is_load]):
             ((_, lent, _),) = runs  # one record, which has as many bytes as the spans
             for address, size_bytes in buffer:
@@ -48,7 +48,7 @@ class SpanCopier:
             return self.driver.fence()
 
     def fence(self, *, is_load: bool) -> Fence:
-        """See Copier.fence."""
+        """A fence behind all copies that were launched in a direction."""
         with self.driver.on(self._streams[is_load]):
             return self.driver.fence()
 
@@ -59,7 +59,7 @@ class Put(Source[Spans]):
     def __init__(self, store: "Store", tiers: list[Tier], key: bytes, spans: Spans, written: Fence, deadline_s: float) -> None:
         super().__init__()
         self.answers = {tier.name: Refusal.NOT_NOW for tier in tiers}
-        """By tier its last answer: THERE if it has the record or was given it, and otherwise why not."""
+        """Last answer by tier: THERE if it has the record or was given it, and otherwise why not."""
         self.deadline_s = deadline_s
         self.keys = [key]
         self._store, self._spans, self._written = store, spans, written
@@ -70,17 +70,17 @@ class Put(Source[Spans]):
         return not self.num_under_way
 
     def prepared(self) -> Iterator[bool]:
-        """Until the work that was launched before the put has ended."""
+        """Wait for the work that was launched before the put. See Source.prepared."""
         while not self._written.done():
             yield False
 
     def portions(self, tier: Tier, has: set[bytes]) -> Iterator[Portion[Spans] | None]:
-        """Its one record, until the tier has it."""
+        """The put's one record, until the tier has it."""
         while not has.issuperset(self.keys):
             yield Portion(self._spans, self.keys)
 
     def answered(self, tier: Tier, answer: Refusal) -> None:
-        """See Source.answered."""
+        """Keep the answer of a tier."""
         self.answers[tier.name] = answer
 
     def give_up(self) -> None:
@@ -130,7 +130,7 @@ class Get(Load[Spans]):
                 self._store.ask(None, tier.finished, answer)
 
     def ended(self) -> None:
-        """If it was missed, another tier may have it."""
+        """Ask the other tiers if the load was a miss; else note whether the record is in the spans."""
         if self.failed and self._left:
             self._store.search(self)
         else:

@@ -36,9 +36,9 @@ class Refusal(Enum):
     """Why a tier lends no memory to store a record."""
 
     THERE = "there"
-    """It has the record, or another transfer stores it."""
+    """The tier has the record, or another transfer stores it."""
     NO_ROOM = "no room"
-    """It is full, and all its records are being copied; or it is closed."""
+    """The tier is full, and all its records are being copied; or it is closed."""
     NOT_NOW = "not now"
     """No buffer is free, or it has still to find out whether it has the record: ask again."""
 
@@ -55,7 +55,10 @@ class Transfer:
     One copy moves records at addresses that follow each other: a tier's memory is one allocation, or has gaps.
     """
     future: Future[None] | None = None
-    """Of a load: done when the bytes are there, with an error for a miss. None if they are there already, or known to miss."""
+    """Future of a load: done when the bytes are there, with an error for a miss.
+
+    None if they are there already, or known to miss.
+    """
 
     @property
     def ended(self) -> bool:
@@ -76,7 +79,7 @@ class TierStats:
     budget_bytes: int
     """0 for a store with a bound of its own."""
     held_bytes: int
-    """Of a store that others use too: as far as this tier knows."""
+    """Bytes of its records. Of a store that others use too: as far as this tier knows."""
     stored_bytes: int
     loaded_bytes: int
     evicted_records: int
@@ -156,7 +159,7 @@ def check_returned(name: str, num_transfers: int) -> None:
 
 
 def touch(records: OrderedDict[bytes, T], storing: set[bytes], keys: Sequence[bytes]) -> list[bool]:
-    """See Tier.lookup. `records`: the least recently used first, among them those that are being stored."""
+    """Use these records, the last key first; which of them a tier has, each. `records`: the least recently used first."""
     for key in reversed(keys):
         if key in records:
             records.move_to_end(key)
@@ -198,7 +201,7 @@ class ThreadedTier(ABC):
         self._num_writes = 0
         self._written = threading.Condition(self.lock)
         self.listener: RecordListener = lambda keys, is_held: None
-        """What a subclass that can `listen` tells of its records; failed stores are told by this class."""
+        """Listener of a subclass that can `listen`, which tells of its records; this class tells of failed stores."""
         self._threads: ThreadPoolExecutor | None = None
         self._ending: ThreadPoolExecutor | None = None
         """The threads of a tier that is being closed."""
@@ -215,7 +218,7 @@ class ThreadedTier(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """See Tier.lookup."""
+        """Look up which of these records the tier has. See Tier.lookup."""
 
     @abstractmethod
     def held_bytes(self) -> int:
@@ -224,7 +227,7 @@ class ThreadedTier(ABC):
     # the protocol
 
     def open(self, device: torch.device) -> None:
-        """See Tier.open."""
+        """Allocate the buffers and start the threads, unless that is done. See Tier.open."""
         with self.lock:
             if self._memory is None:
                 self._memory = host_memory(self._num_buffers * self.record_bytes, device)
@@ -233,7 +236,7 @@ class ThreadedTier(ABC):
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"vmmkv-{self.name}")
 
     def store(self, key: bytes) -> Transfer | Refusal:
-        """See Tier.store. At most half of the buffers are lent for stores: requests wait for loads."""
+        """Lend a buffer for a record's bytes, or say why not. At most half are lent for stores: requests wait for loads."""
         found = self.lookup([key])
         if found is None:
             return Refusal.NOT_NOW
@@ -251,7 +254,7 @@ class ThreadedTier(ABC):
             return Transfer(key, True, self._buffers.pop())
 
     def load(self, key: bytes) -> Transfer | None:
-        """See Tier.load."""
+        """Begin to load a record into a buffer. A miss if the tier is closed; None if no buffer is free: ask again."""
         with self.lock:
             if self._threads is None:
                 return missed(key)
@@ -262,7 +265,7 @@ class ThreadedTier(ABC):
             return Transfer(key, False, address, self._threads.submit(self._read, key, address))
 
     def finished(self, transfer: Transfer) -> None:
-        """See Tier.finished."""
+        """End a transfer: a thread writes a stored record, and the buffer of a loaded one is free."""
         if transfer.is_store:
             with self.lock:
                 assert self._threads is not None, "it is not closed while a transfer is under way"
@@ -273,7 +276,7 @@ class ThreadedTier(ABC):
             self.drop(transfer)
 
     def drop(self, transfer: Transfer) -> None:
-        """See Tier.drop."""
+        """Give a transfer up. Its buffer is free when no thread uses it."""
         if not transfer.address:
             return
         with self.lock:
@@ -287,13 +290,16 @@ class ThreadedTier(ABC):
             self.give_back(transfer)
 
     def stats(self) -> TierStats:
-        """See Tier.stats."""
+        """Counts of the tier at this moment."""
         held_bytes = self.held_bytes()
         with self.lock:
             return TierStats(name=self.name, budget_bytes=self.budget_bytes, held_bytes=held_bytes, **read_counts(self.counts))
 
     def close(self) -> None:
-        """See Tier.close. Waits for what is being written, without the lock; after an interrupt the next call waits for it."""
+        """End threads, and give the buffers back. Waits for records that are being written, without the lock. Idempotent.
+
+        After an interrupt the next call waits for them. Raises: ValueError while transfers are under way.
+        """
         with self.lock:
             check_returned(self.name, self._num_lent)
             self._ending, self._threads = self._threads or self._ending, None
@@ -328,7 +334,7 @@ class ThreadedTier(ABC):
                 self._written.notify_all()
 
     def flush(self, timeout_s: float = math.inf) -> bool:
-        """See Tier.flush."""
+        """Wait until all that was stored so far is written, or has failed; False if the time is over first."""
         with self.lock:
             return self._written.wait_for(lambda: not self._num_writes, min(timeout_s, threading.TIMEOUT_MAX))
 
