@@ -63,7 +63,7 @@ def refusing(what: str, instead: str | None = None) -> Iterator[None]:
 
 
 def unknown_rope(text_config: Any) -> str | None:
-    """What to say of a rope_type for which transformers has no function, if its model fails; None if it has them all."""
+    """Cause of a failing model: a rope_type for which transformers has no function. None if it has them all."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     said = getattr(text_config, "rope_parameters", None)
