@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from vmmkv.errors import Closed
+from vmmkv.errors import Closed, ForkedProcess
 from vmmkv.lifetime import Closing
 from vmmkv.units import counted, format_bytes
 from vmmkv_server.config import DEFAULT_MODEL, EngineConfig
@@ -179,6 +180,7 @@ class LLM(Closing):
         self._grammars: _Grammars | None = None
         self._messages: deque[FromEngine] = deque()
         """Messages from the engine. They are read between steps, since reading may abort requests."""
+        _refuse_forked()
         directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
         self._load(dataclasses.replace(config, model=str(directory)))
@@ -285,12 +287,13 @@ class LLM(Closing):
     def close(self) -> None:
         """Free all memory, after tiers have stored what they lack (for 30 s at most). Idempotent.
 
-        Raises: RuntimeError if another thread generates; ForkedProcess in a child made by fork(), and changes nothing.
+        In a child made by fork() it does nothing: the memory is the parent's.
+
+        Raises: RuntimeError if another thread generates.
         """
         loaded = self._loaded
-        if loaded is None:
+        if loaded is None or _loading_pid != os.getpid():
             return
-        _check_process(loaded)
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: close it when that has ended")
         try:
@@ -484,6 +487,23 @@ def _config_of(model: str | PathLike[str], options: EngineOptions) -> EngineConf
         elif isinstance(value, torch.dtype):
             given[name] = str(value).removeprefix("torch.")
     return EngineConfig(**given)
+
+
+_loading_pid: int | None = None
+"""The last process that has loaded an LLM: this one, or one that it was forked from."""
+
+
+def _refuse_forked() -> None:
+    """Raises: ForkedProcess in a child of a process that has loaded one: torch waits there for threads which the parent has."""
+    global _loading_pid
+    if _loading_pid not in (None, os.getpid()):
+        raise ForkedProcess(
+            f"this process was made by fork() of process {_loading_pid}, which has used an LLM: torch would wait here for ever "
+            "for threads that only its parent has; start the child with spawn",
+            call="LLM",
+            code="EPERM",
+        )
+    _loading_pid = os.getpid()
 
 
 def _check_process(loaded: Loaded) -> None:

@@ -470,6 +470,16 @@ class TestOrigins:
         before, _ = self.ask(server, "http://localhost:5173")
         assert before.headers["vary"] == "Origin"
 
+    def test_a_page_that_is_named_may_use_a_server_of_a_private_network(self, servers: Servers) -> None:
+        server = servers.get(front=ServeConfig(allowed_origins=("http://localhost:5173",), api_keys=(ONE,)))
+        asked = self.PREFLIGHT | {"Access-Control-Request-Private-Network": "true"}
+        named = server.http.options(CHAT, headers=asked | {"Origin": "http://localhost:5173"})
+        assert (named.status_code, named.headers["access-control-allow-private-network"]) == (200, "true")
+        other = server.http.options(CHAT, headers=asked | {"Origin": "http://localhost:1"})
+        assert code(other) == (400, "unknown_origin") and "access-control-allow-private-network" not in other.headers
+        put = {"Origin": "http://localhost:5173", "Access-Control-Request-Method": "PUT"}
+        assert code(server.http.options(CHAT, headers=put)) == (400, "unknown_method")
+
     def test_a_browser_asks_under_a_host_that_is_answered_as_for_all_else(self, servers: Servers) -> None:
         with running_server(front=ServeConfig(allowed_origins=("*",)), hosts=["localhost"]) as server:
             headers = {"Origin": "http://evil.example", "Host": "evil.example", **self.PREFLIGHT}

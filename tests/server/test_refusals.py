@@ -215,7 +215,7 @@ def test_a_text_that_is_only_counted_needs_no_room_unless_it_is_very_long(
         refused = server.post("/tokenize", asked)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-        assert error["message"].endswith("shorten the prompt to 255 tokens.")
+        assert error["message"].endswith("send the text in parts, in bodies of 2.9 KiB or less.")
 
 
 @pytest.mark.parametrize(

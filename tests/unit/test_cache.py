@@ -791,7 +791,13 @@ def test_a_forked_child_is_refused_though_the_lock_was_held(cache, pool):
         *(lambda num_tokens=num_tokens: sequence.grow(num_tokens) for num_tokens in (1, 100)),
         *(sequence.advance, lambda: sequence.k(0), sequence.park, sequence.close, lambda: sequence.truncate(1)),
         *(cache.open, lambda: cache.advance([1]), lambda: cache.k(0), cache.map_ahead, cache.drain, cache.stats, cache.close),
-        *(pool.stats, pool.close, lambda: pool.acquire(1), lambda: KVCache(LAYOUT, pool, slots=1, max_tokens=1)),
+        *(
+            pool.stats,
+            pool.close,
+            lambda: pool.used_bytes,
+            lambda: pool.acquire(1),
+            lambda: KVCache(LAYOUT, pool, slots=1, max_tokens=1),
+        ),
     ]
     thread = in_thread(hold)
     assert held.wait(60)

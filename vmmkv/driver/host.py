@@ -388,7 +388,7 @@ class HostDriver(DriverBase):
     """
 
     creates_zeroed = True
-    _forked = "which has none of its memory; open a driver in the child, or start it with spawn and pass handles by export_fd"
+    _forked = "which has none of its memory; start the child with spawn, and pass handles by export_fd"
 
     def __init__(self) -> None:
         super().__init__()

@@ -194,8 +194,7 @@ class Pool(Closing, Unique):
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
         self.held_bytes = 0
-        self.used_bytes = 0
-        """Held by running sequences, and so not evictable."""
+        self._used_bytes = 0
         self.closed = False
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
@@ -221,6 +220,12 @@ class Pool(Closing, Unique):
     def borrowed_bytes(self) -> int:
         """Bytes that are created and are another engine's memory."""
         return self.source.borrowed_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held by running sequences, and so not evictable. Raises: ForkedProcess in a child."""
+        self.lock.check_process()
+        return self._used_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -286,7 +291,7 @@ class Pool(Closing, Unique):
             assert extent.holders > extent.users, "only a holder uses an extent"
             extent.users += 1
             if extent.users == 1:
-                self.used_bytes += extent.size_bytes
+                self._used_bytes += extent.size_bytes
 
     def unuse(self, *extents: Extent) -> None:
         """One user of each fewer; it goes on holding."""
@@ -294,7 +299,7 @@ class Pool(Closing, Unique):
             assert extent.users > 0, "an extent was given up more often than used"
             extent.users -= 1
             if extent.users == 0:
-                self.used_bytes -= extent.size_bytes
+                self._used_bytes -= extent.size_bytes
 
     def drop(self, extent: Extent) -> None:
         """One holder fewer, which does not use it, or is the last one; that frees it. No driver call."""
@@ -319,7 +324,7 @@ class Pool(Closing, Unique):
             self.check_capture()
             budget_bytes = _checked_budget(budget_bytes, may_be_zero=True)
             self.source.check_budget(budget_bytes)
-            least_bytes = self.used_bytes + sum(each.unevictable_bytes() for each in self.reclaimers)
+            least_bytes = self._used_bytes + sum(each.unevictable_bytes() for each in self.reclaimers)
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
@@ -369,7 +374,7 @@ class Pool(Closing, Unique):
                 budget_bytes=self.budget_bytes,
                 created_bytes=self.created_bytes,
                 held_bytes=self.held_bytes,
-                used_bytes=self.used_bytes,
+                used_bytes=self._used_bytes,
                 free_bytes=self.free_bytes,
                 driver_calls=dict(self.driver.calls),
             )
@@ -391,7 +396,7 @@ class Pool(Closing, Unique):
             assert len(set(free)) == len(free), "an extent is free twice"
             used = sum((each.users() for each in self.reclaimers), Counter[Extent]())
             assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
-            assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
+            assert self._used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
             assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
             assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
             assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
@@ -476,7 +481,7 @@ class Pool(Closing, Unique):
     @property
     def kept_pages(self) -> int:
         """Evictable pages, though some perhaps only when running work is done. Cost: grows with what is pinned."""
-        return (self.held_bytes - self.used_bytes) // PAGE_BYTES - self._pinned_pages()
+        return (self.held_bytes - self._used_bytes) // PAGE_BYTES - self._pinned_pages()
 
     def _pinned_pages(self) -> int:
         return sum(extent.num_pages for extent in self._pinned_extents())
@@ -547,7 +552,7 @@ class Pool(Closing, Unique):
             )
         extent.holders = extent.users = 1
         self.held_bytes += size_bytes
-        self.used_bytes += size_bytes
+        self._used_bytes += size_bytes
         taken.append(extent)
 
     def _reclaim_what_is_here(self, num_pages: int, missing: int, text_if_ended: str, *, wait: bool) -> None:
@@ -565,7 +570,7 @@ class Pool(Closing, Unique):
 
     def _put_back(self, extent: Extent) -> None:
         if extent.users:
-            self.used_bytes -= extent.size_bytes
+            self._used_bytes -= extent.size_bytes
         extent.holders = extent.users = 0
         self.held_bytes -= extent.size_bytes
         if extent.leaves:

@@ -53,7 +53,7 @@ class TransactionLock:
         if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"this pool and its caches belong to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "
-                "which has none of their memory; make a pool in the child, or start it with spawn or forkserver",
+                "which has none of their memory; start the child with spawn or forkserver",
                 call="lock",
                 code="EPERM",
             )

@@ -21,7 +21,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from vmmkv.units import counted
+from vmmkv.units import counted, format_bytes
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, News, RequestFailed, Watchdog
 from vmmkv_server.http import errors
@@ -618,7 +618,12 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
     except PromptError as error:
         raise errors.invalid(param, error) from error
     except RequestRefused as error:
-        raise ApiError(400, str(error), param=param, code=error.code) from error
+        size = format_bytes(COUNTED_BYTES)
+        message = (
+            f"A body of more than {size} is tokenised only if its text may fit into a request, which can have "
+            f"{limits.max_tokens} tokens, and this one has more: send the text in parts, in bodies of {size} or less."
+        )
+        raise ApiError(400, message, param=param, code=error.code) from error
 
     def write() -> str:
         texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None

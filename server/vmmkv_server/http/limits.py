@@ -403,6 +403,7 @@ class Origins(CORSMiddleware):
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_credentials=False,  # pages send a key themselves; a browser adds nothing of its own
+            allow_private_network=True,  # the origin is named, wherever the server is
             expose_headers=["X-Request-Id", "Retry-After"] if allowed else [],
         )
         self._hosts = hosts
@@ -413,6 +414,9 @@ class Origins(CORSMiddleware):
         try:
             check_host(request_headers.get("host", ""), self._hosts)
             self._check_origin(request_headers["origin"])
+            if (method := request_headers["access-control-request-method"]) not in self.allow_methods:
+                message = f"Pages of other origins may send {' and '.join(self.allow_methods)} to this server, not {method!r}."
+                raise ApiError(400, message, code="unknown_method")
         except ApiError as error:
             return error.response({"Vary": "Origin"})
         return super().preflight_response(request_headers)
