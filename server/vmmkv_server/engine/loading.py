@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready to work: the model, the memory, the warm-up, the graphs."""
+"""Loading of an engine by its configuration: the model, the memory, the warm-up, the graphs."""
 
 import contextlib
 import functools
@@ -66,10 +66,10 @@ _PREPARE_S: Final = 1.0
 """The longest time for which a start maps what an earlier engine left with the holder."""
 
 _STAGES: Final = ("loading weights", "meeting the other ranks", "preparing the cache", "warming up", "capturing graphs")
-"""Of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
+"""Stages of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
 
 _HASHED_WORDS: Final = 1 << 18
-"""Of weights at once, 2 MiB: what a CPU's caches hold."""
+"""Words of weights that are hashed at once, 2 MiB: a CPU's caches hold so much."""
 
 LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
 """Steps in flight while the next is scheduled. On a CPU a step is over when it is launched."""
@@ -179,7 +179,7 @@ def assemble(
 
 
 def _wanted_memory(config: EngineConfig, source: "ModelSource", tiers: Sequence[Tier], ranks: Ranks | None) -> BackendConfig:
-    """What an engine needs memory for."""
+    """Needs of an engine for memory, by its configuration and its model."""
     return BackendConfig(
         layout=source.layout,
         device=source.device,
@@ -445,7 +445,7 @@ def read_config(directory: Path) -> Any:
 
 
 def read_model(hf_config: Any) -> ModelConfig:
-    """What the layers of a model keep, by its configuration. Raises: UnsupportedModel."""
+    """Layers of a model and the state that they keep, by its configuration. Raises: UnsupportedModel."""
     try:
         return read(hf_config)
     except LayoutError as error:

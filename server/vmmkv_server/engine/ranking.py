@@ -1,4 +1,4 @@
-"""How queries rank the rows of their sequences: by how much they attend to them.
+"""Ranking of rows, by how much queries of their sequences attend to them.
 
 Policies with scores rank rows by how much some queries attend to them: those of the prompt that the policy asks for, and of the
 generated ones the last before a compaction. A decode step leaves its queries behind, by a graph or without, and those of all
@@ -33,14 +33,14 @@ class Ranked(NamedTuple):
 
 
 class Ranking:
-    """What the ranked queries of a step attend to."""
+    """Attention of a step's ranked queries to each row, summed."""
 
     def __init__(self, ranked: Sequence[Ranked], ends: Mapping[int, int], uploads: Uploads) -> None:
-        """`ends`: by slot, the column behind its last query."""
+        """`ends`: the column behind the last query of each slot."""
         self._ranked = ranked
         self._ends, self._uploads = ends, uploads
         self._ones: list[Ranking] = []
-        """Of quantised keys: a ranking for each sequence, over a copy of its rows."""
+        """Rankings of single sequences, over copies of their rows, where keys are quantised."""
         counts = np.array([each.num_queries for each in ranked])
         starts = np.concatenate([[0], np.cumsum(counts)])
         columns = np.concatenate([np.arange(ends[each.slot] - each.num_queries, ends[each.slot]) for each in ranked])
@@ -54,7 +54,7 @@ class Ranking:
         self, q_LNHD: torch.Tensor, k_LSTKD: torch.Tensor, scale: float | None, k_scale_STK: torch.Tensor | None = None,
         lse_NH: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Of some layers, with the rows of the step in place: one layer at each call, or all at once.
+        """Add the attention in some layers, with the rows of the step in place: one layer at each call, or all at once.
 
         `k_scale_STK`: of quantised keys of one layer. `lse_NH`: what `prefill` gave for the queries of one layer. Cost: three
         launches on a GPU, for quantised keys some ten for each sequence; waits for nothing.

@@ -70,7 +70,7 @@ class RankFailed(EngineDied):
 
 
 class Op(enum.IntEnum):
-    """What a message has a rank do, and the numbers behind it. Addresses and handles are rank 0's."""
+    """Operation that a message has a rank do, with the numbers behind it. Addresses and handles are rank 0's."""
 
     CONNECT = enum.auto()
     ROWS = enum.auto()
@@ -106,7 +106,7 @@ class Op(enum.IntEnum):
     LOGITS = enum.auto()
     """First row, and end, of the last states."""
     CAPTURE = enum.auto()
-    """As FORWARD, for a graph."""
+    """Numbers as behind FORWARD, of a pass that becomes a graph."""
     REPLAY = enum.auto()
     """The number of a graph."""
 
@@ -138,7 +138,7 @@ class Peer:
     rank: int
     channel: socket.socket
     process: "subprocess.Popen[bytes] | None" = None
-    """None in a thread of this process."""
+    """Process of the rank; None in a thread of this process."""
 
     def last_words(self, until_s: float) -> str:
         """Why it has ended, of a rank that has, or has said so. Blocks until a time of time.monotonic() at most."""
@@ -341,12 +341,12 @@ class Ranks:
         self.fail()
 
     def mirrored(self, driver: Driver) -> Driver:
-        """This rank's driver, whose calls all ranks repeat."""
+        """Driver of this rank, whose calls all ranks repeat."""
         mirrored: Any = _MirroredDriver(driver, self)
         return cast(Driver, mirrored)
 
     def model(self, model: EngineModel, memory: KVBackend) -> "ParallelModel":
-        """This rank's part of a model over its memory, whose passes all ranks repeat."""
+        """Part of a model that this rank has, over its memory. All ranks repeat its passes."""
         return ParallelModel(model, memory, self)
 
     # ------------------------------------------------------------------ forward passes
@@ -430,23 +430,23 @@ class ParallelModel:
         ranks.send(Op.ROWS, memory.num_slots, memory.max_tokens)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """See EngineModel."""
+        """Logits of a forward pass, as `EngineModel.forward`."""
         with self._ranks.repeating(ids_N, step, last_B, has_logits=True):
             return self._model.forward(ids_N, step, last_B)
 
     @property
     def has_states(self) -> bool:
-        """See EngineModel."""
+        """Can the model compute in two halves, as `EngineModel.has_states`?"""
         return self._model.has_states
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
-        """See EngineModel."""
+        """Hidden states of some tokens, as `EngineModel.states`."""
         with self._ranks.repeating(ids_N, step, rows_W, has_logits=False):
             self._states_WE = self._model.states(ids_N, step, rows_W)
         return self._states_WE
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See EngineModel."""
+        """Logits of hidden states, as `EngineModel.logits`."""
         assert (
             self._states_WE is not None
             and states_WE.untyped_storage().data_ptr() == self._states_WE.untyped_storage().data_ptr()
@@ -464,21 +464,21 @@ class _RanksFence:
         self._has_passed = False
 
     def done(self) -> bool:
-        """See Fence."""
+        """Has the fence passed? As `Fence.done`; the other ranks are told."""
         if not self._has_passed and self._fence.done():
             self._has_passed = True
             self._ranks.send(Op.PASSED, self._number)
         return self._has_passed
 
     def wait(self) -> None:
-        """See Fence. Raises: RankFailed, but not once the ranks are ended: then this device waits for none."""
+        """Wait for the fence. Raises: RankFailed, but not once the ranks are ended: then this device waits for none."""
         if self._ranks.are_ended:
             self._fence.wait()
         else:
             self._ranks.wait_for(self.done)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """See Fence. The other ranks have one stream."""
+        """Order streams behind the fence, as `Fence.order`. The other ranks have one stream."""
         self._fence.order(streams)
 
 
@@ -490,7 +490,7 @@ class _MirroredDriver:
 
     _HERE: Final = ("calls", "creates_zeroed", "device", "has_addresses", "is_capturing", "new_stream", "on", "order")
     _REPEATED: Final = ("copy", "give_back", "map", "release", "synchronize", "unmap", "zero")
-    """With the same numbers."""
+    """Calls that the other ranks repeat with the same numbers."""
 
     def __init__(self, driver: Driver, ranks: Ranks) -> None:
         self._driver: Final = driver

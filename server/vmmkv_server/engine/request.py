@@ -28,10 +28,10 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
+    """Stage of a request."""
 
     WAITING = enum.auto()
-    """It has no memory: it has not begun, or was preempted."""
+    """Without memory: the request has not begun, or was preempted."""
     PREFILLING = enum.auto()
     """The host has the next tokens to compute: the prompt's, those that a grammar forces, or those of its beams."""
     DECODING = enum.auto()
@@ -40,14 +40,14 @@ class Status(enum.Enum):
 
 
 class Shape(NamedTuple):
-    """What a request takes of the memory and gives to the prefix cache, as of when it began to wait."""
+    """Memory that a request takes, and rows that it gives to the prefix cache, as of when it began to wait."""
 
     num_first_rows: int
     """Rows that it needs to begin, or to begin again."""
     most_rows: int
     """The most rows that it may have at once."""
     num_attachable: int
-    """Its first tokens, the rows of which, but for the last, may be taken from the prefix cache."""
+    """First tokens, the rows of which may be taken from the prefix cache, but for that of the last."""
     num_slots: int = 1
     """Slots that it takes while it runs."""
     shares_rows: bool = True
@@ -72,22 +72,22 @@ class Request:
     saved: TokenIds = field(init=False)
     """All its tokens, as of when it ran last."""
     sequence: KVSequence | None = None
-    """Its memory, while it runs."""
+    """Sequence with its rows, while it runs."""
     table: "RequestTable | None" = None
-    """Holds its tokens and counts, while it runs."""
+    """Table that has its tokens and counts, while it runs."""
     cached: tuple[tuple[str, int], ...] = ()
     """Tokens of its prompt that the prefix cache had when it began, by where they were: see `Output.cached`."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
-    """How long it waited before it began for the first time."""
+    """Wait before it began for the first time, in microseconds."""
     num_dropped: int = 0
     """Tokens whose rows are gone: its next token is that of row `length`, and token `length + num_dropped`."""
     num_answered: int = 0
     """Tokens that have been sent."""
     num_admitted: int = 0
-    """How often it has begun: more than once if it was preempted."""
+    """Times that it has begun: more than one if it was preempted."""
     place: int = 0
-    """Its place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
+    """Place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
     num_tokens_stuck: int | None = None
     """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
     shape: Shape = field(init=False)
@@ -120,12 +120,12 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Of its random numbers, which also depend on the number of rows: another one behind each compaction."""
+        """Seed of its random numbers, which also depend on the number of rows: another one behind each compaction."""
         return ((self.ask.params.seed or 0) + _GOLDEN * self.num_dropped) & (2**64 - 1)
 
     @property
     def memory(self) -> KVSequence:
-        """Its sequence; only of a running request."""
+        """Sequence of a running request."""
         assert self.sequence is not None, "a waiting request has no memory"
         return self.sequence
 
@@ -163,7 +163,7 @@ class Request:
         self.saved = np.concatenate([self.prompt, np.array(forced, np.int32)])
 
     def enter(self, table: "RequestTable", sequence: KVSequence, num_rows: int) -> None:
-        """It runs from now on, in a sequence that has its first rows."""
+        """Begin to run, in a sequence that has the first rows."""
         self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
@@ -171,7 +171,7 @@ class Request:
         table.enter(self, sequence.slot, num_rows)
 
     def leave(self, status: Status) -> None:
-        """It runs no longer; the caller gives the sequence back."""
+        """Run no longer. The caller gives the sequence back."""
         assert self.table is not None, "it does not run"
         self.saved = self.table.leave(self.memory.slot)
         self.sequence = self.table = None
@@ -198,11 +198,11 @@ class RequestTable:
         self.num_known = np.zeros(1 + num_slots, np.int64)
         """Tokens that the host has."""
         self.num_coming = np.zeros(1 + num_slots, np.int64)
-        """Those, and the ones that launched steps will sample."""
+        """Tokens that the host has, and those that launched steps will sample."""
         self.num_confirmed = np.zeros(1 + num_slots, np.int64)
         """Rows that were attached, or computed by steps that have been read back."""
         self.num_inserted = np.zeros(1 + num_slots, np.int64)
-        """Of them, those that the prefix cache has by `attach` or `insert`."""
+        """Confirmed rows that the prefix cache has, by `attach` or `insert`."""
         self.max_tokens = np.zeros(1 + num_slots, np.int64)
         """Tokens with which a request is done. The last one is never written: nothing attends to it."""
         self.ends = np.full(1 + num_slots, NO_END, np.int64)

@@ -119,11 +119,11 @@ class Runner:
         self.model: Final = model
         self.ranks: Final = ranks
         self.kv_policy_refusal: Final = _refusal(memory, model, is_split=ranks is not None)
-        """Why no request can have a `kv_policy`; empty if it can."""
+        """Reason that no request can have a `kv_policy`; empty if it can."""
         self.keys: Final = None if self.kv_policy_refusal else model.keys
-        """Of requests that can have one."""
+        """Keys of requests that can have a `kv_policy`; None if none can."""
         self.kv_policy_again_refusal: Final = _ROUNDED_ANEW if self.keys is not None and self.keys.are_quantised else ""
-        """Why none can have one that turns keys more than once; empty if it can."""
+        """Reason that none can have one that turns keys more than once; empty if it can."""
         self.uploads: Final = Uploads(memory.device)
         self.sampler: Final = Sampler(1 + memory.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(memory.limit)
@@ -180,7 +180,7 @@ class Runner:
 
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
-        """These slots decode in the next steps; the first ones are the members of the groups, one group after another."""
+        """Set the slots that decode in the next steps. The first are the members of the groups, one group after another."""
         self.groups.upload(slots, groups, self.uploads)
 
     @torch.inference_mode()
@@ -257,7 +257,7 @@ class SampledRows(NamedTuple):
     ends_R: torch.Tensor
     """Rows of the sequence, the new ones included."""
     out_R: torch.Tensor
-    """Where the tokens are written."""
+    """Output of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,11 +271,11 @@ class Forwarded:
     ends: Slots
     """`rows.ends_R` on the host."""
     graph: "_Graph | None" = None
-    """What it was replayed from, which can sample too."""
+    """Graph that the step was replayed from, which can sample too; None if it was launched without."""
     candidates: Sequence[tuple[int, int]] = ()
     """Rows of beam searches, and how many candidates each wants."""
     states: tuple[WantedStates, torch.Tensor] | None = None
-    """What states are wanted for, and the states; None if none are wanted."""
+    """Rows whose last states are wanted, and the states; None if none are wanted."""
 
 
 class DeviceState:
@@ -286,7 +286,7 @@ class DeviceState:
         self.tokens_S = torch.zeros_like(limit_S)
         self.lengths_S = torch.zeros_like(limit_S)
         self.shifts_S = torch.zeros_like(limit_S)
-        """What is added to a row to give the position of its token."""
+        """Difference of the position of a row's token to the row, by slot."""
 
     def begin(
         self, slots_B: torch.Tensor, ids_B: torch.Tensor, rows_B: torch.Tensor, positions_B: torch.Tensor, ends_B: torch.Tensor
@@ -327,11 +327,11 @@ class _Graph:
     logits_RV: torch.Tensor
     forward: Callable[[], None]
     sample: Mapping[bool, Callable[[], None]]
-    """If all rows are greedy, and if not."""
+    """Sampling half of the graph: True if all rows are greedy, False if not."""
     launch_s: float
-    """What it takes the host to launch the forward half without a graph."""
+    """Time that the host takes to launch the forward half without a graph."""
     took_s: float = 0.0
-    """What the forward half takes; of mixed steps."""
+    """Time that the forward half takes; only of mixed steps."""
 
     @classmethod
     def capture(cls, runner: Runner, forward: Callable[[], torch.Tensor], rows: SampledRows, pool: Any) -> "_Graph":
@@ -396,9 +396,9 @@ class _DecodeSteps:
         buffers = torch.zeros(6, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
         self._slots_B, self._ids_B, self._rows_B, self._positions_B, self._ends_B, self._out_B = buffers
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        """By rows, and by whether there are prefix groups among them."""
+        """Graphs by number of rows, and by whether there are prefix groups among them."""
         self._queries_LBHD = None if runner.keys is None else runner.keys.new_queries(max_rows)
-        """Of the last step, if rows may be ranked by them."""
+        """Queries of the last step, if rows may be ranked by them."""
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""
 
@@ -469,9 +469,9 @@ class _MixedSteps:
         self._packed = torch.zeros(packed_size(_MixedInput.sizes(max_rows, max_tokens)), dtype=torch.int32, device=device)
         self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        """By tokens, and by whether there are prefix groups among the rows that decode."""
+        """Graphs by number of tokens, and by whether there are prefix groups among the rows that decode."""
         self._launch_s = float("inf")
-        """What launching a step without a graph takes the host."""
+        """Time that the host takes to launch a step without a graph."""
 
     def capture(self, pool: Any) -> None:
         """Make the graphs, and time them; for prefix groups too where launching takes longer than the step."""
@@ -525,7 +525,7 @@ class _MixedSteps:
         )  # fmt: skip
 
     def _upload(self, spans: "_Spans", size: int) -> "_MixedInput[torch.Tensor]":
-        """What the device needs of a step, filled up to `size` tokens. One copy."""
+        """Upload the input of a step, filled up to `size` tokens. One copy."""
         slots_B, ends_B, counts_B, begins_B, ids_N, sampled_R = spans
         num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled_R)
         sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
@@ -618,7 +618,7 @@ class _Spans(NamedTuple):
 
 
 class _MixedInput(NamedTuple, Generic[Array]):
-    """What a mixed step uploads, on the host or on the device.
+    """Input of a mixed step, on the host or on the device.
 
     Padding is sequences without tokens, tokens of the null slot, which are not written, and rows of the null slot.
     """

@@ -1,4 +1,4 @@
-"""From logits to token ids, on whatever device the logits are.
+"""Sampling: from logits to token ids, on whatever device the logits are.
 
     logits ── penalties, bias, min_tokens ──> temperature ──> top-k ──> top-p ──> min-p ──> token
               `adjust`, for slots that need it    `sample`: all parameters are on the device
@@ -68,9 +68,9 @@ class Sampler:
         self.is_greedy: Final = np.ones(num_slots, np.bool_)
         """Does the slot take the likeliest token?"""
         self.adjusted_until: Final = np.zeros(num_slots, np.int64)
-        """Its logits go through `adjust`, and its tokens through `count`, while fewer tokens than that are there."""
+        """Tokens of a sequence up to which its logits go through `adjust`, and its tokens through `count`."""
         self.num_logprobs: Final = np.full(num_slots, -1)
-        """How many of the likeliest tokens come with each of its tokens; -1 if no log-probabilities are wanted."""
+        """Likeliest tokens that come with each of its tokens; -1 if no log-probabilities are wanted."""
 
     @torch.inference_mode()
     def assign(self, requests: Sequence["Request"]) -> None:
@@ -193,7 +193,7 @@ class Penalties:
         )
 
     def count(self, slots_B: torch.Tensor, tokens_B: torch.Tensor, penalty_row_S: torch.Tensor) -> None:
-        """These tokens have been generated; those below 0 are none."""
+        """Count tokens as generated; those below 0 are none."""
         if not self.num_rows:
             return
         rows_B = torch.where(tokens_B >= 0, penalty_row_S[slots_B.long()], 0).long()
@@ -282,7 +282,7 @@ class MinTokens:
 def logprobs(
     logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor | slice, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of these rows: [R] float32, the token's log-probability, and [R, top] those of the likeliest and their int64 ids.
+    """Log-probabilities of rows: [R] float32 of the token, and [R, top] of the likeliest, with their int64 ids.
 
     They are of the logits as they are. Where the token is below 0 the first is that of token 0, and means nothing. There are at
     most V of the likeliest. Waits for nothing if rows_R is on the logits' device.

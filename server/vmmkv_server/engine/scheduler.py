@@ -1,4 +1,4 @@
-"""Which requests run, how many tokens each computes in a step, and which are preempted when pages run out."""
+"""Scheduler: the requests that run, the tokens that each computes in a step, and preemption when pages run out."""
 
 import itertools
 import logging
@@ -45,12 +45,12 @@ class CannotRun(Exception):
 
 
 class _Preempted(NamedTuple):
-    """What is known of a preempted request while it waits."""
+    """State of a preempted request while it waits."""
 
     num_rows: int
     """Rows of it that had been read back."""
     max_others: float
-    """How many others may run when it begins again."""
+    """Most others that may run when it begins again."""
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
         """
         self.waiting: Final = WaitingQueue(memory)
         self.running: dict[Request, None] = {}
-        """In order of admission."""
+        """Running requests, in order of admission."""
         self.table: Final = RequestTable(memory.num_slots, most_tokens or memory.max_tokens)
         self.num_preempted = 0
         self.held: dict[Request, None] = {}
@@ -109,9 +109,9 @@ class Scheduler:
         self._windowed = [index for index, group in enumerate(memory.layout.groups) if group.window is not None]
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
-        """Those that wait, for tiers too, or run."""
+        """Requests by id: those that wait, for tiers too, or run."""
         self._priorities: list[int] = []
-        """Of the running requests, sorted; each as often as it has slots."""
+        """Sorted priorities of the running requests, one entry for each slot that they hold."""
         self._prefilling: dict[Request, None] = {}
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
@@ -463,7 +463,7 @@ class Scheduler:
                 raise CannotRun(request, error, "this request cannot go on") from error
 
     def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
-        """It runs no longer. `keep` takes its own sequence, and what it has computed."""
+        """End the run of a request. `keep` takes its own sequence, and the tokens that it has computed."""
         del self.running[request]
         place = bisect_left(self._priorities, request.ask.priority)
         del self._priorities[place : place + request.shape.num_slots]

@@ -26,13 +26,13 @@ class Chunk:
     is_last: bool = True
     """Is a token, or are candidates, wanted behind it?"""
     num_candidates: int = 0
-    """How many of the likeliest next tokens are wanted; 0 if one is sampled."""
+    """Likeliest next tokens that are wanted; 0 if one is sampled."""
     is_own: bool = True
     """Is it part of the request's own tokens?"""
     is_answered: bool = True
     """Does what is sampled behind it count? Not if the request was given other tokens since."""
     num_admitted: int = field(init=False)
-    """Of the request, when the chunk was made."""
+    """`Request.num_admitted` when the chunk was made."""
 
     def __post_init__(self) -> None:
         self.num_admitted = self.request.num_admitted
@@ -64,7 +64,7 @@ class Chunk:
         return self.is_last and not self.num_candidates and self.request.ask.params.max_tokens > 0
 
     def first(self, count: int) -> "Chunk":
-        """Its first `count` tokens, or all if there are no more."""
+        """The first `count` tokens of the chunk, or all if there are no more."""
         if len(self.tokens) <= count:
             return self
         return Chunk(self.request, self.sequence, self.start, self.tokens[:count], is_last=False, is_own=self.is_own)
@@ -75,10 +75,10 @@ class WantedStates(Protocol):
 
     @property
     def rows(self) -> Sequence[tuple[int, int, int]]:
-        """Of some chunks: the index in the step, and the first and number of the tokens."""
+        """Rows of some chunks: the index of the chunk in the step, and the first and number of its tokens."""
 
     def read(self, states_WE: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What the host is to have of these states. Waits for nothing."""
+        """Tensors that the host is to have of these states. Waits for nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +90,7 @@ class Step:
     ends: Slots
     """Rows of these slots behind the step."""
     epochs: Slots
-    """Of these slots, at the launch."""
+    """Epochs of these slots, at the launch."""
     chunks: list[Chunk]
     """Tokens that the host knows."""
     ranked: list[Ranked] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Step:
     readback: "Readback | None" = None
     """Once all of it is launched."""
     launched_s: float = 0.0
-    """When its launch began, of time.perf_counter."""
+    """Time at which its launch began, by time.perf_counter."""
 
     def last_chunks(self) -> Iterator[tuple[int, Chunk]]:
         """The chunks with something wanted behind them, and the row of it among the step's results."""
@@ -118,11 +118,11 @@ class Results(NamedTuple):
     """Results of a step, on the host."""
 
     tokens: TokenIds
-    """By row."""
+    """Token of each row."""
     logprobs: dict[int, Logprobs]
-    """By row, where they are wanted, or candidates are: then these are `likeliest`."""
+    """Log-probabilities by row, where they are wanted, or candidates are: then these are `likeliest`."""
     of_states: Sequence[torch.Tensor] = ()
-    """What the step's `WantedStates.read` gave."""
+    """Tensors that the step's `WantedStates.read` gave."""
 
 
 @dataclass(slots=True)

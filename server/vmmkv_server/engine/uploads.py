@@ -88,13 +88,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens may come next in some rows of a step; on the host, to be sent in one piece."""
+    """Masks of the tokens that may come next in some rows of a step; on the host, to be sent in one piece."""
 
     rows: list[int]
     words_GW: torch.Tensor
     """int32, to be written to: a view of `packed`."""
     packed: torch.Tensor
-    """From `Uploads.blank`: the masks, and behind them, aligned, their rows."""
+    """Masks, and behind them, aligned, their rows; from `Uploads.blank`."""
 
     @classmethod
     def of(cls, rows: list[int], num_words: int, uploads: Uploads) -> "TokenMasks":

@@ -17,7 +17,7 @@ _MAX_COMPARED: Final = 32
 """Waiting requests among which the one with the longest cached prefix is chosen."""
 
 _MAX_OVERTAKEN: Final = 16
-"""How many requests with a longer cached prefix may begin before an older one."""
+"""Most requests with a longer cached prefix that may begin before an older one."""
 
 _MIN_AWAITED: Final = 128
 """Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again.
@@ -31,12 +31,12 @@ URGENCY: Final = attrgetter("ask.priority", "place")
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of a request while it waits."""
+    """State of a request while it waits."""
 
     num_overtaken: int = 0
     """Later requests that began before it, because more of their prompts was cached; since it arrived."""
     lookup: Callable[[], int] | None = None
-    """How many of its tokens are cached; once that has been asked."""
+    """Function that counts its cached tokens; None until that has been asked."""
     awaited: Request | None = None
     """A running request that computes some of its prompt."""
     num_awaited: int = 0
@@ -50,7 +50,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
         self._memory = memory
         self._facts: dict[Request, _Facts] = {}
-        """Of the requests that wait, and of those that have waited and run."""
+        """State of the requests that wait, and of those that have waited and run."""
         self._num_refused = 0
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class WaitingQueue:
         self._num_refused = 0
 
     def num_cached(self, request: Request) -> int:
-        """How many tokens of a waiting request are cached now."""
+        """Cached tokens of a waiting request, as of now."""
         facts = self._facts[request]
         if facts.lookup is None:
             facts.lookup = self._memory.lookup(request.attachable, namespace=request.namespace)
@@ -156,7 +156,7 @@ class Order:
         return best
 
     def admitted(self, request: Request) -> None:
-        """It is about to run, and has overtaken those that arrived before it."""
+        """Note that a request is about to run, and has overtaken those that arrived before it."""
         for passed in itertools.takewhile(lambda each: each is not request, self._urgent()):
             self._facts[passed].num_overtaken += 1
 

@@ -65,7 +65,7 @@ class Rows(Planes):
             address += self._arenas[-1].reserved_bytes
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
-        """See Planes."""
+        """View of a plane of a layer, as `Planes.view`."""
         return self._arenas[self.layout.group_of[layer]].view(layer, plane)
 
 
@@ -100,7 +100,7 @@ class Worker:
         self._host_spans = range(0)
         """Rank 0's addresses of the same."""
         self._copies: Final[Sequence[torch.Stream]] = [driver.new_stream()]
-        """Of copies from and to the host, beside the model's work."""
+        """Streams of copies from and to the host, beside the model's work."""
         self._fences: deque[tuple[int, Fence]] = deque()
         self._num_fences = 0
         self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
@@ -214,7 +214,7 @@ class Worker:
         return any(start <= address < start + size_bytes for start, (_, size_bytes) in self._reserved.items())
 
     def _at(self, address: int) -> int:
-        """This rank's address for one of rank 0's."""
+        """Address in this rank that stands for one of rank 0's."""
         for start, (own, size_bytes) in self._reserved.items():
             if start <= address < start + size_bytes:
                 return own + address - start

@@ -33,7 +33,7 @@ _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 
 
 _CPU_IS_FULL: Final = "DefaultCPUAllocator: can't allocate memory"
-"""In torch's error for want of memory on a CPU, which has no type of its own."""
+"""Words of torch's error for want of memory on a CPU, which has no type of its own."""
 
 
 def refuse_own_attention(model: Any) -> None:
@@ -88,7 +88,7 @@ class TransformersModel:
         self.name: Final = type(model).__name__
         layout = rows.layout
         self._owners = {layer: layer for layer in layout.group_of} | shared_rows(read(model.config).layers)
-        """By layer the one whose rows it reads: its own, or another's."""
+        """Layer whose rows each layer reads: its own, or another's."""
         self._groups = {layer: layout.groups[layout.group_of[owner]] for layer, owner in self._owners.items()}
         windows = {layer: group.window for layer, group in self._groups.items() if group.window is not None}
         self._attention = CachedAttention(rows, windows=windows)
@@ -98,7 +98,7 @@ class TransformersModel:
         self._output: Any = None
         """The last output of the model without its head, but for its states."""
         self._has_states: bool | None = None
-        """None before the first forward pass."""
+        """Can the model compute in two halves? None before the first forward pass."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _no_mask)
@@ -239,7 +239,7 @@ def _giving(module: torch.nn.Module, output: Any) -> Iterator[None]:
 
 
 _computing: ContextVar[TransformersModel] = ContextVar("vmmkv's model in its forward pass")
-"""In a process transformers has one attention function of a name, and one function of masks."""
+"""Model that computes: in a process transformers has one attention function of a name, and one function of masks."""
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
