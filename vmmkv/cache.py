@@ -57,13 +57,13 @@ class CacheStats:
     token_bytes: int
     """Bytes of the rows of written tokens, over all running sequences."""
     guard_bytes: int
-    """Mapped past the tokens for kernels that read whole tiles."""
+    """Memory mapped past the tokens, for kernels that read whole tiles."""
     waste_bytes: int
-    """Mapped for running sequences beyond tokens and guard: unfilled pages and pages mapped ahead."""
+    """Memory mapped for running sequences beyond tokens and guard: unfilled pages and pages mapped ahead."""
     pool_created_bytes: int
     pool_held_bytes: int
     pool_used_bytes: int
-    """Held by running sequences of all caches, a shared page counted once. The rest of what is held can be evicted."""
+    """Bytes held by running sequences of all caches, a shared page counted once. Other held memory can be evicted."""
     pool_free_bytes: int
     pool_budget_bytes: int
     num_tokens: int
@@ -138,7 +138,7 @@ class KVCache(Planes, Closing, Unique):
 
     @property
     def closed(self) -> bool:
-        """Has it been closed, by `close` or with its pool? Only `close` can be called then."""
+        """Is the cache closed, by `close` or with its pool? Only `close` can be called then."""
         return self.slots.closed
 
     @property

@@ -72,7 +72,7 @@ class _Part(NamedTuple):
     owner: Span | None = None
     """Span of that earlier sequence; None if no page is shared."""
     large_end: int | None = None
-    """Up to this page they may come back in large extents; None: wherever that fits."""
+    """Page up to which rows may come back in large extents; None: wherever these fit."""
 
     @property
     def first_byte(self) -> int:

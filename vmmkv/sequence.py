@@ -74,7 +74,7 @@ class Sequence(Planes, Closing, Unique):
 
     @property
     def closed(self) -> bool:
-        """Has it ended, by `close`, `park` or with its cache?"""
+        """Has the sequence ended, by `close`, `park` or with its cache?"""
         return self.live.closed
 
     @property

@@ -40,7 +40,7 @@ class BorrowedPrefixes:
         self._lender: Final = pool.source.lender
         self._identity = identity
         self._refused = b""
-        """The last identity that is another one."""
+        """Last identity of the log that differs from this engine's: its warning is logged once."""
         self._version: tuple[int, int] | None = None
         self._contents = LogContents()
         self._behind: defaultdict[tuple[int | bytes, bytes], list[int]] = defaultdict(list)

@@ -78,7 +78,7 @@ class Message(dict[str, Any]):
         return value
 
     def sizes(self) -> dict[int, int]:
-        """Bytes by serial."""
+        """Sizes of handles in bytes, by serial."""
         serials, sizes_bytes = self.wholes("serials", MOST_LISTED), self.wholes("sizes_bytes", MOST_LISTED)
         if not len(set(serials)) == len(serials) == len(sizes_bytes):
             raise OSError(errno.EPROTO, f"{len(sizes_bytes)} sizes of handles {reprlib.repr(serials)}")
@@ -147,7 +147,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def check_reach(device: torch.device, identity: str) -> None:
-    """Raises: HolderUnavailable, if a device cannot read the memory of another one, without its being copied."""
+    """Check that a device can read the memory of another one without its being copied. Raises: HolderUnavailable if not."""
     if device_identity(device) == identity:
         return
     if device.type == "cuda":
@@ -164,7 +164,7 @@ def check_reach(device: torch.device, identity: str) -> None:
 
 
 def check_there(path: str | os.PathLike[str]) -> None:
-    """Raises: HolderUnavailable, if there is no socket at the path. Does not connect, which would claim the holder."""
+    """Check, without connecting, which would claim the holder, that the path is a socket. Raises: HolderUnavailable."""
     if not Path(path).is_socket():
         raise _no_holder(path, "there is no such socket")
 
@@ -321,7 +321,7 @@ class HolderClient:
         return self._ask("count", {"do": "count"}, lambda answer, _: answer.whole("held_bytes"))
 
     def is_gone(self) -> bool:
-        """Has it ended? The log says so once. Cost: some microseconds; does not wait for the holder."""
+        """Has the holder ended? The log says so once. Cost: some microseconds; does not wait for the holder."""
         if not self._is_gone:
             hung_up = select.poll()
             hung_up.register(self._connection, 0)

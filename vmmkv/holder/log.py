@@ -123,7 +123,7 @@ class SealedLog:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another one whenever places are of other records."""
+        """Version of the places in the log: it changes whenever they are of other records."""
         return self._words[5], self._words[1]
 
     @property
@@ -137,7 +137,7 @@ class SealedLog:
 
     @property
     def is_due(self) -> bool:
-        """Has it grown to twice what counted at the last rewrite, or is it nearly full?"""
+        """Has the log grown to twice what counted at the last rewrite, or is it nearly full?"""
         return self.used_bytes > self._due_bytes
 
     def read(self) -> LogContents:

@@ -252,7 +252,7 @@ def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens:
 
 
 def _check_places(contents: LogContents) -> None:
-    """Raises: LogDamaged if two live handles hold the same rows: no tree has two. Cost: a hash of all tokens."""
+    """Check that no two live handles hold the same rows: no tree has two. Raises: LogDamaged. Cost: a hash of all tokens."""
     hashes: dict[int, Any] = {}
     for place, seal in contents.seals.items():
         hashes[place] = hashlib.blake2b(seal.namespace) if seal.parent is None else hashes[seal.parent].copy()
@@ -265,7 +265,7 @@ def _check_places(contents: LogContents) -> None:
 
 
 def check_seal(seal: Sealed, layout: KVLayout) -> None:
-    """Raises: LogDamaged for what no engine with this layout seals."""
+    """Check a seal against the layout of this engine. Raises: LogDamaged for one that no engine with this layout writes."""
     if (
         seal.group >= len(layout.groups)
         or seal.num_pages not in SIZE_CLASSES

@@ -26,7 +26,7 @@ class HolderSource(ExtentSource):
         self.holder = holder
 
     def check_budget(self, budget_bytes: int) -> None:
-        """Raises: BudgetError, if the holder may not own so much."""
+        """Check that the holder may own so much memory. Raises: BudgetError if not."""
         if budget_bytes > self.holder.budget_bytes:
             raise BudgetError(
                 f"budget_bytes={format_bytes(budget_bytes)} is more than the holder at {self.holder.path} may own: at most "
@@ -68,7 +68,7 @@ class HolderSource(ExtentSource):
         return self.holder.text_if_gone if self.holder.is_gone() else None
 
     def check(self, extents: Sequence[Extent]) -> None:
-        """Each is another handle of the holder, which has no others."""
+        """Check that each extent is another handle of the holder, which has no others; AssertionError if not."""
         assert len({extent.serial for extent in extents} - {0}) == len(extents), "two extents are one handle of the holder"
         with contextlib.suppress(HolderGone):
             held_bytes = sum(extent.size_bytes for extent in extents)

@@ -69,7 +69,7 @@ class SlotTable:
         return SlotState(int(self.states[slot]))
 
     def clear(self, slot: int, state: SlotState) -> None:
-        """The slot has no sequence any more."""
+        """Take a slot's sequence from the table, and set its state."""
         self.states[slot] = state
         self.lengths[slot] = self.ends[slot] = 0
 
@@ -220,7 +220,7 @@ class Mapping:
     extent: Extent
     fence: Fence | None = None
     used: bool = False
-    """Is it one of the extent's users? It is while it is live, or about to be, under a running sequence."""
+    """Is the mapping one of the extent's users? It is while it is live, or about to be, under a running sequence."""
 
     @property
     def end_page(self) -> int:
@@ -243,11 +243,11 @@ class Span:
     """Index of the arena."""
     group: Group
     first_page: int = 0
-    """The first live page, and what a view starts behind."""
+    """The first live page. Views start in it or behind."""
     end_page: int = 0
     """The page behind the last live one."""
     mappings: dict[int, Mapping] = field(default_factory=dict)
-    """Everything mapped here, live or pending reclaim, by the first page of each."""
+    """Mappings here, live or pending reclaim, by the first page of each."""
 
     def live(self) -> Iterator[Mapping]:
         """The live mappings in order."""
@@ -294,7 +294,7 @@ def arena_bytes(groups: Sequence[Group], slots: int, max_rows: int) -> int:
 
 
 def check_addresses(driver: Driver, groups: Sequence[Group], *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
-    """Raises: OutOfAddresses if these slots cannot be reserved, and fewer or shorter ones can, naming what can."""
+    """Check that these slots can be reserved. Raises: OutOfAddresses if fewer or shorter ones can, naming what can."""
 
     def fits(slots: int, max_tokens: int) -> bool:
         return driver.has_addresses(arena_bytes(groups, slots, max_tokens + guard_tokens))

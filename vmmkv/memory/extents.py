@@ -57,16 +57,16 @@ class Extent:
     sealed: bool = False
     """Does the holder's log name it? Then it is not written, and when nothing holds it, it leaves the pool."""
     lent: bool = False
-    """May another engine have it mapped? Then the same is true, for ever."""
+    """May another engine have it mapped? Then it is never written, and leaves the pool when nothing holds it."""
 
     @property
     def shared(self) -> bool:
-        """Has it more than one holder, here or in another engine? Then it is never written (law 3)."""
+        """Has the extent more than one holder, here or in another engine? Then it is never written (law 3)."""
         return self.lent or self.holders > 1
 
     @property
     def leaves(self) -> bool:
-        """Does it leave its pool when nothing holds it, instead of being free for others?"""
+        """Does the extent leave its pool when nothing holds it, instead of being free for others?"""
         return self.sealed or self.lent or not self.imported
 
     @property
@@ -75,7 +75,7 @@ class Extent:
         return self.num_pages * PAGE_BYTES
 
     def must_be_zeroed_for(self, tenant: Tenant) -> bool:
-        """May its bytes be another tenant's, or undefined?"""
+        """May the extent's bytes be another tenant's, or undefined?"""
         return not self.zeroed and self.tenant != tenant
 
 
@@ -96,7 +96,7 @@ class ExtentSource:
         self._driver: Final = driver
 
     def check_budget(self, budget_bytes: int) -> None:
-        """Raises: BudgetError, if it may not give so much. The device says what it lacks when it is asked for it."""
+        """Check that the source may give so much. Raises: BudgetError. A device says at `create` what it lacks."""
 
     def create(self, num_pages: int) -> Extent | None:
         """A new extent that nothing holds; None if the source has just ended.
@@ -114,7 +114,7 @@ class ExtentSource:
             self._driver.release(extent.handle)
 
     def text_if_ended(self) -> str | None:
-        """Why nothing can be created any more, and what works; None while something can."""
+        """Cause for which nothing can be created any more, and the way out; None while something can."""
         return None
 
     def check(self, extents: Sequence[Extent]) -> None:

@@ -36,7 +36,7 @@ class Target(NamedTuple):
     given: ReadOnlyDict[int, Extent] = MappingProxyType({})
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
     large_end_page: int = 0
-    """Up to here new extents are as large as fits. A large one costs no more, and is shared whole or not at all."""
+    """Page up to which new extents are as large as fits. A large one costs no more, and is shared whole or not at all."""
 
     def largest_at(self, page: int) -> int:
         """Pages of the largest new extent that can stand at a page, before what is given or mapped."""
@@ -60,12 +60,12 @@ class _NeverLive:
         return self._is_over
 
     def wait(self) -> None:
-        """Raises: DriverError."""
+        """Wait for all launched work. Raises: DriverError."""
         self._driver.synchronize()
         self._is_over = True
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """Nothing reads or writes them."""
+        """Order nothing: no launch reads or writes this memory."""
 
 
 class Growth:
@@ -201,7 +201,7 @@ class Mapper:
         self.map_us = 100.0
         """Running mean of mapping one extent, driver and Python; the start is a guess on the high side."""
         self.unmap_us = 50.0
-        """Running mean of unmapping one."""
+        """Running mean of unmapping one extent."""
         self.emptied_slots: set[int] = set()
         """Slots in which a group of layers has nothing mapped since its last reclaimed memory was unmapped. `Slots.collect`
         takes them from here."""
@@ -358,5 +358,5 @@ class Mapper:
         assert self.pending_pages == sum(mapping.extent.num_pages for _, mapping in pending)
 
     def is_pending(self, mapping: Mapping) -> bool:
-        """Is it in the queue?"""
+        """Is a mapping in the queue of those that are pending reclaim?"""
         return mapping.fence is not None and mapping in self._pending.get(mapping.fence, ())

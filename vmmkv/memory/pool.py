@@ -426,7 +426,7 @@ class Pool(Closing, Unique):
         self.held_bytes += extent.size_bytes
 
     def extents(self) -> set[Extent]:
-        """All that are created, recounted from scratch."""
+        """Created extents, all of them, recounted from scratch."""
         return {*itertools.chain(*self._free.values(), *(each.holders() for each in self.reclaimers))}
 
     def import_extents(self, extents: Sequence[Extent]) -> list[Extent]:
@@ -458,12 +458,15 @@ class Pool(Closing, Unique):
         return True
 
     def check_open(self) -> None:
-        """Raises Closed after `close`."""
+        """Check that the pool is open. Raises: Closed after `close`."""
         if self.closed:
             raise Closed("this pool is closed")
 
     def check_capture(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """Raises GraphCapture if the caller's current stream, or one of `streams`, is being captured. Cost: 1 us on CUDA."""
+        """Check that neither the caller's current stream nor any of `streams` is being captured. Cost: 1 us on CUDA.
+
+        Raises: GraphCapture.
+        """
         if self.driver.is_capturing(streams):
             raise GraphCapture(
                 "a CUDA graph is being captured, and memory can be neither mapped nor reclaimed: nothing has changed; "

@@ -150,7 +150,7 @@ class SlotMemory:
             self.mapper.use(*span.live())
 
     def unuse(self, slot: int) -> None:
-        """No sequence runs there: what is mapped can be evicted."""
+        """Count the mappings under a slot as uses no longer, so that they can be evicted: no sequence runs there."""
         for span in self.spans(slot):
             self.mapper.unuse(*span.live())
 
@@ -254,7 +254,7 @@ class SlotMemory:
             self.table.committed[slot] = tokens
 
     def order(self) -> None:
-        """Whatever is launched next, on the caller's current stream or a recorded one, comes after zeroes and limits."""
+        """Order later launches, on the caller's current stream or a recorded one, behind zeroes and limits."""
         self.pool.driver.order(self.streams)
 
     def raise_limits(self, limits: ReadOnlyDict[int, int]) -> None:

@@ -68,7 +68,7 @@ class LiveSlot(Unique):
         return int(self.slots.table.limits[self.slot])
 
     def check_live(self) -> None:
-        """Raises Closed once it has ended, and ForkedProcess in a child."""
+        """Check that the sequence runs. Raises: Closed once it has ended, ForkedProcess in a child."""
         self.slots.pool.lock.check_process()
         if self.closed:
             raise Closed(f"the sequence in slot {self.slot} was closed or parked; open or adopt another")
@@ -101,7 +101,7 @@ class ParkedSlot(Unique):
     fence: Fence
     """Fence behind all work that may still touch it. Each later read renews it."""
     num_pages: int
-    """Mapped under it, over all groups."""
+    """Pages mapped under it, over all groups."""
 
     def __repr__(self) -> str:
         return f"<ParkedSlot in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
@@ -111,7 +111,7 @@ class RowKeeper:
     """Keeper of rows of ended sequences for others to attach. This one keeps none; the prefix tree overrides every method."""
 
     def has(self, slot: int) -> bool:
-        """Does it keep a parked slot, and say when that is evicted?"""
+        """Does the keeper have a parked slot, and say when that is evicted?"""
         return False
 
     def is_pinned(self, slot: int) -> bool:
@@ -161,7 +161,7 @@ class Slots(Reclaimer, Closing):
         self.closed = False
         self.live_slots: dict[int, LiveSlot] = {}
         self.parked_slots: dict[int, ParkedSlot] = {}
-        """The oldest first."""
+        """Parked slots, the oldest first."""
         self.loose_slots: dict[int, ParkedSlot] = {}
         """Parked slots that the keeper does not keep, in the same order."""
         self._parked_of: dict[tuple[Hashable, bool], dict[int, ParkedSlot]] = {}
@@ -430,13 +430,13 @@ class Slots(Reclaimer, Closing):
     # checks
 
     def check_open(self) -> None:
-        """Raises Closed, or ForkedProcess in a child."""
+        """Check that the cache is open. Raises: Closed, or ForkedProcess in a child."""
         self.pool.lock.check_process()
         if self.closed:
             raise Closed("this cache is closed")
 
     def check_capture(self) -> None:
-        """Raises GraphCapture if work on the current stream or a recorded one is being captured. See Pool.check_capture."""
+        """Check that neither the current stream nor a recorded one is captured. Raises and cost: as Pool.check_capture."""
         self.pool.check_capture(self.memory.streams)
 
     def check_end(self, max_tokens: int | None) -> int:
@@ -450,7 +450,7 @@ class Slots(Reclaimer, Closing):
         return end
 
     def check_running(self, live: LiveSlot) -> None:
-        """Raises Closed for a sequence that has ended or is another cache's."""
+        """Check that a sequence runs in this cache. Raises: Closed if it has ended or is another cache's."""
         if self.live_slots.get(live.slot) is not live:
             raise Closed(f"{live!r} is no running sequence of this cache")
 

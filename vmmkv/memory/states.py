@@ -12,13 +12,13 @@ class SlotState(enum.IntEnum):
     """free -> live -> (parked -> live)* -> closing -> free."""
 
     FREE = 0
-    """Nothing is mapped under it."""
+    """A slot under which nothing is mapped."""
     LIVE = 1
-    """A running sequence's."""
+    """A slot of a running sequence."""
     PARKED = 2
-    """No sequence's; still mapped, to be adopted or evicted."""
+    """A slot without a sequence, still mapped, to be adopted or evicted."""
     CLOSING = 3
-    """No sequence's; its mappings are pending reclaim."""
+    """A slot without a sequence, whose mappings are pending reclaim."""
     NULL = 4
     """Slot 0, always: it has the null page, and never a sequence."""
 
@@ -27,20 +27,20 @@ class RunState(enum.StrEnum):
     """Purpose of mapped memory."""
 
     LIVE = "live"
-    """A running sequence has rows in it."""
+    """Memory in which a running sequence has rows."""
     AHEAD = "ahead"
-    """Past the rows of a running sequence: mapped before it is needed."""
+    """Memory past the rows of a running sequence: mapped before it is needed."""
     PARKED = "parked"
-    """Under a parked slot."""
+    """Memory under a parked slot."""
     PENDING_RECLAIM = "pending"
-    """Unmapped when its fence has passed."""
+    """Memory that is unmapped when its fence has passed."""
 
 
 class MappedRun(NamedTuple):
     """Extents side by side that are alike: of one state, with as many holders, as many of which use them."""
 
     page: int
-    """The first, counted from the slot's first address."""
+    """The first page, counted from the slot's first address."""
     num_pages: int
     state: RunState
     num_holders: int

@@ -49,7 +49,7 @@ class TransactionLock:
         self._arrived: list[tuple[int, FrameType | None]] = []
 
     def check_process(self) -> None:
-        """Raises ForkedProcess in a child. Cost: under 0.1 us."""
+        """Check that this process made the lock. Raises: ForkedProcess in a child. Cost: under 0.1 us."""
         if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"this pool and its caches belong to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "

@@ -82,7 +82,7 @@ class Extents(NamedTuple):
 
 
 class Hit:
-    """The first `num_tokens` of a prompt are known: where their rows are. Valid until the tree changes.
+    """The known first `num_tokens` of a prompt, and the places of their rows. Valid until the tree changes.
 
     Extents are looked up on first use: adopting a slot needs none.
     """
@@ -92,7 +92,7 @@ class Hit:
         """Path of the whole match: a node behind these rows can have a page that they end in."""
         self.num_tokens: Final = num_tokens
         self.node: Final = next(node for node in path if node.end >= num_tokens)
-        """The one that has the last of these tokens."""
+        """Node that has the last of these tokens."""
         self.starts: Final = starts
         """The first row that the next token sees, by group."""
         self._memory = memory
@@ -233,7 +233,7 @@ class Attacher:
         return Attached(Sequence(live), num_tokens, AttachMethod.ADOPT)
 
     def _alias(self, namespace: Hashable, tokens: Tokens, end: int) -> Attached | None:
-        """Into a free slot; None if the match was evicted while one was made free."""
+        """Attach a match to a free slot; None if the match was evicted while one was made free."""
         slots, memory, index = self._slots, self._memory, self._index
         slot = slots.clear_run(1)
         hit = self.find(namespace, tokens)

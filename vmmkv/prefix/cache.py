@@ -52,7 +52,7 @@ class Borrowed:
     num_tokens: int
     """Tokens that it finds now, or without room would have found."""
     loaded_bytes: Counter[str]
-    """Bytes by where they come from; empty if there was no room."""
+    """Bytes by their source; empty if there was no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

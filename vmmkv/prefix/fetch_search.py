@@ -108,7 +108,7 @@ class FetchSearch:
         self._have = [bytearray(len(chain.tokens) * group.row_bytes // PAGE_BYTES) for group in self._layout.groups]
         """Place of each page of each group: see _TIER."""
         self._firsts: list[int] = []
-        """The first page of each group that is needed and lacks."""
+        """The first page of each group that is needed and not there."""
         self._whole = [index for index, group in enumerate(self._layout.groups) if group.window is None]
         """The groups without a window, of which every page is needed."""
         self._nexts: list[bytes] = []
@@ -124,7 +124,7 @@ class FetchSearch:
         self._keys: list[bytes] = []
         """Keys of those pages, which the next tier is asked about."""
         self._is_waiting = False
-        """Has it still to find out?"""
+        """Has the next tier still to find out?"""
 
     def advance(self, may_go_on: Callable[[], bool]) -> bool:
         """Do a step, and more while `may_go_on` says so. Is there more to find? An error ends the search without places."""

@@ -37,11 +37,11 @@ class Placed(NamedTuple):
 
     @property
     def end_page(self) -> int:
-        """Past its last page."""
+        """The page behind the last one."""
         return self.page + self.extent.num_pages
 
     def has(self, page: int, first_row: int) -> bool:
-        """Has it this page of the slot, and the row `first_row` if that is on its first pages?"""
+        """Has the extent this page of the slot, and the row `first_row` if that is on its first pages?"""
         return self.page <= page < self.end_page and self.first_token <= first_row
 
 
@@ -54,7 +54,7 @@ class IndexFollower:
     """Observer of a prefix tree that copies or seals its extents. Methods do nothing unless overridden."""
 
     waits_for_writes = False
-    """Does it want the fence behind the work that wrote what is added?"""
+    """Does the follower want the fence behind the work that wrote what is added?"""
 
     def added(self, namespace: Hashable, tokens: Tokens, pieces: list[Piece[Placed]], written: Fence | None) -> None:
         """The tree holds these extents on the path of these tokens; they are written once `written` has passed, or already."""
@@ -84,7 +84,7 @@ class IndexFollower:
         return Counter()
 
     def give_up(self) -> list[Fence]:
-        """Everything is to be evicted: the fences of copies under way, after which `finish` is called."""
+        """Give up all copies, before everything is evicted. Returns the fences of those under way; then `finish` is called."""
         return []
 
     def finish(self) -> None:

@@ -47,7 +47,7 @@ class Piece(NamedTuple, Generic[T]):
     """Memory under some tokens of a node."""
 
     end_token: int
-    """Usable with a match of at least so many tokens of the path."""
+    """Tokens of the path that a match must have at least, for this to be usable."""
     value: T
     """An extent and where it stands, a block of a block table, ..."""
     group: int = 0
@@ -97,7 +97,7 @@ class Node(Generic[T]):
         self.end = start + len(edge) // TOKEN_BYTES
         """Tokens of the path, those of the edge included."""
         self.parent = parent
-        """None for the root of a namespace, and for a node that was removed."""
+        """Parent node; None for the root of a namespace, and for a node that was removed."""
         self.below: dict[int, Node[T]] | Node[T] | None = None
         """The children by the first token of their edge, or the only child (a dictionary takes 232 bytes), or None."""
         self.pieces: tuple[Piece[T], ...] = ()
@@ -109,7 +109,7 @@ class Node(Generic[T]):
         self.pins: frozenset[Pin[T]] = frozenset()
         """Pins that keep the node, some perhaps ended."""
         self.is_queued = False
-        """Has it an entry in the heap of `EvictionOrder`?"""
+        """Has the node an entry in the heap of `EvictionOrder`?"""
         self.residents: Mapping[int, None] = _NO_SLOTS
         """The slots whose rows hold the whole path up to `end`."""
 
@@ -150,7 +150,7 @@ class Node(Generic[T]):
 
     @property
     def is_leaf(self) -> bool:
-        """Has it no children?"""
+        """Has the node no children?"""
         return self.below is None
 
     @property
@@ -238,7 +238,7 @@ class Pin(Generic[T]):
         self.until = until
         """End of the pin, in seconds of the tree's `now`; inf: never."""
         self.nodes: dict[Node[T], None] = {}
-        """All that it keeps, with their paths: the node, and others by `RadixTree.keep`."""
+        """Nodes that the pin keeps, with their paths: `node`, and others by `RadixTree.keep`."""
 
 
 class Match(NamedTuple, Generic[T]):
@@ -264,7 +264,7 @@ class Lookup(Generic[T]):
     __slots__ = ("namespace", "num_known", "num_splits", "packed", "path")
 
     def __init__(self, namespace: Hashable, tokens: Tokens) -> None:
-        """Raises ValueError for anything but token ids."""
+        """Raises: ValueError for anything but token ids."""
         self.namespace = namespace
         self.packed = pack(tokens)
         self.path: list[Node[T]] = []
@@ -279,7 +279,7 @@ class Lookup(Generic[T]):
 
 
 class TreeListener(Protocol):
-    """Hears which tokens become known and which are forgotten. It must return at once, and must not use the tree."""
+    """Listener that hears which tokens become known and which are forgotten. It must return at once, and not use the tree."""
 
     def stored(self, namespace: Hashable, edges: list[bytes]) -> None:
         """A leaf was added; the packed tokens of its path, by edge, the leaf's last."""
@@ -529,7 +529,7 @@ class RadixTree(Generic[T]):
         return {pin for pin in node.pins if pin.node is node and pin.until > now}
 
     def is_pinned(self, node: Node[T]) -> bool:
-        """Has it a pin that has not expired?"""
+        """Has the node a pin that has not expired?"""
         return node.pinned_until is not None and node.pinned_until > self._now()
 
     # the rest
@@ -662,7 +662,7 @@ class EvictionOrder(Generic[T]):
         self._pinned: dict[Node[T], None] = {}
         """Leaves that were found pinned, in this order."""
         self._first_end = math.inf
-        """No pin of theirs ends before."""
+        """Time before which no pin of these nodes ends."""
         # Nodes cannot be compared: the tick decides between equal stamps, the older entry first.
         self._ticks = itertools.count()
 
@@ -757,7 +757,7 @@ class EvictionOrder(Generic[T]):
         self._most_entries = 2 * len(live) + _SLACK
 
     def check(self, leaves: set[Node[T]]) -> None:
-        """Every leaf has the entry that it should; AssertionError says which does not."""
+        """Check that every leaf has the entry that it should; AssertionError says which does not."""
         assert all(self._heap[(i - 1) // 2] <= self._heap[i] for i in range(1, len(self._heap))), "no heap"
         entries = Counter(node for _, _, node in self._heap if node.parent is not None)
         for stamp, _, node in self._heap:
@@ -771,5 +771,5 @@ class EvictionOrder(Generic[T]):
 
 
 def _is_out(node: Node[T]) -> bool:
-    """Is it removed, no leaf, or locked?"""
+    """Is the node removed, no leaf, or locked?"""
     return node.parent is None or node.below is not None or node.locks > 0

@@ -45,9 +45,9 @@ _PIECES_AT_ONCE: Final = 4
 
 
 class PrefixListener(TreeListener, Protocol):
-    """Hears also which records tiers have, of those that know when they go (`ListenedTier`): keys, and what these stand for.
+    """Listener that hears also which records tiers have, of tiers that know when they go (`ListenedTier`).
 
-    It must return at once, from any thread, and must not use the tree.
+    It hears their keys, and the pages that these stand for. It must return at once, from any thread, and must not use the tree.
     """
 
     def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
@@ -70,7 +70,7 @@ class WindowCopier:
         self._driver, self._windows = driver, windows
         self._load_stream = driver.new_stream()
         self._store_stream = driver.new_stream()
-        """Another stream than that of loads: the link carries both directions at once."""
+        """Stream of stores, another than that of loads: the link carries both directions at once."""
 
     def has_room(self, *, is_load: bool) -> bool:
         """Is a window free, besides those that are left for others?"""
@@ -355,7 +355,7 @@ class Transfers(IndexFollower):
         return True
 
     def part_ended(self, part: _Part) -> None:
-        """Nothing of an extent is being copied any more."""
+        """Count an extent of a fetch that has ended; the fetch ends with its last one."""
         fetch = part.fetch
         if fetch.done:
             return

@@ -53,7 +53,7 @@ class _Slot:
     generation: int
     checksum: int
     num_reads: int = 0
-    """Under way; while there are any it is not overwritten."""
+    """Reads under way; while there are any, the slot is not overwritten."""
 
 
 class DiskTier(ThreadedTier):
@@ -79,7 +79,7 @@ class DiskTier(ThreadedTier):
         self._header: Final = (_MAGIC + sized).ljust(_HEADER_BYTES, b"\0")
         self._num_slots = num_slots
         self._records: OrderedDict[bytes, _Slot | None] = OrderedDict()
-        """The least recently used first; None for those that are being stored."""
+        """Records, the least recently used first; None for those that are being stored."""
         self._generation = 0
         self._fd = self._index_fd = -1
         _tiers.add(self)

@@ -21,7 +21,7 @@ from vmmkv.units import format_bytes
 class _Held:
     address: int
     num_copies: int
-    """Under way, from and to it; while there are any it is not evicted."""
+    """Copies under way, from and to it; while there are any it is not evicted."""
 
 
 class HostTier:
@@ -44,9 +44,9 @@ class HostTier:
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
         self._free: list[int] = []
-        """The last first: paths are stored from their ends, and one copy moves neighbours."""
+        """Addresses of free memory, taken from the end: paths are stored from their ends, and one copy moves neighbours."""
         self._records: OrderedDict[bytes, _Held] = OrderedDict()
-        """The least recently used first, among them those that are being stored."""
+        """Records, the least recently used first, among them those that are being stored."""
         self._storing: set[bytes] = set()
         self.listener: RecordListener = lambda keys, is_held: None
 

@@ -64,7 +64,7 @@ class Portion(NamedTuple, Generic[B]):
     buffer: B
     keys: Sequence[bytes]
     announce: Callable[[list[int]], object] = lambda numbers: None
-    """Told which of them the tier is about to get, by their numbers."""
+    """Callback for the numbers of the records that the tier is about to get."""
 
 
 class Source(Generic[B]):
@@ -121,7 +121,7 @@ class Load(Generic[B]):
         """A record is in the buffer, and still in the memory that a tier has lent."""
 
     def ended(self) -> None:
-        """Nothing of it is under way any more. It may have failed."""
+        """End of the load: nothing of it is under way any more. It may have failed."""
 
 
 class Search(Protocol):
@@ -169,7 +169,7 @@ class Mover(Generic[B]):
         self._loads: dict[Load[B], None] = {}
         """Loads that wait for records, in order."""
         self._copies: deque[_Launched[B]] = deque()
-        """The oldest first."""
+        """Copies under way, the oldest first."""
         self._turns = [self._search, self._load, self._store]
         """Kinds of work of the next poll, in order. They change places, so that none takes the time of all polls."""
         self._end_ns = 0.0

@@ -98,9 +98,9 @@ class SharedTier(ThreadedTier):
         self._lacked: OrderedDict[bytes, float] = OrderedDict()
         """Records that are not there, and until when that is believed."""
         self._asked: set[bytes] = set()
-        """Being asked for."""
+        """Keys that the store is being asked for."""
         self._asker: ThreadPoolExecutor | None = None
-        """A thread of its own: questions do not wait behind records."""
+        """Thread that asks the store: questions do not wait behind records."""
         self._calls: dict[object, float] = {}
         """Start of each call under way, of time.monotonic."""
         self._pause_s = 0.0
@@ -248,7 +248,7 @@ class SharedTier(ThreadedTier):
     # does it answer?
 
     def _check(self) -> None:
-        """Raises TierUnavailable while the store is left alone; when that is over, a thread tries whether it answers."""
+        """Raise TierUnavailable while the store is left alone. When that is over, a thread tries whether it answers."""
         now_s = time.monotonic()
         with self.lock:
             is_late = now_s - min(self._calls.values(), default=now_s) > self.timeout_s
@@ -462,7 +462,7 @@ class MooncakeTier(SharedTier):
             return self._store
 
     def _connect(self) -> None:
-        """Raises OSError if the master does not answer."""
+        """Connect to the store. Raises: OSError if the master does not answer."""
         most_s = max(1, round(self.timeout_s))
         for variable, value in (
             ("MC_RPC_TIMEOUT_MS", 1000 * most_s),  # the client has no other way to set these

@@ -33,7 +33,7 @@ _NUM_THREADS: Final = 4
 
 
 class Refusal(Enum):
-    """Why a tier lends no memory to store a record."""
+    """Cause for which a tier lends no memory to store a record."""
 
     THERE = "there"
     """The tier has the record, or another transfer stores it."""
@@ -67,7 +67,7 @@ class Transfer:
 
     @property
     def missed(self) -> bool:
-        """Has it ended without the bytes?"""
+        """Has the transfer ended without the bytes?"""
         return not self.address or (self.future is not None and self.future.done() and self.future.exception() is not None)
 
 
@@ -77,7 +77,7 @@ class TierStats:
 
     name: str
     budget_bytes: int
-    """0 for a store with a bound of its own."""
+    """Budget of the records; 0 for a store with a bound of its own."""
     held_bytes: int
     """Bytes of its records. Of a store that others use too: as far as this tier knows."""
     stored_bytes: int
@@ -108,7 +108,7 @@ class Tier(Protocol):
         """
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Has it these records, each? A load can miss all the same. None while it finds that out: ask again.
+        """Look up which of these records the tier has. A load can miss all the same. None while it finds out: ask again.
 
         It is a use of them, and of those that are being stored: the last of them is evicted first.
         """
@@ -139,7 +139,7 @@ class Tier(Protocol):
 
 
 RecordListener: TypeAlias = Callable[[Sequence[bytes], bool], None]
-"""Hears keys of records, and whether the tier has them now. It must return at once; a tier may call it under its lock."""
+"""Callback for keys of records, and whether the tier has them now. It returns at once: tiers may call it under a lock."""
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ class ListenedTier(Tier, Protocol):
 
 
 def check_returned(name: str, num_transfers: int) -> None:
-    """Raises ValueError if a tier's memory is lent: see Tier.close."""
+    """Check that no memory of a tier is lent. Raises: ValueError if some is: see Tier.close."""
     if num_transfers:
         raise ValueError(
             f"{counted(num_transfers, 'transfer')} of the {name} tier are under way; close the caches that use it first"
@@ -192,7 +192,7 @@ class ThreadedTier(ABC):
         """Guards the buffers, and what a subclass knows of its records."""
         self._memory: torch.Tensor | None = None
         self._buffers: list[int] = []
-        """Addresses of the free ones."""
+        """Addresses of the free buffers."""
         self._num_lent = 0
         """Transfers that the caller has neither finished nor dropped."""
         self._storing: set[bytes] = set()
