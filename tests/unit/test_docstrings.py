@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.sources import MODULES, ROOT
 
@@ -11,9 +10,6 @@ DIALECT = re.compile(
     r"(Of|What|See|Theirs|Ours|Whether|Those|These|This|That|Where|When|Who|Whom|Whose|Whoever|Which|How|They|It|Its|Their)\b"
 )
 """First words that stand for a subject which a reader would have to look for."""
-
-TO_DO = ("server/vmmkv_server/http",)
-"""Files and folders in which some docstrings still begin so. The list only shrinks."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -25,17 +21,10 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield each.lineno, each.value.value.strip()
 
 
-def is_due(path: Path) -> bool:
-    """Does the law hold for this file already?"""
-    name = str(path.relative_to(ROOT))
-    return not name.startswith(TO_DO)
-
-
 def test_a_docstring_begins_with_its_subject() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for path in MODULES.values()
-        if is_due(path)
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         if DIALECT.match(text)
     ]

@@ -96,17 +96,17 @@ def _server_routes(service: Service) -> APIRouter:
 
     @router.get("/version")
     async def version() -> responses.Version:
-        """Of the package."""
+        """Version of the package."""
         return responses.Version(version=__version__)
 
     @router.get("/server_info")
     async def server_info() -> responses.ServerInfo:
-        """What is served, under vLLM's names."""
+        """Description of the served model, under vLLM's names."""
         return responses.ServerInfo.of(service.engine.require_ready(), service.model)
 
     @router.get("/kv_event_sources")
     async def kv_event_sources() -> dict[str, responses.KVEventSource]:
-        """Where KV events are published, by data-parallel rank; empty if they are off."""
+        """Addresses of KV events by data-parallel rank; empty if they are off."""
         source = service.engine.require_ready().kv_events
         return {} if source is None else {"0": responses.KVEventSource.model_validate(source, from_attributes=True)}
 
@@ -114,7 +114,7 @@ def _server_routes(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses=_METRICS, dependencies=sees_all)
     async def metrics() -> Response:
-        """For Prometheus; answers in every state."""
+        """Metrics for Prometheus; answers in every state."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models")

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 SEND_S: Final = 60.0
-"""How long a client may take to read a piece of its answer, before it is taken to have gone away."""
+"""Longest time for a client to read a piece of its answer, before it is taken to have gone away."""
 PROBE_INTERVAL_S: Final = 1.0
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -88,7 +88,7 @@ class HalfCloseProtocol(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Stop probing a connection that is gone, as asyncio.Protocol.connection_lost."""
         if self._probe_timer is not None:
             self._probe_timer.cancel()
         super().connection_lost(exc)

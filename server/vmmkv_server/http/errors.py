@@ -22,7 +22,7 @@ _OF_THE_SERVER: Final = (EngineDead, EngineNotReady, MapUnavailable, RequestFail
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -144,7 +144,7 @@ _OTHER_APIS: Final = {
 
 
 def _instead(path: str, routes: Sequence[str]) -> str:
-    """What a client may have meant by a path that is no route: one with more or less before it, one that does the same, or
+    """Advice about a path that is no route: a route with more or less before it, one that does the same, or
     one that is spelt alike.
     """
     for route in sorted(routes, key=len):

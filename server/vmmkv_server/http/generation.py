@@ -1,4 +1,4 @@
-"""From a request's body to its answer: check, tokenise, submit, stream.
+"""Generation: from a request's body to its answer (check, tokenise, submit, stream).
 
     body ── Job ── tokenise ── submit ──> Generate ... engine ... Output ── Generation ──> TextDelta ── JSON, or events
 
@@ -58,13 +58,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096
-"""Texts of fewer characters together are tokenised in about a millisecond."""
+"""Most characters of texts that are tokenised on the event loop: they take about a millisecond."""
 INLINE_LOGPROBS: Final = 512
-"""So many log-probabilities are written in a few milliseconds."""
+"""Most log-probabilities that are written on the event loop: they take a few milliseconds."""
 INLINE_ECHO_TOKENS: Final = 256
-"""For so many tokens of prompts, the places in their text are found in about a millisecond."""
+"""Most tokens of prompts whose places in the text are found on the event loop: they take about a millisecond."""
 COUNTED_BYTES: Final = 1 << 20
-"""Of a body of /tokenize. The text of a longer one must be such that its tokens may fit into a request: a tokenizer takes
+"""Most bytes of a body of /tokenize without a limit on its text. A longer text's tokens must fit a request: a tokenizer takes
 hundreds of bytes of memory for each character."""
 MESSAGE_CHARS: Final = 64
 """A message takes so many characters' time beside its content."""
@@ -126,7 +126,7 @@ class GrammarService:
         self._engine = engine
         self._compiler: GrammarCompiler | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        """Of schemas: to read one holds Python's lock, which several threads would take from the event loop in turn."""
+        """Thread that reads schemas, one at a time. Each holds Python's lock, which several would take from the event loop."""
 
     async def read(self, request: GenerationRequest) -> Grammar:
         """The grammar of a request that has one. A schema waits for those before it. Raises: ApiError (400)."""
@@ -193,7 +193,7 @@ class Service:
         self.created = int(time.time())
 
     def health(self) -> Health:
-        """Whether requests are taken, and if not, why."""
+        """Are requests taken, and if not, why?"""
         match self.engine.phase:
             case Dead(reason=reason):
                 return Health(status="dead", reason=reason)
@@ -220,7 +220,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def require(self, model: str | None) -> tuple[Limits, Tokenizer]:
-        """What one request can have, and the tokenizer.
+        """Limits of a request, and the tokenizer.
 
         Raises: EngineNotReady, EngineDead; ApiError: 404 for another model, 503.
         """
@@ -269,7 +269,7 @@ class Job:
         self._asked: Grammar | None = None
         self._grammar = b""
         self._echoes: list[Echo] | None = None
-        """With `echo`, the texts that answers begin with, and their tokens' places if those are scored."""
+        """Texts that answers begin with, and their tokens' places if those are scored; None without `echo`."""
         if body.priority < 0 and not service.queue.sees_all(self.state.caller):
             why = f"{body.priority} goes before the requests of other keys; send 0, or more to go later"
             raise errors.invalid("priority", why)

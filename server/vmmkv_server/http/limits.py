@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES: Final = 16 << 10
 """Names and values of all of a request's headers, and its path; uvicorn takes four times as much, and no more."""
 MAX_BODIES: Final = 16
-"""All bodies that are held together are at most so many of the largest."""
+"""Limit of all bodies that are held together, as a multiple of the largest body."""
 BODY_S: Final = 60.0
-"""How long a client may take to send a body."""
+"""Longest time for a client to send a body."""
 WINDOW_S: Final = 30
-"""Rates are taken over so long."""
+"""Time over which rates are taken."""
 MOST_RETRY_S: Final = 60
 """The longest Retry-After that OpenAI's client follows."""
 
@@ -81,20 +81,20 @@ ANONYMOUS: Final = Caller()
 
 
 class Throughput:
-    """How much is finished in a second, over the last WINDOW_S: it says when to try again."""
+    """Rate of what is finished in a second, over the last WINDOW_S: it says when to try again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._amounts: defaultdict[int, float] = defaultdict(float)
-        """By second, the oldest first; none for seconds without any."""
+        """Amounts by second, the oldest first; none for seconds without any."""
 
     def add(self, amount: float) -> None:
-        """So much was finished now."""
+        """Add an amount that was finished now."""
         self._amounts[math.floor(self._clock())] += amount
         self._forget()
 
     def seconds_for(self, amount: float) -> int:
-        """How long so much will take, in whole seconds from 1 to MOST_RETRY_S; WINDOW_S if nothing was finished of late."""
+        """Time for an amount, in whole seconds from 1 to MOST_RETRY_S; WINDOW_S if nothing was finished of late."""
         self._forget()
         if not (total := sum(self._amounts.values())):
             return WINDOW_S
@@ -114,13 +114,13 @@ class AdmissionQueue:
 
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self.num_sequences = 0
-        """In flight: tokenised, waiting or running."""
+        """Sequences in flight: tokenised, waiting or running."""
         self.held_bytes = 0
-        """Of all bodies, from their first byte to the end of their answers."""
+        """Bytes of all bodies, from their first byte to the end of their answers."""
         self.drained_by_s: float | None = None
-        """When the drain ends, of time.monotonic; None without one."""
+        """End of the drain, by time.monotonic; None without one."""
         self.is_asleep = False
-        """Its KV memory is given back, or will be when those in flight have ended."""
+        """Is the engine's KV memory given back, or to be when the requests in flight have ended?"""
         self._engine = engine
         self._config = config
         self._ended = Throughput()
@@ -155,7 +155,7 @@ class AdmissionQueue:
         return None if self.needs_key else ANONYMOUS
 
     def sees_all(self, caller: Caller) -> bool:
-        """Whether this caller may see the requests of all, and go before them. With several keys only the administrator."""
+        """May this caller see the requests of all, and go before them? With several keys only the administrator may."""
         return caller.is_admin or len(self._config.api_keys) <= 1
 
     async def require_sees_all(self, request: Request) -> None:
@@ -271,13 +271,13 @@ def check_host(host: str, hosts: Collection[str] | None) -> None:
 
 @dataclass(slots=True)
 class RequestState:
-    """What the routes find of a request, in the `state` of its scope."""
+    """State of a request that routes find in the `state` of its scope."""
 
     caller: Caller
     at_end: contextlib.ExitStack
     """Closed when the answer is sent, or cannot be."""
     has_begun: bool = False
-    """Its request is with the engine: how that ends is counted elsewhere."""
+    """Is its request with the engine? How that ends is counted elsewhere."""
 
 
 class Guard:

@@ -32,10 +32,10 @@ from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.tokenizer import Detokenizer, Echo, TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
-"""In place of minus infinity, which JSON does not have; OpenAI's number."""
+"""Number in place of minus infinity, which JSON does not have; OpenAI's."""
 
 _Sparse = Field(exclude_if=lambda value: value is None)
-"""Left out of the answer, rather than null."""
+"""Field that is left out of the answer, rather than null."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -44,7 +44,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
     """Tokens found in the prefix cache, so that they were not computed."""
     cached_tokens_details: Annotated[dict[str, int] | None, _Sparse] = None
-    """The same by where they were, as SGLang names it: `device`, `host`, `disk`. Left out if no tier had any."""
+    """Cached tokens by where they were, as SGLang names it: `device`, `host`, `disk`. Left out if no tier had any."""
 
 
 class Usage(BaseModel):
@@ -59,7 +59,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, token_counts: tuple[int, Counter[str], int], kept_rows: Counter[str]) -> "Usage":
-        """From `Generation.token_counts` and `kept_rows`."""
+        """Usage from `Generation.token_counts` and `kept_rows`."""
         prompt_tokens, cached, completion_tokens = token_counts
         details = None if cached.keys() <= {DEVICE} else dict(cached)
         return cls(
@@ -75,12 +75,12 @@ class CompletionLogprobs(BaseModel):
     """Log-probabilities of a completion's tokens, or of a chunk's. Lists of one length."""
 
     text_offset: list[int]
-    """Where each token begins, in characters of the whole answer."""
+    """Offset of each token in the whole answer, in characters."""
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt, which comes after nothing."""
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
-    """Of the likeliest tokens at each place, and of the chosen one."""
+    """Log-probabilities of the likeliest tokens at each place, and of the chosen one."""
 
 
 class TopLogprob(BaseModel):
@@ -89,7 +89,7 @@ class TopLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Its UTF-8, which may be a part of a character; null for an id without text."""
+    """UTF-8 of the token, which may be a part of a character; null for an id without text."""
 
 
 class TokenLogprob(TopLogprob):
@@ -106,7 +106,7 @@ class ChatLogprobs(BaseModel):
 
 
 class Answer(BaseModel):
-    """What all answers of generation begin with; every chunk of a stream has the same id and time."""
+    """Fields that all answers of generation begin with; every chunk of a stream has the same id and time."""
 
     id: str
     object: str
@@ -243,14 +243,14 @@ class RenderedRequest(BaseModel):
     cache_salt: str | None
     priority: int
     features: None = None
-    """Of images: none."""
+    """Features of images: none."""
     kv_transfer_params: None = None
 
     @classmethod
     def of(
         cls, body: GenerationRequest, prompt: list[int], params: SamplingParams, *, model: str, id_prefix: str
     ) -> "RenderedRequest":
-        """From a request, one of its prompts and that one's sampling parameters."""
+        """Render a request, one of its prompts and that prompt's sampling parameters."""
         sampling = {name: getattr(params, name) for name in _RENDERED}
         return cls.model_construct(
             request_id=f"{id_prefix}-{uuid.uuid4().hex}",
@@ -281,7 +281,7 @@ class ServerInfo(BaseModel):
 
     @classmethod
     def of(cls, ready: Ready, model: str) -> "ServerInfo":
-        """From what the engine said when it was loaded."""
+        """Description of the engine that has been loaded."""
         limits = ready.limits
         return cls(
             vllm_config={
@@ -332,11 +332,11 @@ class Score(NamedTuple):
 
     token_id: int
     logprob: float | None
-    """None for the first token of a prompt, which comes after nothing."""
+    """Log-probability; None for the first token of a prompt, which comes after nothing."""
     likeliest: Sequence[tuple[int, float]]
     """The likeliest tokens at its place, and their log-probabilities; as many as were asked for."""
     offset: int
-    """Where the token begins in the text of the answer, in characters."""
+    """Offset of the token in the text of the answer, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ class EchoScores:
 
     @property
     def are_complete(self) -> bool:
-        """Whether every token has one; the first token of the prompt has one although nothing is sent of it."""
+        """Has every token a log-probability? The first token of the prompt has one although nothing is sent of it."""
         return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES == len(self.echo.token_ids)
 
     @property
@@ -368,13 +368,13 @@ class TextDelta:
     """New text of one choice; its last one has a finish reason."""
 
     index: int
-    """Of the choice."""
+    """Index of the choice."""
     text: str
     finish_reason: FinishReason | None
     scores: Sequence[Score] | None = None
-    """Of the new tokens; None unless they were asked for."""
+    """Scores of the new tokens; None unless they were asked for."""
     echo_scores: EchoScores | None = None
-    """Of a prompt that stands before the new tokens."""
+    """Scores of a prompt that stands before the new tokens; None for none."""
 
     @property
     def num_logprobs(self) -> int:
@@ -383,7 +383,7 @@ class TextDelta:
         return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
 
     def all_scores(self) -> list[Score]:
-        """Those of an echoed prompt too."""
+        """Scores of an echoed prompt and of the new tokens."""
         return [*(self.echo_scores.unpacked() if self.echo_scores else ()), *(self.scores or ())]
 
 
@@ -460,7 +460,7 @@ class ResponseForm(ABC):
         self._tokens = tokens
 
     def opening(self, num_choices: int) -> list[TextDelta]:
-        """What is written before any generated text."""
+        """Deltas that are written before any generated text."""
         return []
 
     @abstractmethod

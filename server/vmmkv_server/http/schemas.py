@@ -48,14 +48,14 @@ from vmmkv_server.structured_output.schema import (
 from vmmkv_server.tokenizer import Prompt, TemplateVariable
 
 MAX_STOP_CHARS: Final = 4096
-"""Of all stop strings of a request together: the server makes one automaton of them."""
+"""Most characters of all stop strings of a request together: the server makes one automaton of them."""
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_NAME_CHARS: Final = 1024
-"""Of `cache_salt`, `user` and other names."""
+"""Most characters of `cache_salt`, `user` and other names."""
 MAX_TIMEOUT_S: Final = 86_400.0
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
-"""Likeliest tokens at each place."""
+"""Most likeliest tokens at each place."""
 MAX_TEMPLATE_VARIABLES: Final = 16
 MAX_VARIABLE_CHARS: Final = 1024
 
@@ -102,7 +102,7 @@ class WireRequest(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With null beside the values of each field that has a default."""
+        """Schema with null beside the values of each field that has a default."""
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         for name, field in schema.get("properties", {}).items():
@@ -117,12 +117,12 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _are_same(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are the same: 1 and 1.0 are, 0 and false are not."""
+    """Are two values of JSON the same? 1 and 1.0 are, 0 and false are not."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
-    """What is wrong with a field, or with `param` within it."""
+    """Refusal of a field, or of `param` within it, with a message."""
     return PydanticCustomError("combination", "{why}", {"why": _encodable(message), "param": param})
 
 
@@ -239,7 +239,7 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
 
 
 _WHOLE: Final = BeforeValidator(_as_whole)
-"""Of each integer of a request."""
+"""Validator of each integer of a request."""
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_INDEX), _WHOLE]
 _NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
@@ -285,7 +285,7 @@ class JsonSchema(WireRequest):
 
     name: Annotated[str, Field(max_length=64)] = "response"
     description: Annotated[str, Field(max_length=1024)] | None = None
-    """For people: the model does not see it."""
+    """Text for people: the model does not see it."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
     """Answers follow the schema in any case."""
@@ -307,7 +307,7 @@ class ResponseFormat(WireRequest):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the answer follows a grammar; else it is plain text."""
+        """Does the answer follow a grammar? Else it is plain text."""
         return self.type != "text"
 
     def grammar(self) -> Grammar:
@@ -364,7 +364,7 @@ class StructuredOutputs(WireRequest):
 
 
 class StreamOptions(WireRequest):
-    """What a stream has beside text."""
+    """Parts of a stream beside text."""
 
     unserved: ClassVar[Unserved] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
@@ -404,17 +404,17 @@ else:
 
 
 class GenerationRequest(_SamplingFields):
-    """What completions and chat completions share: the fields of SamplingParams, and those below. Null means the default."""
+    """Fields of completions and chat completions: those of SamplingParams, and those below. Null means the default."""
 
     prompt_param: ClassVar[str]
     """The field with the prompts."""
     default_tokens: ClassVar[int | None] = None
     """New tokens if the request does not say; None for as many as fit."""
     is_continued: ClassVar[bool] = False
-    """Whether the answer goes on in the prompt's text."""
+    """Does the answer go on in the prompt's text?"""
 
     model: str | None = None
-    """The served one; no other is there."""
+    """Name of the served model; no other is there."""
     n: Annotated[int, Field(ge=1), _WHOLE] = 1
     """Choices for each prompt: sampled with consecutive seeds, or the best of a beam search."""
     max_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
@@ -425,15 +425,15 @@ class GenerationRequest(_SamplingFields):
     logit_bias: Biases | None = None
     """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
     kv_policy: Annotated[KVPolicyLike, BeforeValidator(_as_policy)] | None = None
-    """Which rows of its KV cache the request keeps."""
+    """Rows of its KV cache that the request keeps."""
     response_format: ResponseFormat | None = None
     """JSON, of a schema or any object. OpenAI has it for chats alone, vLLM for completions too."""
 
     # vLLM's additions.
     priority: Annotated[int, Field(ge=-MAX_INDEX, lt=MAX_INDEX), _WHOLE] = 0
-    """Lower ones run first."""
+    """Priority: requests with lower ones run first."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    """Only requests of one salt, or those without, share cached prefixes. Those of different API keys never do."""
+    """Salt of the prefix cache: only requests of one salt, or without, share prefixes. Those of different API keys never do."""
     use_beam_search: bool = False
     """Search for the likeliest answers instead of sampling. Stop strings cut the texts that the search found."""
     beam_width: Annotated[int, Field(ge=1), _WHOLE] | None = None
@@ -506,7 +506,7 @@ class GenerationRequest(_SamplingFields):
 
     @functools.cached_property
     def params(self) -> SamplingParams:
-        """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
+        """Parameters of each choice, or of the beam search. Without a limit in the request, `max_tokens` is the largest."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _PARAMS.keys() - _STATED_OTHERWISE}
         given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
         given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
@@ -535,7 +535,7 @@ class GenerationRequest(_SamplingFields):
 
     @property
     def has_schema(self) -> bool:
-        """Whether the grammar is a JSON schema that the client wrote."""
+        """Is the grammar a JSON schema that the client wrote?"""
         return self.grammar_source in ("response_format.json_schema.schema", "structured_outputs.json")
 
     def grammar(self) -> Grammar:
@@ -564,7 +564,7 @@ class GenerationRequest(_SamplingFields):
 
     @functools.cached_property
     def stream_counts(self) -> StreamOptions:
-        """Which chunks of a stream count tokens."""
+        """Options of a stream: the chunks that count tokens."""
         return self.stream_options or StreamOptions()
 
 
@@ -580,7 +580,7 @@ _NEUTRAL: Final[Unserved] = {
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
 }
-"""Of completions and chat completions alike."""
+"""Unserved parameters of completions and chat completions alike."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -640,7 +640,7 @@ _OF_TEMPLATES: Final[Unserved] = {
     **dict.fromkeys(("tools", "documents"), ([],)),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), ({},)),
 }
-"""Of chats, whether they are answered or tokenised."""
+"""Unserved parameters of chats, whether they are answered or tokenised."""
 
 
 class ChatRequest(GenerationRequest):
@@ -669,12 +669,12 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     """Have the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE] | None = None
-    """And of so many of the likeliest at its place."""
+    """Likeliest tokens with log-probabilities at each place, beside each chosen token's own."""
 
     @model_validator(mode="before")
     @classmethod
     def _tools_that_may_not_be_called(cls, data: Any) -> Any:
-        """With a choice of "none" no tool is called, and no template here shows tools: they change nothing."""
+        """Drop tools and functions with a choice of "none": none is called, and no template here shows them."""
         if isinstance(data, dict):
             pairs = (("tools", "tool_choice"), ("functions", "function_call"))
             unused = [name for name, choice in pairs if isinstance(data.get(name), list) and data.get(choice) == "none"]
@@ -690,7 +690,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """By either of its names."""
+        """New tokens at most, by either of the names; None for as many as fit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def _num_logprobs(self) -> tuple[int | None, int | None]:
@@ -709,7 +709,7 @@ class TokenizeRequest(WireRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
-    """Whether a prompt gets the model's own start token, as in /v1/completions, by default; templates write their own."""
+    """Add the model's own start token to a prompt: the default, as in /v1/completions. Templates write their own."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
