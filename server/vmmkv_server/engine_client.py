@@ -195,7 +195,7 @@ class EngineClient:
         self.address = address
         self.phase: Phase = Loading(stage="starting the engine", done=0, total=1)
         self.dead = asyncio.Event()
-        """Set with the phase Dead."""
+        """Event that is set with the phase Dead."""
         self.was_ready = False
         """Has the engine been ready? It reads its socket only from then on, not while it loads."""
         self.cannot_start: str | None = None
@@ -212,7 +212,7 @@ class EngineClient:
         self.waiting_tokens = 0
         """Prompt tokens of requests without an answer yet."""
         self.on_begun: Callable[[int], None] = lambda _: None
-        """Called with the tokens of a prompt when its answer begins."""
+        """Function that is called with the tokens of a prompt when its answer begins."""
         self._waiting: dict[str, int] = {}
         """Prompt tokens of each request without an answer yet."""
         self._silent_since_s: float | None = None
@@ -310,7 +310,7 @@ class EngineClient:
         self.waiting_tokens = 0
 
     async def engine_ended(self, reason: str) -> None:
-        """After the engine's process has ended: read the rest of the socket, then `fail`."""
+        """Read the rest of the socket after the engine's process has ended, then `fail`."""
         await asyncio.sleep(LAST_WORDS_S)
         self.fail(reason)
 

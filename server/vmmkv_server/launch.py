@@ -196,7 +196,7 @@ class _Launch:
         return self._exit_code
 
     def _stop(self) -> None:
-        """On a signal: drain; on the second one stop at once."""
+        """Handle a signal: drain; on the second one stop at once."""
         if self._stopping:
             self._client.fail("The server is shutting down.")
             self._server.should_exit = self._server.force_exit = True

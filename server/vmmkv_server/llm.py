@@ -86,11 +86,11 @@ class CompletionOutput:
     """One answer to one prompt."""
 
     text: str = ""
-    """Up to the stop string, if one ended it. Empty if the model's directory has no tokenizer."""
+    """Text up to the stop string, if one ended it. Empty if the model's directory has no tokenizer."""
     token_ids: list[int] = field(default_factory=list)
     """Tokens without the end token, but with those of a stop string."""
     finish_reason: FinishReason | None = None
-    """None if the request failed before its end."""
+    """Cause of the end; None if the request failed before it."""
     logprobs: list[float] | None = None
     """Log-probability of each token under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
@@ -121,7 +121,7 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     """Likeliest token ids at each place of the prompt, with their log-probabilities; None as in `prompt_logprobs`."""
     error: str | None = None
-    """Why the request failed, if it did; `outputs` hold the tokens so far."""
+    """Reason of a request's failure, if it failed; `outputs` hold the tokens so far."""
 
 
 class EngineOptions(TypedDict, total=False):

@@ -40,7 +40,7 @@ class Generate(Message, frozen=True, kw_only=True):
     params: SamplingParams
     """The engine ignores `n`, `stop` and `structured_outputs`; a `seed` of None counts as 0."""
     priority: int = 0
-    """Lower ones run first."""
+    """Priority: requests with lower ones run first."""
     cache_salt: str | None = None
     """Prefix namespace: requests share cached prefixes only with requests of the same salt."""
     grammar: bytes = b""

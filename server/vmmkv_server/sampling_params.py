@@ -172,7 +172,7 @@ class SamplingParams:
     )
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt and the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """Amounts to add to the logits of these token ids."""
     seed: int | None = _integer(None, -(2**63), 2**63, "an integer of 64 bits, or None")
     """Seed of the random numbers, which depend only on it and the position; None for a new one each time."""
     n: int = _integer(1, 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
@@ -188,7 +188,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
     """`logprobs` for the prompt's tokens. The whole prompt is computed then, cached or not."""
     beam_width: int = _integer(0, 0, MAX_INDEX, "0 to sample, or the width of a beam search")
-    """Above 0, a beam search of this width; the answers are its `n` best. Needs `temperature=0`."""
+    """Width of a beam search, which needs `temperature=0` and whose `n` best are the answers; 0 to sample."""
     length_penalty: float = _about_zero(1.0, MAX_LENGTH_PENALTY)
     """Beams compare by log-probability / (number of tokens) ** length_penalty."""
     structured_outputs: Mapping[str, Any] | None = None
@@ -377,7 +377,7 @@ class Limits:
 
     @property
     def _reason(self) -> str:
-        """Why a request can have `max_tokens`."""
+        """Reason that a request can have `max_tokens`."""
         if self.pool_tokens < self.model_tokens:
             return f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
         return f"the most that {self.model} takes here"

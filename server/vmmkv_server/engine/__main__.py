@@ -105,7 +105,7 @@ def collect_what_is_new() -> None:
 
 
 def freeze_survivors(phase: str, info: dict[str, int]) -> None:
-    """After a full garbage collection freeze what is left, so that the next one walks only what is new. For `gc.callbacks`.
+    """Freeze what a full garbage collection has left, so that the next one walks only what is new. For `gc.callbacks`.
 
     The prefix tree grows to hundreds of thousands of objects, and traversing it stops the engine: 0.3 s for 50,000 nodes.
     Frozen objects are freed by their reference counts. A frozen cycle is not freed; requests leave none.

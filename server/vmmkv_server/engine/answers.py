@@ -14,7 +14,7 @@ from vmmkv_server.engine.step import Chunk, Logprobs, Results, Step
 from vmmkv_server.protocol import Failed, FinishReason, FromEngine, Output, Outputs
 
 _REFUSED: Final = NOT_A_NUMBER - 1000
-"""Stands for a token that a feature refuses."""
+"""Number in place of a token that a feature refuses."""
 
 NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
 _NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"

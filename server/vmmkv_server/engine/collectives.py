@@ -93,7 +93,7 @@ class Collectives:
         return symmetric.sum(tensor) if symmetric is not None and symmetric.fits(tensor) else self.sum_by_group(tensor)
 
     def sum_by_group(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same by NCCL or gloo."""
+        """Sum a tensor over the ranks by NCCL or gloo, in place."""
         options = _distributed.AllreduceOptions()
         options.asyncOp = False
         _wait(self._group.allreduce([tensor], options))
@@ -166,7 +166,7 @@ def _attempt(end: Callable[[], None]) -> None:
 
 
 def _wait(work: Any) -> None:
-    """On a GPU: order the current stream behind it, where that is not done yet."""
+    """Order the current stream of a GPU behind some work, where that is not done yet."""
     if work is not None:
         work.wait()
 

@@ -367,7 +367,7 @@ class Engine:
             return False
 
     def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = lambda: time.sleep(1e-3)) -> None:
-        """No request is there: go on with stores until all is stored. `wait` lets some time pass, and ends it if true.
+        """Go on with stores until all is stored, while no request is there. `wait` lets some time pass, and ends it if true.
 
         What is left then goes on beside the next steps.
         """
@@ -381,7 +381,7 @@ class Engine:
             self.settle()
 
     def prepare(self, *, wait: Callable[[], object] = lambda: False) -> None:
-        """No request is there: park what an earlier engine left with the holder, to be adopted. `wait` ends it if true."""
+        """Park what an earlier engine left with the holder, to be adopted. No request is there. `wait` ends it if true."""
         has_worked = False
         try:
             while self._prefix is not None and not wait() and self._prefix.prepare(_POLL_US, free_slots=self._num_spare_slots):
@@ -408,7 +408,7 @@ class Engine:
         self.answers.fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
 
     def _check_device(self) -> None:
-        """After a failure: are the device's context and all ranks still there? Raises: EngineDied."""
+        """Check after a failure that the device's context and all ranks are still there. Raises: EngineDied."""
         if self._runner.ranks is not None:
             self._runner.ranks.check()
         if self.memory.device.type != "cuda":
@@ -424,7 +424,7 @@ class Engine:
     # ------------------------------------------------------------------ between requests
 
     def settle(self) -> None:
-        """Nothing is left to do: unmap what is to be unmapped, and report the end state."""
+        """Unmap what is to be unmapped, when nothing is left to do, and report the end state."""
         self.memory.drain()
         self.report()
 

@@ -30,9 +30,9 @@ class Need(NamedTuple):
     attaches: bool = True
     """May rows of its prompt be taken from the prefix cache?"""
     each: str = ""
-    """Said behind the number of new tokens."""
+    """Words of a refusal behind the number of new tokens."""
     fewer: str = "tokens"
-    """Said to be asked for less of."""
+    """Words of a refusal for what to ask less of."""
 
 
 Kind = TypeVar("Kind", bound="Feature")

@@ -33,7 +33,7 @@ CLOSING_SLOTS: Final = 1
 """Slots of ended sequences for each running one without a prefix cache: a new one does not wait for the device to be done."""
 
 GPU_MARGIN_BYTES: Final = 1 * GIB
-"""Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
+"""Memory left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
 
 HOST_SHARE: Final = 0.25
 """Share of the available host memory that a cache takes by default."""

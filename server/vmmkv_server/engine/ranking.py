@@ -23,7 +23,7 @@ class Ranked(NamedTuple):
     """A sequence of a step, the last queries of which are ranked by."""
 
     take: Callable[[torch.Tensor], None]
-    """Called with how much its ranked queries attend to each of its rows, times the weight."""
+    """Function that is called with the attention of the ranked queries to each of its rows, times the weight."""
     slot: int
     end: int
     """Rows behind the step."""
@@ -81,7 +81,7 @@ class Ranking:
         column_sums(q_LMHD, k_LSTKD, *self._where, scale=scale, lse_LNH=lse_LMH, out=self._sums_LBC)
 
     def finish(self) -> None:
-        """All layers have added theirs: their sequences are ranked by it."""
+        """Hand the summed attention to the sequences, when all layers have added theirs."""
         for one in self._ones:
             one.finish()
         if self._ones:

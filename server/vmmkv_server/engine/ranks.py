@@ -102,7 +102,7 @@ class Op(enum.IntEnum):
     FORWARD = enum.auto()
     """Elements of each input that is broadcast: see `pass_inputs`."""
     STATES = enum.auto()
-    """The same, of a pass whose logits come later."""
+    """Elements as behind FORWARD, of a pass whose logits come later."""
     LOGITS = enum.auto()
     """First row, and end, of the last states."""
     CAPTURE = enum.auto()
@@ -141,7 +141,7 @@ class Peer:
     """Process of the rank; None in a thread of this process."""
 
     def last_words(self, until_s: float) -> str:
-        """Why it has ended, of a rank that has, or has said so. Blocks until a time of time.monotonic() at most."""
+        """Words about the end of a rank: its own, or its exit code. Blocks until a time of time.monotonic() at most."""
         said: object = None
         with contextlib.suppress(OSError, ValueError):
             said = json.loads(self.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT))
@@ -174,7 +174,7 @@ class Ranks:
         self._padding: torch.Tensor | None = None
         self._device: torch.device | None = None
         self._unwatched, unwatched = socket.socketpair()
-        """Closed when the ranks are ended, which the thread sees that watches them."""
+        """Socket that is closed when the ranks are ended, which the thread sees that watches them."""
         ends = select.poll()
         ends.register(unwatched, 0)  # it answers when the other end is closed
         for peer in peers:

@@ -70,7 +70,7 @@ class Request:
     status: Status = Status.WAITING
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
-    """All its tokens, as of when it ran last."""
+    """Tokens of the request, as of when it ran last."""
     sequence: KVSequence | None = None
     """Sequence with its rows, while it runs."""
     table: "RequestTable | None" = None
@@ -131,7 +131,7 @@ class Request:
 
     @property
     def tokens(self) -> TokenIds:
-        """All its tokens that the host knows."""
+        """Tokens of the request that the host knows."""
         return self.saved if self.table is None else self.table.tokens(self.memory.slot)
 
     @property

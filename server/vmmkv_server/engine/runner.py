@@ -91,7 +91,7 @@ of 15.6."""
 
 
 def _refusal(memory: KVBackend, model: EngineModel, *, is_split: bool) -> str:
-    """Why no request can have a policy with this model and this memory; empty if it can. `is_split`: over several devices."""
+    """Reason that no request can have a policy with this model and memory; empty if it can. `is_split`: over devices."""
     groups = memory.layout.groups
     if is_split:
         return "is for a model on one device (tensor_parallel_size=1), and this one is split over several"
@@ -358,7 +358,7 @@ class _Graph:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection within: one that frees graphs, of an engine that was not closed, ends the capture by an error."""
+    """Prevent garbage collections: one that frees graphs of an engine that was not closed ends the capture by an error."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

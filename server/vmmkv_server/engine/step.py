@@ -97,7 +97,7 @@ class Step:
     """Sequences of it with queries that their rows are ranked by."""
     wanted: WantedStates | None = None
     readback: "Readback | None" = None
-    """Once all of it is launched."""
+    """Readback, once all of the step is launched."""
     launched_s: float = 0.0
     """Time at which its launch began, by time.perf_counter."""
 

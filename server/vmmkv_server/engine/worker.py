@@ -123,7 +123,7 @@ class Worker:
             log.debug("rank 0 has ended", exc_info=True)
 
     def _answer(self, answer: object) -> bool:
-        """False if rank 0 is gone, which the next message shows too."""
+        """Answer rank 0. Returns False if it is gone, which the next message shows too."""
         self._channel.settimeout(self._timeout_s)
         try:
             self._channel.send(json.dumps(answer).encode())

@@ -126,7 +126,7 @@ async def _response(paths: Mapping[str, Sequence[str]], request: Request, error:
 
 
 def _unread(error: ValueError | RecursionError) -> str:
-    """Why Python's JSON parser did not take a body, where FastAPI does not say it."""
+    """Reason that Python's JSON parser did not take a body, where FastAPI does not say it."""
     match error:
         case RecursionError():
             return "it is nested too deeply; send a flatter one"

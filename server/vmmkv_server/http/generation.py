@@ -78,7 +78,7 @@ _LARGE_COST: Final = 1 << 20
 _LARGE_THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="off-loop-large")
 """Does all that is large, one after the other, so that its memory is that of one."""
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
-"""Between the seeds of a request's prompts: 2**64 over the golden ratio, odd, so that the consecutive seeds of one prompt's
+"""Step between seeds of a request's prompts: 2**64 over the golden ratio, odd, so that the consecutive seeds of one prompt's
 choices meet no other's."""
 
 

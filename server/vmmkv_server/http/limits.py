@@ -275,7 +275,7 @@ class RequestState:
 
     caller: Caller
     at_end: contextlib.ExitStack
-    """Closed when the answer is sent, or cannot be."""
+    """Stack that is closed when the answer is sent, or cannot be."""
     has_begun: bool = False
     """Is its request with the engine? How that ends is counted elsewhere."""
 

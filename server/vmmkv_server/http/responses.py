@@ -236,7 +236,7 @@ class RenderedRequest(BaseModel):
     request_id: str
     token_ids: list[int]
     sampling_params: dict[str, Any]
-    """All of vLLM's that there are here, with `max_tokens` as it would be. A grammar is not among them."""
+    """Parameters of vLLM's that there are here, with `max_tokens` as it would be. A grammar is not among them."""
     model: str
     stream: bool
     stream_options: dict[str, Any] | None

@@ -423,7 +423,7 @@ class GenerationRequest(_SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Biases | None = None
-    """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
+    """Amounts to add to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
     kv_policy: Annotated[KVPolicyLike, BeforeValidator(_as_policy)] | None = None
     """Rows of its KV cache that the request keeps."""
     response_format: ResponseFormat | None = None

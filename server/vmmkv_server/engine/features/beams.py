@@ -85,7 +85,7 @@ class Beams(Feature):
                 core.scheduler.finish(request)
 
     def left(self, request: Request) -> None:
-        """All sequences but its own go back."""
+        """Give all sequences back but the request's own."""
         if (group := self._groups.get(request)) is not None:
             group.close()
             del self._groups[request]

@@ -84,7 +84,7 @@ class Compaction(Feature):
         )
 
     def chunks(self, request: Request) -> list[Chunk] | None:
-        """No chunk goes beyond the next compaction."""
+        """Chunks that do not go beyond the next compaction."""
         if (kept := self._running.get(request)) is None:
             return None
         room = kept.room(request.memory.length)
@@ -97,14 +97,14 @@ class Compaction(Feature):
             self._set_end(kept)
 
     def left(self, request: Request) -> None:
-        """Positions are rows again in its slot."""
+        """Make positions rows again in the request's slot."""
         if request in self._running:
             if request.num_dropped:
                 self.compactor.release(request.memory.slot)
             del self._running[request]
 
     def finished(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Forget the kept rows of a request."""
         self._kept.pop(request, None)
 
     def planning(self) -> None:

@@ -39,7 +39,7 @@ _MOST_FETCHES: Final = 2
 """Fetches of one request: the second goes on where the first, which began for another request, ended."""
 
 _SPARE_TOKENS: Final = 16
-"""More tokens of each running request for which memory is left when a fetch takes some. Else it was given up soon."""
+"""Spare tokens of each running request: memory for them is left when a fetch takes some. Else it was given up soon."""
 
 _FIRST_TOKENS_PER_S: Final = 1000.0
 """Rate of prefill until it is measured, which the warm-up does: of an engine whose steps are too short to measure it."""

@@ -182,7 +182,7 @@ class Grammars(Feature):
             self._core.send(Outputs(outputs=outputs))
 
     def left(self, request: Request) -> None:
-        """Nothing is followed in its slot."""
+        """Follow nothing more in the request's slot."""
         self._running.discard(request)
 
     def finished(self, request: Request) -> None:

@@ -43,9 +43,9 @@ from vmmkv_server.protocol import (
 )
 
 PERIOD_MS: Final = 20
-"""Between two looks at what is pending."""
+"""Time between two looks at what is pending."""
 PAUSE_S: Final = 5e-5
-"""Without the interpreter's lock, after as much time with it."""
+"""Pause without the interpreter's lock, after as much time with it."""
 PIECE: Final = 256
 """Blocks that are hashed, or keys that are looked for, without a pause: 40 us."""
 MOST_BLOCKS: Final = 64
@@ -73,7 +73,7 @@ _STEP, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 
 
 
 class Event(msgspec.Struct, tag=True, gc=False):
-    """On the wire a map with the class's name as its `type`."""
+    """Event: on the wire a map with the class's name as its `type`."""
 
 
 class BlockStored(Event, kw_only=True):
@@ -106,7 +106,7 @@ class AllBlocksCleared(Event):
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """On the wire an array."""
+    """Batch of events: on the wire an array."""
 
     time_s: float
     events: list[Event]

@@ -101,7 +101,7 @@ class PromptScores(Feature):
                 self._send(PromptLogprobs.packed(request.ask.request_id, *scores))
 
     def finished(self, request: Request) -> None:
-        """Nothing is left to be sent."""
+        """Forget how much of a request has been sent."""
         self._num_sent.pop(request, None)
 
 
