@@ -49,7 +49,7 @@ _NUMBER: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 32 * MIB
 
 _MOST_TOKENS: Final = 2**31
-"""Positions are less."""
+"""Bound of tokens and of positions, which are less."""
 
 _POSITION_BYTES: Final = len(json.dumps([_MOST_TOKENS - 1, _MOST_TOKENS - 1])) - len(json.dumps([_MOST_TOKENS - 1]))
 """Most bytes of one position in a header."""
@@ -92,14 +92,14 @@ class _Rows:
             self.parts = [_Part(span, slots.memory.start(span)) for span in slots.memory.spans(live.slot)]
 
     def check(self) -> None:
-        """Has the sequence all of them still? The caller holds the lock. Raises: ValueError, Closed, GraphCapture."""
+        """Check that the sequence has all rows still. The caller holds the lock. Raises: ValueError, Closed, GraphCapture."""
         start_of = self.live.slots.memory.start
         if self.live.length < self.num_tokens or any(start_of(part.span) != part.start for part in self.parts):
             raise ValueError(f"{self.live!r} lost rows while it was saved")
         self.live.slots.check_capture()
 
     def read(self, memory_for: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Copy them to the host memory that `memory_for` gives for so many bytes, chunk by chunk. Takes the lock for each."""
+        """Copy rows to the host memory that `memory_for` gives for so many bytes, chunk by chunk. Takes the lock for each."""
         slots = self.live.slots
         for part in self.parts:
             for at, size_bytes in _chunks(part.first_byte, self.num_tokens * part.span.group.row_bytes):
@@ -218,7 +218,7 @@ def _write_header(file: BinaryIO, header: dict[str, Any]) -> None:
 
 
 def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) -> None:
-    """A sequence behind its first bytes: its header, its rows."""
+    """Write the header and the rows of a sequence, behind the first bytes of its file."""
     identity = rows.live.slots.layout.identity(fingerprint).hex()
     header = {"identity": identity, "num_tokens": rows.num_tokens, "starts": [part.start for part in rows.parts]}
     if rows.live.positions is not None:
@@ -406,7 +406,7 @@ class Offloaded:
 
     @property
     def num_pages(self) -> int:
-        """Pages that `restore` takes."""
+        """Pages that `restore` takes from the pool."""
         return sum(
             end_page - part.first_byte // PAGE_BYTES
             for rows, _ in self._kept

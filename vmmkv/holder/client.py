@@ -55,18 +55,18 @@ class Message(dict[str, Any]):
     """A message of the other side. Its fields are checked as they are read. Raises: OSError for what they cannot be."""
 
     def whole(self, name: str) -> int:
-        """A number from 0 on."""
+        """The field of this name, a whole number from 0 on."""
         return self._checked(name, self.get(name))
 
     def wholes(self, name: str, most: int) -> list[int]:
-        """A list of at most so many of them."""
+        """The field of this name, a list of at most so many whole numbers from 0 on."""
         values = self.get(name)
         if not isinstance(values, list) or len(values) > most:
             raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(values)}")
         return [self._checked(name, value) for value in values]
 
     def text(self, name: str) -> str:
-        """A text."""
+        """The field of this name, a text."""
         value = self.get(name)
         if not isinstance(value, str):
             raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(value)}")
@@ -86,7 +86,7 @@ class Message(dict[str, Any]):
 
 
 class CutShort(OSError):
-    """A message came without its descriptors."""
+    """Error of a message that came without its descriptors."""
 
     def __init__(self, message: Message) -> None:
         super().__init__(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
@@ -311,7 +311,7 @@ class HolderClient:
         self._is_damaged = True
 
     def release(self, serials: Sequence[int]) -> None:
-        """The holder gives these handles up. Does not wait for it. A holder that is gone has none any more."""
+        """Ask the holder to give these handles up, without waiting for it. A holder that is gone has none any more."""
         for first in range(0, len(serials), MOST_DESCRIPTORS):
             with contextlib.suppress(HolderGone):
                 self._send("release", {"do": "release", "serials": serials[first : first + MOST_DESCRIPTORS]})

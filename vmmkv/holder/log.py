@@ -46,9 +46,9 @@ class Sealed(NamedTuple):
     parent: int | None
     """The place in the log of the seal before it on the path; None if its tokens begin at the first."""
     end_token: int
-    """The rows in it are among those of so many tokens of the path."""
+    """Tokens of the path up to the last row of the extent."""
     first_token: int
-    """Rows before it may be missing."""
+    """First row of the path that is there for certain."""
     group: int
     page: int
     num_pages: int
@@ -67,7 +67,7 @@ class LogContents:
     seals: dict[int, Sealed] = field(default_factory=dict)
     """Seals by their place in the log, parents first; those that were dropped too."""
     live: dict[int, int] = field(default_factory=dict)
-    """The place by serial, of those that were not dropped; in the order in which they were sealed."""
+    """Places of the seals that were not dropped, by serial, in the order in which they were sealed."""
     end: int = 0
     """Place of the record after the last one read."""
 
@@ -106,7 +106,7 @@ class SealedLog:
         return fd
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the log. Idempotent."""
         self._words.release()
         self._bytes.release()
         self._map.close()
@@ -226,7 +226,7 @@ def _pack(seal: Sealed) -> bytes:
 
 
 def _unpack(body: bytes, before: LogContents) -> Sealed:
-    """A seal that goes on from those before it. Raises: LogDamaged."""
+    """Unpack a seal that goes on from earlier ones. Raises: LogDamaged."""
     if len(body) < _SEAL.size:
         raise LogDamaged(f"a seal of {len(body)} bytes")
     serial, parent, end_token, first_token, group, page, num_pages, name_bytes = _SEAL.unpack_from(body)

@@ -57,7 +57,7 @@ class _Engine:
     connection: socket.socket
     pid: int
     borrowed: set[int] | None = None
-    """Serials that it has of another engine's; None for the one that owns."""
+    """Serials that a borrower has of the owner's handles; None for the owner."""
 
 
 class Holder:
@@ -178,7 +178,7 @@ class Holder:
             return False
 
     def _leave(self, engine: _Engine) -> None:
-        """An engine has ended."""
+        """Forget an engine that has ended."""
         engine.connection.close()
         del self._engines[engine.connection]
         before = self._held_bytes
@@ -241,7 +241,7 @@ class Holder:
         return {}
 
     def _give_back(self, borrowed: set[int], serials: Iterable[int]) -> None:
-        """A borrower has these no more: what the owner has given up is free."""
+        """Take handles back from a borrower. Handles that the owner has given up are freed."""
         borrowed.difference_update(serials)
         self._free([serial for serial in serials if serial in self._given_up])
 

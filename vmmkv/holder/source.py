@@ -54,7 +54,7 @@ class HolderSource(ExtentSource):
         return Extent(0, num_pages, holders=1, serial=serial, imported=False, sealed=True)
 
     def import_handles(self, extents: Sequence[Extent]) -> None:
-        """Import those that are not here yet, as far as the holder has them with that size. See `Pool.import_extents`."""
+        """Import extents that are not here yet, as far as the holder has them with that size. See `Pool.import_extents`."""
         _import(self._driver, self.holder, extents)
 
     def release(self, extent: Extent) -> None:
@@ -98,7 +98,7 @@ class LenderSource(ExtentSource):
         return extent
 
     def import_handles(self, extents: Sequence[Extent]) -> None:
-        """Import those that are not here yet, as far as the lender has them with that size. See `Pool.import_extents`."""
+        """Import extents that are not here yet, as far as the lender has them with that size. See `Pool.import_extents`."""
         _import(self._driver, self.lender, extents)
 
     def release(self, extent: Extent) -> None:

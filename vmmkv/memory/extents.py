@@ -51,7 +51,7 @@ class Extent:
     tenant: Tenant | None = None
     """Last writer; None if it was never written, or by a load, or by another process."""
     serial: int = 0
-    """The holder process's number of it; 0 without one."""
+    """Number of the handle in the holder process; 0 without a holder."""
     imported: bool = True
     """False while it is only with the process that owns it, and has no handle: see `Pool.import_extents`."""
     sealed: bool = False
@@ -106,7 +106,7 @@ class ExtentSource:
         return Extent(self._driver.create(num_pages * PAGE_BYTES), num_pages, zeroed=self._driver.creates_zeroed)
 
     def import_handles(self, extents: Sequence[Extent]) -> None:
-        """Import those that are not here yet, as far as their owner has them. Raises: OutOfDescriptors, DriverError."""
+        """Import extents that are not here yet, as far as their owner has them. Raises: OutOfDescriptors, DriverError."""
 
     def release(self, extent: Extent) -> None:
         """Give up an extent that nothing holds. Cost: a release. Raises: DriverError, and then its handle is still there."""

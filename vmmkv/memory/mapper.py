@@ -53,7 +53,7 @@ class _NeverLive:
         self._is_over = False
 
     def done(self) -> bool:
-        """Are the zeroes written? Blocks for them, which wait for no kernel. False while the driver cannot say."""
+        """Are the zeroes written? Waits for them, which wait for no kernel. False while the driver cannot say."""
         if not self._is_over:
             with contextlib.suppress(DriverError):
                 self.wait()

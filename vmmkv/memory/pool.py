@@ -83,11 +83,11 @@ class Reclaimer:
         return False
 
     def holders(self) -> Counter[Extent]:
-        """Recounted from scratch: how often it holds each extent."""
+        """Holds of each extent, recounted from scratch."""
         return Counter()
 
     def users(self) -> Counter[Extent]:
-        """Recounted from scratch: how many of these are uses."""
+        """Uses of each extent, recounted from scratch."""
         return Counter()
 
 
@@ -106,7 +106,7 @@ class NullPage:
         self._addresses: list[int] = []
 
     def map(self, address: int) -> None:
-        """Put the page there, read-only. On failure it is not there, or goes with `close`.
+        """Map the null page at an address, read-only. On failure it is not there, or goes with `close`.
 
         Cost: a map and an access call; the first time a create, a zero and another access call.
         """
@@ -128,13 +128,13 @@ class NullPage:
             raise
 
     def unmap(self, start: int, end: int) -> None:
-        """Unmap it wherever it is in the addresses [start, end), once no launch reads it. Cost: an unmap each. Idempotent."""
+        """Unmap the null page in the addresses [start, end), once no launch reads it. Cost: an unmap each. Idempotent."""
         for address in [address for address in self._addresses if start <= address < end]:
             self._driver.unmap(address, PAGE_BYTES)
             self._addresses.remove(address)
 
     def close(self) -> None:
-        """Unmap it wherever it still is, and release it. Idempotent."""
+        """Unmap the null page wherever it still is, and release it. Idempotent."""
         self.unmap(0, ADDRESS_SPACE_BYTES)
         if self.handle is not None:
             self._driver.release(self.handle)
@@ -199,7 +199,7 @@ class Pool(Closing, Unique):
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
         self.caches: list[Closing] = []
-        """Internal: the slots of those that are open."""
+        """Internal: the slots of open caches."""
         self.reclaimers: list[Reclaimer] = []
         """Internal: what can give memory back, of open caches."""
         self._clock = 0
@@ -286,7 +286,7 @@ class Pool(Closing, Unique):
             extent.holders += 1
 
     def use(self, *extents: Extent) -> None:
-        """One more of the holders of each uses it: it cannot be had under pressure."""
+        """Add a user, one of its holders, to each extent: a used extent is not evicted."""
         for extent in extents:
             assert extent.holders > extent.users, "only a holder uses an extent"
             extent.users += 1
@@ -294,7 +294,7 @@ class Pool(Closing, Unique):
                 self._used_bytes += extent.size_bytes
 
     def unuse(self, *extents: Extent) -> None:
-        """One user of each fewer; it goes on holding."""
+        """Take a user from each extent; the user goes on holding it."""
         for extent in extents:
             assert extent.users > 0, "an extent was given up more often than used"
             extent.users -= 1
@@ -302,7 +302,7 @@ class Pool(Closing, Unique):
                 self._used_bytes -= extent.size_bytes
 
     def drop(self, extent: Extent) -> None:
-        """One holder fewer, which does not use it, or is the last one; that frees it. No driver call."""
+        """Take a holder from an extent, which does not use it, or is the last one; that frees it. No driver call."""
         assert extent.holders > 0, "an extent was dropped more often than held"
         if extent.holders == 1:
             self._put_back(extent)
@@ -430,7 +430,7 @@ class Pool(Closing, Unique):
         return {*itertools.chain(*self._free.values(), *(each.holders() for each in self.reclaimers))}
 
     def import_extents(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Import those that are not here yet; those that their owner does not have, or has in another size, are returned.
+        """Import extents that are not here yet; those that their owner does not have, or has in another size, are returned.
 
         Cost: a round trip for each 128, and an import for each.
         Raises: OutOfPages, if the process may open no more files; DriverError. Those imported before stay.

@@ -226,7 +226,7 @@ class _Root(Node[T]):
 
 
 class Pin(Generic[T]):
-    """Tokens that are kept. Of those that are not known it holds nothing."""
+    """Pin of some tokens, which keeps the nodes of those that are known."""
 
     __slots__ = ("key", "node", "nodes", "until")
 
@@ -270,7 +270,7 @@ class Lookup(Generic[T]):
         self.path: list[Node[T]] = []
         """Path of the last match. A node that is still in the tree still ends with the same tokens."""
         self.num_known = 0
-        """Tokens that it matched."""
+        """Tokens that the last match knew."""
         self.num_splits = 0
         """Splits of the tree at the last match. A later split puts a node into the path."""
 
@@ -282,10 +282,10 @@ class TreeListener(Protocol):
     """Listener that hears which tokens become known and which are forgotten. It must return at once, and not use the tree."""
 
     def stored(self, namespace: Hashable, edges: list[bytes]) -> None:
-        """A leaf was added; the packed tokens of its path, by edge, the leaf's last."""
+        """Hear that a leaf was added; `edges`: the packed tokens of its path, the leaf's last."""
 
     def removed(self, namespace: Hashable, edges: list[bytes]) -> None:
-        """A leaf was removed; its path as it was."""
+        """Hear that a leaf was removed; `edges`: its path as it was."""
 
 
 class RadixTree(Generic[T]):
@@ -497,7 +497,7 @@ class RadixTree(Generic[T]):
         return node
 
     def keep(self, node: Node[T], pins: Set[Pin[T]]) -> None:
-        """Pins keep a node, too: below those where their tokens end."""
+        """Let pins keep another node, below those at which their tokens end."""
         node.pins = node.pins.union(pins)
         for pin in pins:
             pin.nodes[node] = None

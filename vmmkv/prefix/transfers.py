@@ -51,13 +51,13 @@ class PrefixListener(TreeListener, Protocol):
     """
 
     def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
-        """A tier is about to get the records at these groups and pages of a path. None: it may have any of them.
+        """Hear that a tier is about to get the records at these groups and pages of a path. None: it may have any of them.
 
         No lock of the tier is held: a listener that has lost what it heard may call `tier.listen` again.
         """
 
     def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
-        """A tier, by name, has these records from now on, or has them no more. Either follows for what it was about to get.
+        """Hear that a tier, by name, has these records from now on, or no more. Either follows for what it was about to get.
 
         It must not use a tier.
         """
@@ -107,7 +107,7 @@ class _Part(Load[Extent]):
 
     @property
     def pages(self) -> range:
-        """The pages of a slot that it will be mapped at."""
+        """Pages of a slot at which the extent will be mapped."""
         return range(self.page, self.page + self.buffer.num_pages)
 
     def ended(self) -> None:

@@ -47,7 +47,7 @@ _ENTRY_BYTES: Final = 64
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A record's place."""
+    """Place of a record in the file."""
 
     number: int
     generation: int

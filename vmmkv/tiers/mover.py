@@ -73,13 +73,13 @@ class Source(Generic[B]):
     deadline_s = math.inf
     """Time of time.monotonic() from which on it is not worth storing."""
     is_chain = False
-    """Is each record of use only to those who have all before it?"""
+    """Is each record of use only with all records before it?"""
     keys: Sequence[bytes] = ()
     """Keys in the order of their use; known when the source is `prepared`."""
 
     def __init__(self) -> None:
         self.num_under_way = 0
-        """Queues that it is in, and copies of its bytes."""
+        """Queues that the source is in, and copies of its bytes."""
 
     def prepared(self) -> Iterator[bool]:
         """Wait until the bytes are written and the keys known. Yields after each piece of work: may one more follow?"""
@@ -93,10 +93,10 @@ class Source(Generic[B]):
         raise NotImplementedError
 
     def answered(self, tier: Tier, answer: Refusal) -> None:
-        """A tier has a record of it or is given it, or lends no memory for it."""
+        """Hear that a tier has a record of the source or is given it, or lends no memory for it."""
 
     def copied(self, move: "Move") -> None:
-        """A record of it is in the memory that a tier has lent."""
+        """Hear that a record of the source is in the memory that a tier has lent."""
         self.answered(move.tier, Refusal.THERE)
 
 
@@ -118,10 +118,10 @@ class Load(Generic[B]):
         self.failed = False
 
     def copied(self, move: "Move") -> None:
-        """A record is in the buffer, and still in the memory that a tier has lent."""
+        """Hear that a record is in the buffer, and still in the memory that a tier has lent."""
 
     def ended(self) -> None:
-        """End of the load: nothing of it is under way any more. It may have failed."""
+        """Hear that nothing of the load is under way any more. It may have failed."""
 
 
 class Search(Protocol):
@@ -244,7 +244,7 @@ class Mover(Generic[B]):
             self._leave(load)
 
     def end_search(self, search: Search) -> bool:
-        """Find out no more. Was it under way?"""
+        """End a search. Was it under way?"""
         is_under_way = search in self._searches
         self._searches.pop(search, None)
         return is_under_way

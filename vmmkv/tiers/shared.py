@@ -113,7 +113,7 @@ class SharedTier(ThreadedTier):
 
     @abstractmethod
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """Are these values there, each? Called without names to learn whether the store answers."""
+        """Ask which of these values are there. Called without names to learn whether the store answers."""
 
     @abstractmethod
     def get(self, name: str) -> Any:
@@ -344,7 +344,7 @@ class RedisTier(SharedTier):
         )
 
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """Are these values there, each? The question is a use of them."""
+        """Ask which of these values are there. The question is a use of them."""
         if not names:
             self._client.ping()
         pipeline = self._client.pipeline(transaction=False)
@@ -420,7 +420,7 @@ class MooncakeTier(SharedTier):
         self._connecting = threading.Lock()
 
     def ask(self, names: Sequence[str]) -> list[bool]:
-        """Are these values there, each? Raises OSError for an error of the store."""
+        """Ask which of these values are there. Raises OSError for an error of the store."""
         found = self._connected().batch_is_exist([*names] or ["vmmkv"])
         if min(found) < 0:
             raise OSError(f"{self.where}: error {min(found)}")

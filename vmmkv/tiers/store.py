@@ -84,7 +84,7 @@ class Put(Source[Spans]):
         self.answers[tier.name] = answer
 
     def give_up(self) -> None:
-        """Store it no more where that has not begun. It is done when the copies under way have ended."""
+        """Give the put up in tiers where it has not begun. It is done when the copies under way have ended."""
         self._store.withdraw(self)
 
 
@@ -98,7 +98,7 @@ class Get(Load[Spans]):
         self.deadline_s = deadline_s
         self._store, self._key, self._free = store, key, free
         self._left = list(store.tiers)
-        """Tiers that may have it."""
+        """Tiers that may have the record."""
 
     @property
     def done(self) -> bool:
@@ -106,7 +106,7 @@ class Get(Load[Spans]):
         return self.found is not None
 
     def advance(self, may_go_on: Callable[[], bool]) -> bool:
-        """Load it from the first tier that says it has it. Those that have still to find out are asked again."""
+        """Load the record from the first tier that has it. Tiers that have still to find out are asked again."""
         if self.deadline_s < time.monotonic():
             self._left = []
         for tier in list(self._left) if self._free.done() else ():
@@ -122,7 +122,7 @@ class Get(Load[Spans]):
         return bool(self._left)
 
     def copied(self, move: Move) -> None:
-        """Bring it to the other tiers, if they have room at once."""
+        """Bring the record to the other tiers, if they have room at once."""
         for tier in self._store.tiers_worth_it():
             answer = self._store.ask(None, tier.store, self._key)
             if isinstance(answer, Transfer):
@@ -137,7 +137,7 @@ class Get(Load[Spans]):
             self.found = not self.failed
 
     def give_up(self) -> None:
-        """Wait no longer. It is done at once, or when the copies under way have ended."""
+        """Give the get up. It is done at once, or when the copies under way have ended."""
         self._left = []
         self._store.drop(self)
         if self._store.end_search(self):

@@ -26,7 +26,7 @@ from vmmkv.units import MIB, counted
 T = TypeVar("T")
 
 _BUFFERED_BYTES: Final = 64 * MIB
-"""Buffers of a `ThreadedTier`, unless its records are so large that this would be less than _FEWEST_BUFFERS."""
+"""Bytes of the buffers of a `ThreadedTier`, unless its records are so large that this would be less than _FEWEST_BUFFERS."""
 
 _FEWEST_BUFFERS: Final = 8
 _NUM_THREADS: Final = 4
@@ -84,9 +84,9 @@ class TierStats:
     loaded_bytes: int
     evicted_records: int
     missed_records: int
-    """Loads of what it had not, or not any more."""
+    """Loads of records that the tier had not, or not any more."""
     refused_records: int
-    """Stores for which it had no room."""
+    """Stores for which the tier had no room."""
     errors: int
     """Stores and loads that failed: counted, and misses otherwise."""
 
@@ -344,7 +344,7 @@ class ThreadedTier(ABC):
         return self._memory[at : at + self.record_bytes].numpy().data
 
     def give_back(self, transfer: Transfer) -> None:
-        """A transfer has ended, however it did: its memory is free."""
+        """Free the memory of a transfer that has ended, however it did."""
         with self.lock:
             if transfer.address:  # none was lent for what was known to miss
                 self._buffers.append(transfer.address)
