@@ -340,7 +340,7 @@ class Limits:
     ) -> int:
         """New tokens that a request may have: what it `wanted`, else `default`, else as many as fit.
 
-        What it wants may go past the model's positions where its `eviction` keeps its rows within them, and turns keys.
+        The wanted tokens may go past the model's positions where its `eviction` keeps its rows within them, and turns keys.
 
         Raises: RequestRefused if the prompt is empty or the request could never fit.
         """

@@ -3,7 +3,7 @@
     on GPUs   NCCL; sums of few bytes by a kernel of ours over torch's symmetric memory
     on CPUs   gloo
 
-On a GPU nothing waits on the host, and all can be captured. What is launched waits on the device for all ranks, without end
+On a GPU nothing waits on the host, and all can be captured. Launched work waits on the device for all ranks, without end
 where one is gone. `abort` ends it.
 """
 

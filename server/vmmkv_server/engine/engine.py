@@ -369,7 +369,7 @@ class Engine:
     def store_all(self, timeout_s: float = math.inf, *, wait: Callable[[], object] = lambda: time.sleep(1e-3)) -> None:
         """Go on with stores until all is stored, while no request is there. `wait` lets some time pass, and ends it if true.
 
-        What is left then goes on beside the next steps.
+        Stores that are left after `timeout_s` go on beside the next steps.
         """
         until_s, is_stored = time.monotonic() + timeout_s, not self.poll_tiers()
         if is_stored:

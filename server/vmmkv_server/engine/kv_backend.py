@@ -138,10 +138,10 @@ class KVBackend(Protocol):
         """Let others attach to the rows of these tokens, the sequence's first, which the device has written."""
 
     def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """End a sequence that is done. What it has of these tokens is kept for others while there is room."""
+        """End a sequence that is done. Its rows of these tokens are kept for others while there is room."""
 
     def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """End a sequence whose memory is needed. What others may attach to is evicted last."""
+        """End a sequence whose memory is needed. Rows that others may attach to are evicted last."""
 
     def map_ahead(self, budget_us: float) -> None:
         """Get memory that the next steps need, for `budget_us` at most, while the device computes."""

@@ -252,7 +252,7 @@ class Ranks:
         self.ask_memory()
 
     def ask_memory(self) -> list[MemoryInfo]:
-        """The memory of each other rank; none after `close`. What was sent before has been done by then."""
+        """The memory of each other rank; none after `close`. Messages sent before have been handled by then."""
         self.check()
         if self._is_closed:
             return []
@@ -272,7 +272,7 @@ class Ranks:
             raise RankFailed(self._failure)
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
-        """Wait for this rank's device, which may wait for the others. What it has done without them counts for nothing."""
+        """Wait for this rank's device, which may wait for the others. Its results without them count for nothing."""
         until_s = time.monotonic() + self._timeout_s
         self.check()
         while not is_done():

@@ -59,7 +59,7 @@ class Scheduler:
 
     A request is admitted when there is memory for its whole prompt, and grows as it generates. When a running request finds no
     page and no step in flight may free some, the newest request of the lowest priority is preempted. It waits, with its tokens.
-    The prefix cache keeps its full pages until they are needed. What is gone by then is loaded from tiers, or computed again.
+    The prefix cache keeps its full pages until they are needed. Evicted pages are loaded from tiers, or computed again.
 
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.

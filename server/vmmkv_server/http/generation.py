@@ -85,7 +85,7 @@ choices meet no other's."""
 async def off_loop(cost: int, work: Callable[[], T], *, inline: int) -> T:
     """The result of `work`, made in a thread if its `cost` is above `inline`, where the way there and back pays.
 
-    What is large has one thread, the rest four. A caller that is cancelled while it waits for a thread leaves the queue.
+    Large work has one thread, the rest four. A caller that is cancelled while it waits for a thread leaves the queue.
     """
     threads = _THREADS if cost <= _LARGE_COST else _LARGE_THREAD
     return work() if cost <= inline else await asyncio.get_running_loop().run_in_executor(threads, work)

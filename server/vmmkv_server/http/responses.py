@@ -181,7 +181,7 @@ class ChatCompletionChunk(Answer):
 
 
 class ModelCard(BaseModel):
-    """The served model. What follows `owned_by` is known once it is loaded; `max_model_len` is in tokens of one request."""
+    """The served model. Fields behind `owned_by` are known once it is loaded; `max_model_len` is in tokens of one request."""
 
     id: str
     object: Literal["model"] = "model"

@@ -198,7 +198,7 @@ def _as_stops(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """Text parts, joined with nothing between them. What they have beside their text, such as `cache_control`, is not text."""
+    """Text parts, joined with nothing between them. Their other fields, such as `cache_control`, are left out."""
     if not isinstance(value, list):
         return value
     for part in value:

@@ -1,4 +1,4 @@
-"""Fetches: requests that wait for tiers. What tiers have of a prompt is loaded or computed, whichever is done first.
+"""Fetches: requests that wait for tiers. Rows of a prompt that tiers have are loaded or computed, whichever is done first.
 
     waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 

@@ -230,7 +230,7 @@ class Grammars(Feature):
     def masks(self, step: Step) -> TokenMasks | None:
         """The masks of a step's rows. Copies of those that are there: no matcher works.
 
-        What is sampled for a request that was given forced tokens is dropped.
+        Tokens that are sampled for a request with forced tokens are dropped.
         """
         asking: list[tuple[int, Request]] = []
         live = self._table.epochs[step.slots] == step.epochs

@@ -11,7 +11,7 @@ from vmmkv_server.engine.collectives import Collectives
 
 
 class Stream:
-    """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added."""
+    """The residual stream of one forward pass, [N, E]. Reads are normed first, writes are added."""
 
     def __init__(self, x_NE: torch.Tensor, norm_eps: float, ranks: Collectives | None = None) -> None:
         """Begin as `x_NE`, which the stream owns from now on and may write. With `ranks`, each sum that is added is a part."""
