@@ -141,7 +141,7 @@ class PagedCache(BaselineCache):
         self.rows = (rows_over or BlockRows)(self)
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
-        """A new sequence without blocks. Raises: OutOfPages if all slots run one."""
+        """A new sequence without blocks. Raises: OutOfSlots if all slots run one."""
         sequence = super().open(max_tokens=max_tokens, tenant=tenant)
         self._most_S[sequence.slot] = sequence.max_tokens
         return sequence

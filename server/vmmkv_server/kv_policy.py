@@ -16,13 +16,13 @@ from vmmkv.eviction import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM
 KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 """A policy as an object, as its JSON, or in short."""
 
-_TYPES: Final = {"streaming_llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA}
-_EXAMPLES: Final = {
-    "streaming_llm": "streaming_llm:sinks=4,window=2048",
-    "h2o": "h2o:budget=256,recent=128",
-    "snapkv": "snapkv:budget=256",
-    "tova": "tova:budget=256",
+_TYPES: Final = {
+    "streaming_llm": (StreamingLLM, "sinks=4,window=2048"),
+    "h2o": (H2O, "budget=256,recent=128"),
+    "snapkv": (SnapKV, "budget=256"),
+    "tova": (TOVA, "budget=256"),
 }
+"""The policies by name, each with an example of its options."""
 _NONE: Final = "none"
 _POSITIONS: Final = ("rerotated", "original")
 _MAX_ROWS: Final = 2**31
@@ -48,9 +48,9 @@ class Eviction:
         name = options.pop("type", None)
         if name == _NONE and not options:
             return None
-        policy_type = _TYPES.get(name) if isinstance(name, str) else None
-        if policy_type is None:
+        if not isinstance(name, str) or name not in _TYPES:
             raise ValueError(f"is of type {name!r}; the types are {', '.join((*_TYPES, _NONE))}")
+        policy_type, example = _TYPES[name]
         share_prompt = options.pop("share_prompt", True)
         if not isinstance(share_prompt, bool):
             raise ValueError(f"has share_prompt={share_prompt!r}; wanted true or false")
@@ -65,7 +65,7 @@ class Eviction:
                 raise ValueError(f"is of type {name}, which has no option {option}; {remedy}")
         if missing := [each for each, field in own.items() if field.default is MISSING and each not in options]:
             wanted = f"{missing[0]} too" if options else " and ".join(missing)
-            raise ValueError(f"is of type {name}, which needs {wanted}, in rows, as in {_EXAMPLES[name]}")
+            raise ValueError(f"is of type {name}, which needs {wanted}, in rows, as in {name}:{example}")
         try:
             numbers = {option: whole(option, value) for option, value in options.items()}
             if too_large := [option for option, value in numbers.items() if value >= _MAX_ROWS]:
@@ -82,7 +82,7 @@ class Eviction:
     @property
     def name(self) -> str:
         """The `type` that it was given by."""
-        return next(name for name, policy_type in _TYPES.items() if isinstance(self.policy, policy_type))
+        return next(name for name, (policy_type, _) in _TYPES.items() if isinstance(self.policy, policy_type))
 
     @property
     def budget(self) -> int:
@@ -107,8 +107,8 @@ def _options(text: str) -> Mapping[str, Any]:
     options: dict[str, Any] = {"type": name}
     for part in filter(None, rest.split(",")):
         option, equals, value = (each.strip() for each in part.partition("="))
-        if not equals and name in _EXAMPLES:  # else `Eviction.of` names the types
-            raise ValueError(f"has {option!r}; wanted NAME=VALUE, as in {_EXAMPLES[name]}")
+        if not equals and name in _TYPES:  # else `Eviction.of` names the types
+            raise ValueError(f"has {option!r}; wanted NAME=VALUE, as in {name}:{_TYPES[name][1]}")
         options[option] = {"true": True, "false": False}.get(value, value)
         with contextlib.suppress(ValueError):
             options[option] = int(value)

@@ -20,7 +20,7 @@ from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.request import RequestTable
 from vmmkv_server.engine.step import Readback
-from vmmkv_server.protocol import Snapshot
+from vmmkv_server.protocol import Abort, Snapshot
 
 REFUSED = Mock(side_effect=DriverError("not now", call="map", code="TEST"))
 """A driver's call that fails."""
@@ -327,6 +327,25 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
             engine.close()
     engine.close()
     assert pool.closed
+
+
+@pytest.mark.parametrize("beam_width", [0, 3])
+def test_a_request_whose_memory_cannot_be_given_back_can_be_ended_again(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, beam_width: int
+) -> None:
+    one = harness(share=True, ours=True)
+    one.ask("a", prompt_of(40), 20, beam_width=beam_width)
+    one.ask("b", prompt_of(30, 1), 20)
+    one.step(4)
+    end = Abort(request_id="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(one.memory, "park", REFUSED)
+        with pytest.raises(DriverError):
+            one.engine.receive(end)
+    assert one.engine.num_running == 2
+    one.engine.receive(end)
+    one.run()
+    assert one.tokens("b") == one.expected(prompt_of(30, 1), 20)
 
 
 @pytest.mark.parametrize(("num_slots", "max_tokens"), [(2**24, 2**31), (2**40, 2**31)])

@@ -219,6 +219,16 @@ def test_a_prompt_that_is_not_to_be_shared_is_known_to_no_other(harness: MakeHar
     assert one.prefix.stats().num_tokens == 0, "nor where nothing is dropped"
 
 
+def test_no_request_waits_for_a_prompt_that_is_not_to_be_shared(harness: MakeHarness) -> None:
+    one, prompt = harness(wide_rows(), ours=True, share=True, step_tokens=1024), prompt_of(200)
+    for name, share_prompt in (("a", False), ("b", True), ("c", True)):
+        one.ask(name, prompt, 10, kv_policy={**SNAP, "share_prompt": share_prompt})
+    one.step(1)
+    assert one.engine.num_running == 2, "b does not wait for a, and c waits for b"
+    one.run()
+    assert one.tokens("a") == one.tokens("b") == one.tokens("c")
+
+
 def test_a_compaction_that_finds_no_page_of_its_own_gives_up_sharing(harness: MakeHarness) -> None:
     one = harness(wide_rows(), ours=True, share=True, budget_pages=5)  # 320 rows, all of them the prompt's
     policy = {"type": "snapkv", "budget": 200, "window": 8}

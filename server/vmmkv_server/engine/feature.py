@@ -178,11 +178,15 @@ class Features:
         self._having: dict[Callable[..., Any], tuple[Feature, ...]] = {}
 
     def plug_in(self, features: Iterable[Feature]) -> None:
-        """Have these features, in place of others."""
+        """Have these features, in place of others. Raises: TypeError if two answer what only one can."""
         self.every = tuple(features)
         for name, hook in vars(Feature).items():
             if not name.startswith("_"):
                 self._having[hook] = tuple(each for each in self.every if getattr(type(each), name) is not hook)
+        for hook in (Feature.masks, Feature.sampled):
+            if len(several := self.having(hook)) > 1:
+                names = " and ".join(type(each).__name__ for each in several)
+                raise TypeError(f"{names} define {hook.__name__}, which one feature of an engine can")
 
     def having(self, hook: Callable[..., Any]) -> tuple[Feature, ...]:
         """The features that define a hook, which is named as `Feature.planned`."""

@@ -123,7 +123,7 @@ class KVBackend(Protocol):
         """vmmkv's prefix cache; None without one, and for a baseline."""
 
     def begin(self) -> KVSequence:
-        """Begin a sequence without rows. Raises: OutOfPages if no slot is free."""
+        """Begin a sequence without rows. Raises: OutOfSlots or OutOfPages if no slot is free."""
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[KVSequence, int]:
         """Begin a sequence with cached rows of these tokens, but for the last; and their number. Raises: as `begin`."""

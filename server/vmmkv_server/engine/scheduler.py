@@ -115,7 +115,7 @@ class Scheduler:
         self._prefilling: dict[Request, None] = {}
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
-        """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
+        """Running requests whose prompts others will share, and had not been read back at the last plan."""
         self.decoding: Final = DecodeSet(self.table, memory)
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
@@ -382,7 +382,7 @@ class Scheduler:
         request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
         self.running[request] = self._prefilling[request] = None
-        if not request.is_prompt_confirmed:
+        if request.shape.shares_rows and not request.is_prompt_confirmed:
             self._unconfirmed.append(request)
         place = bisect_left(self._priorities, request.ask.priority)
         self._priorities[place:place] = [request.ask.priority] * request.shape.num_slots
@@ -463,21 +463,25 @@ class Scheduler:
                 raise CannotRun(request, error, "this request cannot go on") from error
 
     def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
-        """End the run of a request. `keep` takes its own sequence, and the tokens that it has computed."""
+        """End the run of a request. `keep` takes its own sequence, and the tokens that it has computed.
+
+        Raises: DriverError if its memory cannot be given back. It runs on then, and can be stopped again.
+        """
+        is_kept = not request.num_dropped and request.shape.shares_rows
+        for feature in self._features.having(Feature.left):
+            feature.left(request)
+        if keep is None or not is_kept:
+            request.memory.close()
+        else:
+            keep(request.memory, request.confirmed_tokens)
         del self.running[request]
         place = bisect_left(self._priorities, request.ask.priority)
         del self._priorities[place : place + request.shape.num_slots]
         self._prefilling.pop(request, None)
         self.decoding.leave(request.memory.slot)
-        self.waiting.memory_changed()
-        for feature in self._features.having(Feature.left):
-            feature.left(request)
         self._sampler.release(request.memory.slot)
-        if keep is None or request.num_dropped or not request.shape.shares_rows:
-            request.memory.close()
-        else:
-            keep(request.memory, request.confirmed_tokens)
         request.leave(status)
+        self.waiting.memory_changed()
 
     def _least_urgent(self) -> Request:
         """The newest running request of the lowest priority."""

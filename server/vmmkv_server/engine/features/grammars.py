@@ -234,6 +234,7 @@ class Grammars(Feature):
         """
         asking: list[tuple[int, Request]] = []
         live = self._table.epochs[step.slots] == step.epochs
+        step.epochs = step.epochs.copy()  # the next step may have the same
         for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
             request = self._table.requests[step.slots[row]]
             assert request is not None, "it runs"
