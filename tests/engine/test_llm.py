@@ -434,7 +434,7 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: LLM, capsys: pyte
 def test_progress_counts_the_prompt_tokens_that_were_computed(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(GenerationProgress, "update", lambda _, done, prompt, new, **at_end: counted.append(prompt))
-    prompt = [7 * token % 251 for token in range(2100)]  # a page of 2,048 tokens, and a rest
+    prompt = [(7 * token + 113) % 251 for token in range(2100)]  # a page of 2,048 tokens, and a rest, unlike other tests'
     for num_computed in (2100, 1):  # the second time in the slot that has them
         engine.generate([prompt], GREEDY)
         assert counted[-1] == num_computed
