@@ -18,7 +18,7 @@ CHECKS = (
 that a parameter is only for some value of another, or how many tokens a text has."""
 
 COMMAND = (sys.executable, "-m", "schemathesis.cli", "run", "--header", f"Authorization: Bearer {ADMIN}", "--checks", CHECKS,
-           "--request-timeout", "30", "--max-response-time", "20", "--continue-on-failure", "--no-shrink")  # fmt: skip
+           "--request-timeout", "150", "--max-response-time", "120", "--continue-on-failure", "--no-shrink")  # fmt: skip
 EVERYTHING = ("--exclude-path", "/kv/resize", "--exclude-path", "/sleep")
 """Asleep, it would answer 503 alone."""
 ANSWERS = ("--mode", "positive", "--phases", "fuzzing", "--include-path-regex", "^/v1/c")

@@ -53,8 +53,7 @@ class TierMachine(PrefixMachine):
         prompt, namespace = (said[:common] + own)[:MAX_TOKENS], other or namespace
         known = self.prefix.match(prompt, namespace=namespace)
         begin = functools.partial(self.prefix.fetch, prompt, namespace=namespace, least_tokens=least)
-        # Where nothing runs it may wait for fences to make room.
-        fetch = self.without_waits(begin) if self.pool.used_bytes else self.attempt(begin, partial=True)
+        fetch = self.making_room(begin)
         self.forget_evicted()
         if fetch is None:
             return
@@ -67,9 +66,14 @@ class TierMachine(PrefixMachine):
         if fetch not in self.fetches:
             self.fetches.append(fetch)
 
+    def making_room(self, act):
+        """Attempt to find and load: where nothing runs it may wait for fences to make room."""
+        runs = any(sequence.limit for sequence in self.cache.sequences.values())
+        return self.without_waits(act) if runs else self.attempt(act, partial=True)
+
     @rule(budget_us=st.sampled_from([0.0, float("inf"), float("inf")]))
     def poll(self, budget_us):
-        self.without_waits(lambda: self.prefix.poll(budget_us))
+        self.making_room(lambda: self.prefix.poll(budget_us))
         self.fetches = [fetch for fetch in self.fetches if not fetch.done]
 
     @rule()
