@@ -192,6 +192,8 @@ class LLM(Closing):
         )  # fmt: skip
 
     def _load(self, config: EngineConfig) -> None:
+        global _loading_pid
+        _loading_pid = os.getpid()
         console = Console(stderr=True)
         progress = LoadingProgress(console)
 
@@ -495,7 +497,6 @@ _loading_pid: int | None = None
 
 def _refuse_forked() -> None:
     """Raises: ForkedProcess in a child of a process that has loaded one: torch waits there for threads which the parent has."""
-    global _loading_pid
     if _loading_pid not in (None, os.getpid()):
         raise ForkedProcess(
             f"this process was made by fork() of process {_loading_pid}, which has used an LLM: torch would wait here for ever "
@@ -503,7 +504,6 @@ def _refuse_forked() -> None:
             call="LLM",
             code="EPERM",
         )
-    _loading_pid = os.getpid()
 
 
 def _check_process(loaded: Loaded) -> None:

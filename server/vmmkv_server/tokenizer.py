@@ -153,12 +153,15 @@ class Tokenizer:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         template = self._tokenizer.chat_template
-        for each in template.values() if isinstance(template, dict) else filter(None, [template]):
-            try:
-                _compile_jinja_template(each)
-            except jinja2.TemplateSyntaxError as error:
+        if (used := template.get("default") if isinstance(template, dict) else template) is None:
+            return
+        try:
+            _compile_jinja_template(used)
+        except Exception as error:
+            where = f"{type(error).__name__}: {error}"
+            if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
-                raise TemplateBroken(f"the model's chat template cannot be compiled ({where})") from error
+            raise TemplateBroken(f"the model's chat template cannot be compiled ({where})") from error
 
     def text_of(self, prompt: Prompt, *, skip_special_tokens: bool = True) -> str:
         """The text of a prompt. Raises: PromptError."""

@@ -1,7 +1,9 @@
 """Store: bytes of any engine in tiers. Random use, and failures, are in tests/laws/test_store_machine.py."""
 
+import contextlib
 import ctypes
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,3 +149,23 @@ def test_what_is_no_record_of_the_store_is_refused_by_what_is(host, tmp_path):
                 call(KEYS[0], [])
             with pytest.raises(ValueError, match="a key is 32 bytes, as KeyChain gives"):
                 call(b"short", [(ctypes.addressof(buffer), SIZE)])
+
+
+def test_keys_are_those_of_the_tokens_that_were_given_whatever_becomes_of_their_array():
+    root, tokens = KeyChain("model", every=16), np.full(64, 1, np.int32)
+    first = root.of(tokens[:32])
+    tokens[:48] = 2
+    assert first.grown(tokens[:48]) is None, "it goes on from other tokens"
+    assert first.keys() == root.of([1] * 32).keys()
+
+
+def test_a_worth_that_raises_costs_no_memory_of_tiers(host, disk):
+    with Store([disk]) as one:
+        one.put(KEYS[0], spans(block(1)))
+        assert one.flush()
+    store = Store([host, disk])
+    store.worth = lambda name: 1 // 0
+    store.get(KEYS[0], spans(block(2)))
+    with contextlib.suppress(ZeroDivisionError):
+        store.flush()
+    store.close()  # and then the tiers, which have lent nothing any more

@@ -378,27 +378,29 @@ class Transfers(IndexFollower):
             if part.loaded:
                 have[part.group][part.page : part.pages.stop] = b"\1" * len(part.pages)
         num_tokens = reach(layout, have, len(search.chain.tokens) - 1)
-        if num_tokens > fetch.known_tokens:
-            pieces = [
-                Piece(end_token(layout.groups[part.group], part.pages.stop), Placed(part.page, part.buffer), part.group)
-                for part in parts
-                if part.loaded and part.page in needed(layout, part.group, num_tokens)
-            ]
-            if pieces:
-                pieces.sort(key=piece_place)
-                tokens = search.chain.tokens[: pieces[-1].end_token]
-                self.index.add(search.chain.namespace, tokens, pieces)
-                if len(self.mover.tiers) > 1:
-                    self._queue(search.chain.namespace, tokens)  # the others get it too
-                self.fetched_tokens += num_tokens - fetch.known_tokens
-        for part in parts:
-            pool.unuse(part.buffer)
-            pool.drop(part.buffer)
-            for _, key in part.sources:
-                del self._loading[key]
-        if search.node is not None:
-            self.index.tree.unlock(search.node)
-        fetch.num_tokens, fetch.done, fetch.ended_s = max(num_tokens, fetch.known_tokens), True, time.perf_counter()
+        try:
+            if num_tokens > fetch.known_tokens:
+                pieces = [
+                    Piece(end_token(layout.groups[part.group], part.pages.stop), Placed(part.page, part.buffer), part.group)
+                    for part in parts
+                    if part.loaded and part.page in needed(layout, part.group, num_tokens)
+                ]
+                if pieces:
+                    pieces.sort(key=piece_place)
+                    tokens = search.chain.tokens[: pieces[-1].end_token]
+                    self.index.add(search.chain.namespace, tokens, pieces)
+                    if len(self.mover.tiers) > 1:
+                        self._queue(search.chain.namespace, tokens)  # the others get it too
+                    self.fetched_tokens += num_tokens - fetch.known_tokens
+        finally:
+            for part in parts:
+                pool.unuse(part.buffer)
+                pool.drop(part.buffer)
+                for _, key in part.sources:
+                    del self._loading[key]
+            if search.node is not None:
+                self.index.tree.unlock(search.node)
+            fetch.num_tokens, fetch.done, fetch.ended_s = max(num_tokens, fetch.known_tokens), True, time.perf_counter()
 
 
 def _announce(

@@ -117,8 +117,9 @@ class KeyChain:
     def _with(self, tokens: npt.ArrayLike, in_order: list[bytes], by_group: list[list[bytes]]) -> Self:
         chain = copy.copy(self)
         given = tokens if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 else wholes("tokens", tokens)
-        chain.tokens = np.ascontiguousarray(given, np.int32)
-        if given.ndim != 1 or (given is not chain.tokens and not np.array_equal(given, chain.tokens)):
+        is_frozen = isinstance(given, np.ndarray) and not given.flags.writeable  # else its owner may write another prompt there
+        chain.tokens = np.ascontiguousarray(given, np.int32) if is_frozen else np.array(given, np.int32)
+        if given.ndim != 1 or (given.dtype != np.int32 and not np.array_equal(given, chain.tokens)):
             raise ValueError(f"tokens={tokens!r}: give one dimension of ids below 2**31, as the tokenizer does")
         chain.in_order, chain.by_group, chain._ends = in_order, by_group, None
         return chain

@@ -298,13 +298,15 @@ class Mover(Generic[B]):
         for copy in [copy for copy in self._copies if copy.fence.done()]:
             self._copies.remove(copy)
             for move in copy.moves:
-                if not copy.failed:
-                    copy.of.copied(move)
                 self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
             copy.of.num_under_way -= 1
-            if isinstance(copy.of, Load):
-                copy.of.failed |= copy.failed
-                self._end_if_over(copy.of)
+            try:
+                for move in copy.moves if not copy.failed else ():
+                    copy.of.copied(move)
+            finally:
+                if isinstance(copy.of, Load):
+                    copy.of.failed |= copy.failed
+                    self._end_if_over(copy.of)
 
     @property
     def _is_over(self) -> bool:

@@ -13,12 +13,13 @@ Where a feature masks rows, the tokens that may come next depend on those before
 launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -178,7 +179,11 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def receive(self, message: Generate | Abort) -> None:
-        """A request comes, or its client goes."""
+        """A request comes, or its client goes. An interrupt ends the engine, as in `step`."""
+        with self._ended_by_interrupts():
+            self._receive(message)
+
+    def _receive(self, message: Generate | Abort) -> None:
         if isinstance(message, Abort):
             request = self._scheduler.find(message.request_id)
             if request is not None:
@@ -249,10 +254,15 @@ class Engine:
         """
         if self.is_interrupted:
             raise EngineDied("an interrupt came within a step")
-        try:
+        with self._ended_by_interrupts():
             self._step()
+
+    @contextlib.contextmanager
+    def _ended_by_interrupts(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
-            self.is_interrupted = not isinstance(error, Exception)
+            self.is_interrupted |= not isinstance(error, Exception)
             raise
 
     def _step(self) -> None:

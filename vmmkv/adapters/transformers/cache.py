@@ -333,6 +333,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         self._end()
 
     def _end(self) -> None:
+        self._batch.follow_stream()  # first: it can be refused
         self._written.clear()
         self._calls = PassCalls()
         self._batch.end()

@@ -146,6 +146,7 @@ class PolicyCache(VmmCache):
         return other
 
     def _end(self) -> None:
+        self._batch.follow_stream()  # first: it can be refused
         self._eviction.clear()
         self._is_unattended = False
         super()._end()
