@@ -147,7 +147,7 @@ class PagedCache(BaselineCache):
         return sequence
 
     def map_ahead(self, budget_us: float, *, lookahead_tokens: int = 1) -> None:
-        """See KVBackend: blocks for all sequences that soon need one, in one upload; none if they are too few."""
+        """Get blocks for all sequences that soon need one, in one upload; none if they are too few."""
         wanted = np.minimum(self._most_S, self.lengths + lookahead_tokens)
         short = np.flatnonzero(wanted > self.limits)
         if len(short):
@@ -227,14 +227,14 @@ class PagedCache(BaselineCache):
     # prefixes
 
     def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
-        """See KVBackend: rows of whole blocks."""
+        """Function that returns how many rows of whole blocks `attach` would find now."""
         lookup: Lookup[int] = Lookup(namespace, tokens[:-1])
         return lambda: len(_whole(self._tree.resume(lookup))) * self.block_rows
 
     def attach(
         self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None
     ) -> tuple[BaselineSequence, int]:
-        """See KVBackend. Cost: an upload if anything is known."""
+        """Begin a sequence with cached blocks of these tokens. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
         num_tokens = len(blocks) * self.block_rows
@@ -255,7 +255,7 @@ class PagedCache(BaselineCache):
         return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
     def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend: the first whole blocks."""
+        """Share the first whole blocks of a sequence."""
         count = len(tokens) // self.block_rows if self.shares_prefixes else 0
         if not count:
             return
@@ -272,12 +272,12 @@ class PagedCache(BaselineCache):
         self._locked[sequence.slot] = inserted.node
 
     def evict(self) -> None:
-        """See KVBackend."""
+        """Evict all blocks that no running sequence uses."""
         while self.blocks.evict_oldest():
             pass
 
     def prefix_stats(self) -> PrefixStats | None:
-        """See KVBackend; in the words of a tree over pages. Cost: a walk over the tree."""
+        """Statistics in the words of a tree over pages. Cost: a walk over the tree."""
         if not self.shares_prefixes:
             return None
         counts, blocks = self._counts, self.blocks

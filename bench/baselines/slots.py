@@ -102,19 +102,19 @@ class BaselineCache(Planes):
         return self.sequences[slot]
 
     def begin(self) -> BaselineSequence:
-        """See KVBackend."""
+        """Begin a sequence without rows. Raises: OutOfPages if all slots run one."""
         return self.open()
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable, max_tokens: int) -> tuple[BaselineSequence, int]:
-        """See KVBackend."""
+        """Begin a sequence without rows: nothing is shared."""
         return self.open(max_tokens=max_tokens, tenant=namespace), 0
 
     def lookup(self, tokens: TokenIds, *, namespace: Hashable) -> Callable[[], int]:
-        """See KVBackend."""
+        """Function that finds no row: nothing is shared."""
         return lambda: 0
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KVBackend; `num_tokens` more rows."""
+        """Count `num_tokens` more rows of each slot as launched."""
         indices = np.atleast_1d(np.asarray(slots, np.int64))
         after = self.lengths[indices] + np.asarray(num_tokens, np.int64)
         if (beyond := after > self.limits[indices]).any():
@@ -127,14 +127,14 @@ class BaselineCache(Planes):
         """Have memory for more tokens than a slot's limit. Raises: OutOfPages; then nothing has changed."""
 
     def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend."""
+        """Keep nothing for others: no rows are shared."""
 
     def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend: nothing is kept of a sequence but what others may attach to."""
+        """End a sequence. Nothing is kept of it but what others may attach to."""
         self.release(sequence, tokens)
 
     def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
-        """See KVBackend."""
+        """End a sequence whose memory is needed."""
         self.insert(sequence, tokens)
         sequence.close()
 
@@ -145,29 +145,29 @@ class BaselineCache(Planes):
         self._free.append(sequence.slot)
 
     def map_ahead(self, budget_us: float, *, lookahead_tokens: int = 1) -> None:
-        """See KVBackend. Blocks cost nothing to get: for the next token is soon enough."""
+        """Get the memory of the next token. Blocks cost nothing to get, so that is soon enough."""
 
     def drain(self) -> None:
-        """See KVBackend."""
+        """Give back nothing: ended sequences have left nothing."""
 
     def evict(self) -> None:
-        """See KVBackend."""
+        """Evict nothing: no row outlives its sequence."""
 
     def prefix_stats(self) -> PrefixStats | None:
-        """See KVBackend."""
+        """Statistics of shared rows: None, as there are none."""
         return None
 
     def take_free(self) -> None:
-        """See KVBackend: all of it was taken at once."""
+        """Take nothing: all memory was taken at once."""
 
     @property
     def budget_bytes(self) -> int:
-        """See KVBackend."""
+        """Bytes that rows may take."""
         return self.stats().pool_budget_bytes
 
     @abstractmethod
     def stats(self) -> CacheStats:
-        """See KVBackend; in the words of a cache of pages."""
+        """Statistics in the words of a cache of pages."""
 
     def stats_of(self, budget_bytes: int, held_bytes: int, used_bytes: int, mapped_bytes: int, **counts: int) -> CacheStats:
         """`counts` are other fields; what is not named is 0."""
@@ -181,7 +181,7 @@ class BaselineCache(Planes):
         return CacheStats(**given | {"driver_calls": {}} | counts)
 
     def close(self) -> None:
-        """See KVBackend. What torch's allocator keeps is not free for the driver's own calls."""
+        """Give all memory back. What torch's allocator keeps is not free for the driver's own calls."""
         self.rows.views.clear()
         self.planes.clear()
         if self.device.type == "cuda":

@@ -283,7 +283,7 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             cache.update(*torch.zeros(2, 1, 2, 1, 32), 0)
         cache.reset()
-        with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"^dropout: a VmmCache with a policy"):
+        with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"^dropout: a PolicyCache needs"):
             patch.setattr(model.model.layers[0].self_attn, "attention_dropout", 0.5)
             patch.setattr(model.model.layers[0].self_attn, "training", True)
             forward(model, cache, ids_of(0, num_tokens=9))

@@ -166,11 +166,11 @@ def _attend_observed(
     mask: Tensor | None,
     scoring: Scoring,
 ) -> Tensor:
-    """[B, N, H, D] over the keys of the cache of a number, which observes the queries. Raises: NotImplementedError."""
+    """Attention over the keys of the PolicyCache of this number, [B, N, H, D]. Raises: NotImplementedError."""
     if reason is not None:
         raise NotImplementedError(
-            f"{reason}: a VmmCache with a policy needs attention by vmmkv, to see the queries. Call the model without it, or "
-            f"take a VmmCache without a policy"
+            f"{reason}: a PolicyCache needs attention by vmmkv, to see the queries. Call the model without it, or take a "
+            f"VmmCache"
         )
     cache = registry.cache(number)
     q_BHND = cache.turned(layer, q_BHND)
