@@ -21,6 +21,7 @@ ORDER = "tests/laws/test_order.py"
 CACHE = "tests/laws/test_cache_machine.py::TestOnASimulatedDevice"
 PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
 FAILURES = "tests/laws/test_failures.py"
+INTERRUPTS = "tests/laws/test_interrupts.py"
 PREFIX_UNIT = "tests/unit/test_prefix.py"
 TIERS = "tests/laws/test_tiers.py"
 STORES = "tests/laws/test_stores.py"
@@ -807,11 +808,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "files of others beside a save removed": ("if os.pread(fd, len(_UNFINISHED), 0) == _UNFINISHED:", "if True:"),
         "a save that failed leaves its file": ("            os.unlink(new)\n", "            pass\n"),
     },
-    (SAVED, TIERS_UNIT, FAILURES): {
-        "a file that failed leaves its sequence open": (
-            "            if live is not None:\n                live.close()\n            raise",
-            "            raise",
-        ),
+    (SLOTS, TIERS_UNIT, INTERRUPTS): {
+        "a call that failed leaves its sequence open": ("            retried(live.close)\n", "            pass\n"),
     },
     ("vmmkv/prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
         "pages stored that others hold already": (

@@ -26,14 +26,13 @@ import torch
 
 from vmmkv import saved
 from vmmkv.arguments import instance, label, whole
-from vmmkv.driver.base import retried
 from vmmkv.errors import BudgetError, Evicted, OutOfSlots, SequenceTooLong
 from vmmkv.layout import KVLayout
 from vmmkv.lifetime import Closing, Unique
 from vmmkv.memory import sharing
 from vmmkv.memory.memory_map import slot_maps
 from vmmkv.memory.pool import Pool
-from vmmkv.memory.slots import LiveSlot, ParkedSlot, Slots, cut_positions
+from vmmkv.memory.slots import LiveSlot, ParkedSlot, Slots, all_or_none, cut_positions
 from vmmkv.memory.states import SlotMap, SlotState
 from vmmkv.sequence import Planes, Sequence, live_slot
 from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
@@ -92,8 +91,8 @@ class KVCache(Planes, Closing, Unique):
     sequences. `guard_tokens` rows past the length are kept mapped for kernels that load whole tiles: 176 for
     FlashAttention-3, 0 for kernels with masked loads.
 
-    Close it, or use it in a `with` block; closing the pool closes it too. If a signal handler raises just as `open`, `adopt` or
-    `fork` returns, as Ctrl-C does, the new sequence runs until the cache is closed.
+    Close it, or use it in a `with` block; closing the pool closes it too. If a signal handler raises while `open`, `adopt`,
+    `fork` or `restore` runs, as Ctrl-C does, the new sequences end; of a slot that was adopted the rows are gone then.
 
     Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError, of the kind OutOfAddresses for
     more slots of that length than there are addresses for; GraphCapture.
@@ -165,8 +164,9 @@ class KVCache(Planes, Closing, Unique):
         Raises: OutOfSlots; DriverError, after which parked slots may have been evicted; SequenceTooLong if `max_tokens`
         is more than the cache's; GraphCapture.
         """
-        with self.pool.lock:
-            return Sequence(self.slots.open(self.slots.check_end(max_tokens), label("tenant", tenant)))
+        with all_or_none() as begun, self.pool.lock:
+            begun.append(self.slots.open(self.slots.check_end(max_tokens), label("tenant", tenant)))
+            return Sequence(begun[0])
 
     def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
         """`count` new sequences in adjacent slots, so that `cache.k(layer)[first:first + count]` is their batch.
@@ -176,10 +176,11 @@ class KVCache(Planes, Closing, Unique):
         count = whole("count", count)
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
-        with self.pool.lock:
+        with all_or_none() as begun, self.pool.lock:
             end, tenant = self.slots.check_end(max_tokens), label("tenant", tenant)
             first = self.slots.clear_run(count)
-            return [Sequence(self.slots.open_at(slot, end, tenant)) for slot in range(first, first + count)]
+            begun += [self.slots.open_at(slot, end, tenant) for slot in range(first, first + count)]
+            return [*map(Sequence, begun)]
 
     def adopt(
         self, parked: ParkedSlot, num_tokens: int | None = None, *, max_tokens: int | None = None, tenant: Hashable = None
@@ -192,7 +193,7 @@ class KVCache(Planes, Closing, Unique):
         were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong; GraphCapture. Where a
         page is exchanged OutOfPages and DriverError, and the slot stays parked.
         """
-        with self.pool.lock:
+        with all_or_none() as begun, self.pool.lock:
             end = self.slots.check_end(max_tokens)
             self._check_parked(parked)
             num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
@@ -205,7 +206,8 @@ class KVCache(Planes, Closing, Unique):
             if num_tokens:
                 self.slots.check_windows(parked.slot, num_tokens)
             self.slots.check_capture()
-            return Sequence(self.slots.take_over(parked, num_tokens, end))
+            begun.append(self.slots.take_over(parked, num_tokens, end))
+            return Sequence(begun[0])
 
     def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:
         """`count` new sequences that have all tokens of a running one, as vLLM's forked block tables do.
@@ -218,12 +220,14 @@ class KVCache(Planes, Closing, Unique):
         count = whole("count", count)
         if count < 1:
             raise ValueError(f"count={count}: a fork makes at least 1 sequence")
-        with self.pool.lock:
+        with all_or_none() as begun, self.pool.lock:
             end, (parent,) = self._check_fork([sequence], max_tokens)
             available = self.num_slots - len(self.slots.live_slots)
             if count > available:
                 raise OutOfSlots(f"{count} slots are wanted and {available} of {self.num_slots} run no sequence; close some")
-            return self._fork_all(((parent, self.slots.clear_run(1)) for _ in range(count)), end)
+            for _ in range(count):
+                begun.append(self._fork(parent, self.slots.clear_run(1), end))
+            return [*map(Sequence, begun)]
 
     def fork_batch(self, sequences: Iterable[Sequence], *, max_tokens: int | None = None) -> list[Sequence]:
         """A fork of each of these running sequences, in this order and in adjacent slots; one may be named several times.
@@ -231,12 +235,13 @@ class KVCache(Planes, Closing, Unique):
         So a batch as of `open_batch` grows, shrinks or changes its order; the caller closes what it no longer needs.
         Cost and errors: as `fork`; ValueError for none.
         """
-        with self.pool.lock:
+        with all_or_none() as begun, self.pool.lock:
             end, parents = self._check_fork(sequences, max_tokens)
             if not parents:
                 raise ValueError("a batch has at least 1 sequence, and none was named to fork")
-            first = self.slots.clear_run(len(parents))
-            return self._fork_all([(parent, slot) for slot, parent in enumerate(parents, first)], end)
+            for slot, parent in enumerate(parents, self.slots.clear_run(len(parents))):
+                begun.append(self._fork(parent, slot, end))
+            return [*map(Sequence, begun)]
 
     def copy_rows(self, pairs: Iterable[tuple[Sequence, Sequence]], first: int, end: int) -> None:
         """Copy rows [first, end) of the source to the target of each pair (source, target), which then has `end` tokens.
@@ -282,7 +287,9 @@ class KVCache(Planes, Closing, Unique):
         Raises: as these; OSError; ValueError if the file is damaged, or of another layout or fingerprint. All or nothing.
         """
         tenant = label("tenant", tenant)
-        return Sequence(saved.restore(self.slots, Path(path), fingerprint, max_tokens=max_tokens, tenant=tenant))
+        with all_or_none() as begun:
+            saved.restore(self.slots, Path(path), fingerprint, begun, max_tokens=max_tokens, tenant=tenant)
+            return Sequence(begun[0])
 
     def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""
@@ -464,21 +471,15 @@ class KVCache(Planes, Closing, Unique):
 
     # within
 
-    def _fork_all(self, pairs: Iterable[tuple[LiveSlot, int]], end: int) -> list[Sequence]:
-        """Forks of the sequences in these slots, in these free ones; all or none."""
-        slots, memory, forks = self.slots, self.slots.memory, list[LiveSlot]()
-        try:
-            for parent, slot in pairs:
-                pages = sharing.shareable(memory, parent.slot, parent.length)
-                slots.table.begin(slot, slots.table.starts[:, parent.slot], slots.table.firsts[:, parent.slot])
-                copy_bytes = functools.partial(sharing.copy_slot_bytes, memory, parent.slot)
-                forks.append(slots.open_with(slot, end, parent.tenant, parent.length, pages, copy_bytes))
-                forks[-1].positions = parent.positions
-        except BaseException:
-            for fork in forks:
-                retried(functools.partial(slots.end, fork))
-            raise
-        return [Sequence(fork) for fork in forks]
+    def _fork(self, parent: LiveSlot, slot: int, end: int) -> LiveSlot:
+        """A fork of a sequence, in a free slot."""
+        slots, memory = self.slots, self.slots.memory
+        pages = sharing.shareable(memory, parent.slot, parent.length)
+        slots.table.begin(slot, slots.table.starts[:, parent.slot], slots.table.firsts[:, parent.slot])
+        copy_bytes = functools.partial(sharing.copy_slot_bytes, memory, parent.slot)
+        fork = slots.open_with(slot, end, parent.tenant, parent.length, pages, copy_bytes)
+        fork.positions = parent.positions
+        return fork
 
     def _check_fork(self, sequences: Iterable[Sequence], max_tokens: int | None) -> tuple[int, list[LiveSlot]]:
         """Check that these sequences can be forked; returns the end of the forks, and the sequences' slots."""

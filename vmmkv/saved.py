@@ -230,36 +230,32 @@ def _write(file: BinaryIO, rows: _Rows, fingerprint: str, buffer: torch.Tensor) 
         file.write(_NUMBER.pack(zlib.crc32(data)))
 
 
-def restore(slots: Slots, path: Path, fingerprint: str, *, max_tokens: int | None, tenant: Hashable) -> LiveSlot:
-    """A new sequence with the rows in a file. See KVCache.restore."""
+def restore(
+    slots: Slots, path: Path, fingerprint: str, begun: list[LiveSlot], *, max_tokens: int | None, tenant: Hashable
+) -> None:
+    """Begin a sequence with the rows in a file, listed in `begun`: the caller ends it if this fails. See KVCache.restore."""
     with slots.pool.lock:
         slots.check_end(max_tokens)
         slots.check_capture()
     buffer = host_memory(_CHUNK_BYTES, slots.pool.device)
-    live: LiveSlot | None = None
     with open(path, "rb") as file:
         header = _read_header(file, path, slots, fingerprint)
         num_tokens = header.num_tokens
         copies: list[_Copy] = []
-        try:
-            with slots.pool.lock:
-                end = slots.check_end(max_tokens)
-                slots.check_capture()
-                if num_tokens > end:
-                    raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
-                slot = slots.clear_run(1)
-                slots.table.begin(slot, header.starts)
-                bare: list[Pages] = [{} for _ in header.starts]
-                live = slots.open_with(
-                    slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
-                )
-                live.positions = header.positions
-            _read_rows(file, path, live, copies, buffer)
-        except BaseException:
-            if live is not None:
-                live.close()
-            raise
-    return live
+        with slots.pool.lock:
+            end = slots.check_end(max_tokens)
+            slots.check_capture()
+            if num_tokens > end:
+                raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
+            slot = slots.clear_run(1)
+            slots.table.begin(slot, header.starts)
+            bare: list[Pages] = [{} for _ in header.starts]
+            live = slots.open_with(
+                slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
+            )
+            begun.append(live)
+            live.positions = header.positions
+        _read_rows(file, path, live, copies, buffer)
 
 
 def read_batches_header(file: BinaryIO, path: Path) -> Any:

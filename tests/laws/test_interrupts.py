@@ -1,10 +1,11 @@
-"""Ctrl-C at any line of the library: books and driver agree behind it, and everything can be closed."""
+"""A signal handler that raises at any line of the library: books and driver agree behind it, and everything can be closed."""
 
 import contextlib
+import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import vmmkv
-from tests.laws.test_failures import OPERATIONS
+from tests.laws.test_failures import OPERATIONS, PROMPT
 from vmmkv import DriverError, KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
+from vmmkv.memory.slots import Slots
 from vmmkv.saved import Offloaded
 from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import PAGE_BYTES
@@ -29,8 +31,22 @@ at_lines = pytest.mark.parametrize("samples", [8, pytest.param(None, marks=pytes
 """Of so many lines in the default run; None for all."""
 
 
-def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
-    """Do it, with SIGINT at the line of that number among all that run in the library; how many did."""
+class Alarm(Exception):
+    """Raised by the handler of SIGALRM, where that of SIGINT raises KeyboardInterrupt, which is no Exception."""
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def run_with_interrupt(act: Callable[[], object], number: int | None, signal_number: int = signal.SIGINT) -> int:
+    """Do it, with a signal at the line of that number among all that run in the library; how many did."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -40,33 +56,38 @@ def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
         if event == "line":
             lines += 1
             if lines - 1 == number:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal_number)
         return trace
 
     sys.settrace(trace)
     try:
         act()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Alarm):
         assert number is not None
     finally:
         sys.settrace(None)
     return lines
 
 
-def interrupt_at_lines(interrupt: Callable[[int | None], int], samples: int | None) -> None:
-    """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines; None for all."""
-    lines = interrupt(None)
-    for number in range(0, lines, lines // samples if samples else 1):
-        interrupt(number)
+def interrupt_at_lines(interrupt: Callable[[int | None, int], int], samples: int | None) -> None:
+    """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines, by either signal in turn; None for
+    all, by both."""
+    lines, signals = interrupt(None, signal.SIGINT), (signal.SIGINT, signal.SIGALRM)
+    if samples is None:
+        for number, signal_number in itertools.product(range(lines), signals):
+            interrupt(number, signal_number)
+    else:
+        for number, signal_number in zip(range(0, lines, lines // samples), itertools.cycle(signals), strict=False):
+            interrupt(number, signal_number)
 
 
-def interrupt(name: str, number: int | None) -> int:
+def interrupt(name: str, number: int | None, signal_number: int) -> int:
     """Interrupt an operation at one line, recount everything, and close: nothing is left. How many lines ran."""
     operation = OPERATIONS[name]
     with operation.prepared(operation.layouts[-1]) as world:
-        before = signal.getsignal(signal.SIGINT)
-        lines = run_with_interrupt(lambda: operation.act(world), number)
-        assert signal.getsignal(signal.SIGINT) is before
+        before = signal.getsignal(signal_number)
+        lines = run_with_interrupt(lambda: operation.act(world), number, signal_number)
+        assert signal.getsignal(signal_number) is before
         for cache in list(world.pool.caches):
             cache.check()
         if not world.pool.closed:
@@ -87,11 +108,11 @@ def test_an_interrupt_at_a_line_leaves_books_and_driver_in_step(name: str, sampl
 def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, samples: int | None) -> None:
     operation, rows = OPERATIONS[name], [0, 1, 3, 4, 7, 9]
 
-    def compact(number: int | None) -> int:
+    def compact(number: int | None, signal_number: int) -> int:
         with operation.prepared("one_group") as world:
             live = world.known[-1]
             sequence, num_tokens = live.sequence, live.sequence.length
-            lines = run_with_interrupt(lambda: sequence.compact(rows), number)
+            lines = run_with_interrupt(lambda: sequence.compact(rows), number, signal_number)
             kept = [rows, list(range(num_tokens))][sequence.length == num_tokens]
             assert sequence.positions().tolist() == kept and sequence.position == num_tokens
             live.stamps, live.tokens = ([each[row] for row in kept if each] for each in (live.stamps, live.tokens))
@@ -101,6 +122,61 @@ def test_an_interrupted_compaction_has_been_whole_or_not_at_all(name: str, sampl
         return lines
 
     interrupt_at_lines(compact, samples)
+
+
+BEGINNINGS: dict[str, Callable[[Any], object]] = {
+    "open": lambda world: world.cache.open(tenant="red"),
+    "open_blank": OPERATIONS["open_blank"].act,
+    "open_evicting": OPERATIONS["open_evicting"].act,
+    "open_batch_evicting": OPERATIONS["open_batch_evicting"].act,
+    "adopt": OPERATIONS["adopt"].act,
+    "fork_twice": lambda world: world.cache.fork(world.known[-1].sequence, 2),
+    "fork": lambda world: world.cache.fork_batch([world.known[-1].sequence]),
+    "attach_adopt": lambda world: world.prefix.attach([*PROMPT, 7], namespace="red"),
+    "alias_of_released": lambda world: world.prefix.attach([*PROMPT, 7], namespace="red"),
+    "grow_one_page": lambda world: world.cache.restore("saved", tenant="red"),
+}
+"""Calls that give new sequences, by the operation for which they are prepared."""
+
+
+@at_lines
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_a_call_that_is_interrupted_before_it_gives_sequences_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, samples: int | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    operation = OPERATIONS[name]
+
+    def begin(number: int | None, signal_number: int) -> int:
+        with operation.prepared(operation.layouts[-1]) as world:
+            for live in world.running()[:1]:
+                live.sequence.save("saved")
+            before, given = set(world.cache.slots.live_slots), list[object]()
+            lines = run_with_interrupt(lambda: given.append(BEGINNINGS[name](world)), number, signal_number)
+            assert given or set(world.cache.slots.live_slots) == before, "a sequence runs that nothing can close"
+            world.check(strays=False)
+            world.cache.check()
+            world.cache.close()
+            world.pool.close()
+        return lines
+
+    interrupt_at_lines(begin, samples)
+
+
+@at_lines
+def test_a_cache_that_is_interrupted_as_it_is_made_is_closed(samples: int | None) -> None:
+    layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+
+    def make(number: int | None, signal_number: int) -> int:
+        with Pool("cpu", 16 * PAGE_BYTES, driver=FakeDriver()) as pool:
+            made: list[Slots] = []
+            lines = run_with_interrupt(
+                lambda: made.append(Slots(layout, pool, num_slots=4, max_tokens=64, guard_tokens=0)), number, signal_number
+            )
+            assert made or not pool.caches
+        return lines
+
+    interrupt_at_lines(make, samples)
 
 
 @pytest.fixture

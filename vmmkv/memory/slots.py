@@ -86,6 +86,21 @@ class LiveSlot(Unique):
         return f"<Sequence in slot {self.slot}: {counted(self.length, 'token')}, room for {self.limit} of {self.max_tokens}>"
 
 
+@contextlib.contextmanager
+def all_or_none() -> Iterator[list[LiveSlot]]:
+    """The list of sequences that begin within: they end again if the block raises.
+
+    It stands around the pool's lock. A signal handler may raise where that is released: the caller gets no sequence to close.
+    """
+    begun: list[LiveSlot] = []
+    try:
+        yield begun
+    except BaseException:
+        for live in begun:
+            retried(live.close)
+        raise
+
+
 @dataclass(eq=False, slots=True)
 class ParkedSlot(Unique):
     """A slot whose sequence has ended and whose memory stays mapped, until it is adopted or evicted."""
@@ -173,14 +188,19 @@ class Slots(Reclaimer, Closing):
         self.blocked_steps = 0
         self.blocked_us = 0.0
         self._attached = False
-        with pool.lock:
-            pool.check_open()
-            pool.check_capture()
-            self.memory: Final = SlotMemory(layout, pool, slots=num_slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
-            self.table: Final = self.memory.table
-            pool.caches.append(self)
-            pool.reclaimers.append(self)
-            self._attached = True
+        try:
+            with pool.lock:
+                pool.check_open()
+                pool.check_capture()
+                self.memory: Final = SlotMemory(layout, pool, slots=num_slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
+                self.table: Final = self.memory.table
+                pool.caches.append(self)
+                pool.reclaimers.append(self)
+                self._attached = True
+        except BaseException:  # of a signal handler too, which waits for the lock
+            if self._attached:
+                self.close()
+            raise
 
     # to live
 

@@ -25,7 +25,7 @@ import torch
 from vmmkv.arguments import instance, label, whole
 from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
-from vmmkv.memory.slots import LiveSlot
+from vmmkv.memory.slots import LiveSlot, all_or_none
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.fetch_search import Fetch
@@ -201,28 +201,23 @@ class PrefixCache:
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
-        attached: Attached | None = None
-        try:
-            with self.cache.pool.lock:
-                began_ns = time.perf_counter_ns()
-                end = self._slots.check_end(max_tokens)
-                self._slots.check_capture()
-                if len(tokens) > end:
-                    raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
-                attached = self._attacher.attach(tokens, namespace, method=method, end=end)
-                slot, num_tokens = attached.sequence.slot, attached.num_tokens
-                self._index.running[slot] = None
-                if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
-                    self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
-                self._attached[attached.method] += 1
-                self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
-                self._hit_tokens += num_tokens
-                self._missed_tokens += len(tokens) - num_tokens
+        with all_or_none() as begun, self.cache.pool.lock:
+            began_ns = time.perf_counter_ns()
+            end = self._slots.check_end(max_tokens)
+            self._slots.check_capture()
+            if len(tokens) > end:
+                raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
+            attached = self._attacher.attach(tokens, namespace, method=method, end=end)
+            begun.append(attached.sequence.live)
+            slot, num_tokens = attached.sequence.slot, attached.num_tokens
+            self._index.running[slot] = None
+            if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
+                self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
+            self._attached[attached.method] += 1
+            self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
+            self._hit_tokens += num_tokens
+            self._missed_tokens += len(tokens) - num_tokens
             return attached
-        except BaseException:
-            if attached is not None:  # Ctrl-C is raised when the lock is released, and the caller gets no sequence to close
-                attached.sequence.close()
-            raise
 
     # on and out
 
