@@ -124,8 +124,6 @@ class ModelConfig:
     """Type of the weights, by its name in torch."""
     has_sinks: bool = False
     """Has attention sinks, which are no tokens?"""
-    needs_code: bool = False
-    """Does the file name code for a type that transformers has no class for?"""
 
 
 def read(config: Any) -> ModelConfig:
@@ -151,7 +149,6 @@ def read(config: Any) -> ModelConfig:
         max_tokens=next((value for name in _MAX_TOKENS if (value := fields.whole(name, least=-1) or 0) > 0), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         has_sinks=fields.family in WITH_SINKS,
-        needs_code=isinstance(config, Mapping) and _needs_code(config),
     )
 
 
@@ -440,7 +437,7 @@ class _Fields:
         """Raise LayoutError."""
         of_family = f" ({self.family})" if self.family else ""
         hint = ""
-        if self.family and isinstance(self._config, Mapping) and not _has_transformers():
+        if self.family and isinstance(self._config, Mapping) and not has_transformers():
             hint = (
                 "; transformers, which knows more of its fields, is not installed: pip install '.[hf]', or give --layers, "
                 "--kv-heads and --head-dim"
@@ -483,25 +480,18 @@ class _Fields:
             )
 
 
-def _has_transformers() -> bool:
+def has_transformers() -> bool:
+    """Is transformers installed?"""
     return importlib.util.find_spec("transformers") is not None
 
 
 def _is_of_transformers(family: str | None) -> bool:
     """Has transformers a class for this type? False if it is not installed."""
-    if family is None or not _has_transformers():
+    if family is None or not has_transformers():
         return False
     from transformers import CONFIG_MAPPING
 
     return family in CONFIG_MAPPING
-
-
-def _needs_code(config: Mapping[str, Any]) -> bool:
-    """Does transformers need the repository's own code for the model? False if transformers is not installed."""
-    code = config.get("auto_map")
-    if not isinstance(code, Mapping) or "AutoConfig" not in code or not _has_transformers():
-        return False
-    return not _is_of_transformers(config.get("model_type"))
 
 
 def _nested(config: Any) -> Any:

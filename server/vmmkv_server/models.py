@@ -29,9 +29,7 @@ from typing import Any, Final
 from vmmkv.arguments import json_object
 from vmmkv.config import read_environment
 from vmmkv.errors import VmmkvError
-from vmmkv.model_config import Attention, ModelConfig, beside_rows, described
 from vmmkv.units import MIB, format_bytes
-from vmmkv_kernels.attention import MAX_HEAD_DIM
 from vmmkv_server.config import VARIABLES
 from vmmkv_server.console import die_with_parent
 
@@ -158,7 +156,7 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
         )
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"{str(path)!r} has no config.json, so it is no model in transformers' format; {_WHAT_WORKS}")
-    _check_form(path)
+    check_form(path)
     if weights and not any(path.glob("*.safetensors")):
         raise ModelUnavailable(
             f"{str(path)!r} has no *.safetensors file; save the model with save_pretrained(), or {_WHAT_WORKS}"
@@ -171,7 +169,7 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
     return path
 
 
-def _check_form(path: Path) -> None:
+def check_form(path: Path) -> None:
     """Raise ModelUnavailable for parts of a config.json which are of a type that transformers fails on without naming them."""
     try:
         config = json_object(path / "config.json")
@@ -184,22 +182,6 @@ def _check_form(path: Path) -> None:
                 f"{name} in {path / 'config.json'} is {said!r}; wanted an object such as "
                 '{"quant_method": "fp8", ...}, or none for plain weights'
             )
-
-
-def obstacles(model: ModelConfig, *, on_gpu: bool) -> str:
-    """Parts of a model that the engine does not run by its configuration, in words; empty if there are none."""
-    others = beside_rows(model.layers)
-    for layer, parts in enumerate(model.layers) if on_gpu else ():
-        for part in parts:
-            if isinstance(part, Attention):
-                if part.key_dim != part.value_dim:
-                    name = f"keys of {part.key_dim} elements and values of {part.value_dim} (kernels on a GPU take one size)"
-                    others.setdefault(name, []).append(layer)
-                if part.key_dim > MAX_HEAD_DIM:
-                    name = f"heads of {part.key_dim} elements (kernels on a GPU take up to {MAX_HEAD_DIM})"
-                    others.setdefault(name, []).append(layer)
-    own_code = "code of its own, and vmmkv runs no code that comes with a model"
-    return "; ".join(filter(None, [described(others), "attention sinks" * model.has_sinks, own_code * model.needs_code]))
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -15,7 +15,7 @@ from tests.engine.decoder_models import model_of, small
 from vmmkv import MIB
 from vmmkv.errors import VmmkvError
 from vmmkv_server import LLM, SamplingParams, UnsupportedModel
-from vmmkv_server.engine.loading import end_tokens, read_config
+from vmmkv_server.engine.servable import end_tokens, read_config
 
 PROMPT = [5, 6, 7, 8]
 KINDS: dict[str, Callable[[], hf.PreTrainedConfig]] = {

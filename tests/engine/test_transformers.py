@@ -24,7 +24,8 @@ from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import waiting
 from vmmkv_server.engine.loading import ModelSource, choose_max_tokens
 from vmmkv_server.engine.models.decoder import DecoderModel
-from vmmkv_server.engine.models.transformers import NAME, TransformersModel, refusing
+from vmmkv_server.engine.models.transformers import NAME, TransformersModel
+from vmmkv_server.engine.servable import refusing
 from vmmkv_server.models import UnsupportedModel
 
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}

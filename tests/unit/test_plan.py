@@ -1,6 +1,5 @@
 """`vmmkv plan`: the known values, the table, the errors."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -15,7 +14,8 @@ import torch
 from bench.suites.serve.models import MODELS
 from vmmkv.cli.main import main
 from vmmkv.units import GIB, PAGE_BYTES
-from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, UnsupportedModel, from_directory
+from vmmkv_server.config import EngineConfig
+from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, ModelUnavailable, UnsupportedModel, resolve
 
 LARGE = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-cache-dtype"]
 
@@ -214,10 +214,11 @@ def test_states_are_counted_beside_rows_and_said_not_to_run(plan: Plan, table: C
     assert (given["layers"], given["row_bytes"], given["state_bytes"]) == (48, 24_576, 77_266_944)
     for row in given["lengths"]:
         assert row["num_pages"] == state_pages + row["num_tokens"] * 24_576 // PAGE_BYTES + bool(row["num_tokens"] % 1024)
-    assert given["not_run"].startswith("a state (gated delta rule) in layers 0 to 2, 4 to 6,")
+    refused = "a model of type qwen3_next cannot be served: it has a state (gated delta rule) in layers 0 to 2, 4 to 6,"
+    assert given["not_run"].startswith(refused)
     text = table(*arguments)
     assert "state             77,266,944 bytes (73.7 MiB) of a sequence: gated delta rule in 36 layers\n" in text
-    assert "the engine does not run this model yet: it has a state (gated delta rule)" in text
+    assert text.splitlines()[-1] == f"vmmkv serve refuses this model: {given['not_run']}"
 
 
 @pytest.mark.parametrize(
@@ -235,33 +236,60 @@ def test_states_are_counted_beside_rows_and_said_not_to_run(plan: Plan, table: C
         ("Qwen/Qwen3-30B-A3B", None),
     ],
 )
-def test_what_the_engine_does_not_run_is_said_by_what_it_refuses_by(
-    name: str, not_run: str | None, plan: Plan, table: Callable[..., str], tmp_path: Path
+def test_layers_that_the_engine_does_not_run_on_a_gpu_are_named(
+    name: str, not_run: str | None, plan: Plan, tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    from vmmkv_server.engine.loading import choose_layout
-
-    arguments = ["--model", published(name, tmp_path), "--memory", "80GiB"]
-    assert plan(*arguments)["not_run"] == not_run
-    said = table(*arguments).splitlines()[-1]
-    assert said == f"the engine does not run this model yet: it has {not_run}" or not not_run
-    text_config = from_directory(transformers.AutoConfig, tmp_path).get_text_config()
-    refused = pytest.raises(UnsupportedModel, match=f"cannot be served: it has {re.escape(not_run or '')}")
-    with refused if not_run else contextlib.nullcontext():
-        choose_layout(text_config, torch.bfloat16, torch.device("cuda"))
+    pytest.importorskip("transformers")
+    said = plan("--model", published(name, tmp_path))["not_run"]
+    assert said is None if not_run is None else re.search(f"cannot be served: it has {re.escape(not_run)}$", said)
 
 
-@pytest.mark.parametrize(("model_type", "needs"), [("internlm2", True), ("qwen3", False)])
-def test_a_model_that_needs_code_of_its_own_is_said_not_to_run(
-    model_type: str, needs: bool, plan: Plan, tmp_path: Path
+MODELOPT = {"quantization": {"quant_algo": "FP8"}, "producer": {"name": "modelopt"}}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"model_type": "deepseek_v2"}, "cannot be served: it has latents (kv_lora_rank) in layers 0, 1"),
+    "an attention of its own": ({"model_type": "falcon"}, "FalconForCausalLM has an attention of its own"),
+    "another one": ({"model_type": "mpt", "expansion_ratio": 4}, "MptForCausalLM has an attention of its own"),
+    "no decoder of text": ({"model_type": "qwen2_vl_text"}, "cannot be served: transformers has no decoder of text of this"),
+    "weights by an unknown method": ({"quantization_config": MODELOPT}, "are quantised (modelopt), and neither vmmkv nor"),
+    "a rotation of an unknown kind": ({"rope_parameters": {"rope_type": "foo"}}, "rope_type in its config.json is 'foo'; tran"),
+    "a part of no form": ({"quantization_config": "awq"}, "is 'awq'; wanted an object such as"),
+    "end tokens that are none": ({"eos_token_id": "x"}, "Field 'eos_token_id' with value 'x' doesn't match any type"),
+    "code of its own": ({"model_type": "internlm2", "auto_map": {"AutoConfig": "own.Own"}}, "needs code of its own (auto_map"),
+    "a type of another name": ({"model_type": "kimi_k2"}, "but Transformers does not recognize this architecture"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, None])
+def test_a_plan_says_why_the_engine_refuses_a_model_in_the_same_words(name: str | None, plan: Plan, tmp_path: Path) -> None:
+    """The engine refuses before it reads weights: there are none here."""
+    pytest.importorskip("transformers")
+    from vmmkv_server.engine.loading import ModelSource
+
+    fields, reason = REFUSED[name] if name else ({}, "has no *.safetensors file")
+    usual = KNOWN_CONFIGS["llama-3.1-8b"] | {"head_dim": None, "num_hidden_layers": 2}
+    given = {key: value for key, value in (usual | fields).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises((UnsupportedModel, ModelUnavailable), match=re.escape(reason)) as refused:
+        resolve(str(tmp_path), weights=name is None, tokenizer=False)
+        ModelSource(EngineConfig(model=str(tmp_path)), torch.device("cpu"), torch.bfloat16)
+    assert plan("--model", str(tmp_path))["not_run"] == (str(refused.value) if name else None)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "reason"),
+    [
+        ("hf_quant_config.json", MODELOPT, "are quantised (modelopt), and neither"),
+        ("generation_config.json", {"eos_token_id": "x"}, "is 'x'; wanted a token id, a list of them, or null"),
+    ],
+)
+def test_files_beside_the_configuration_are_read_for_a_plan(
+    file: str, fields: dict[str, Any], reason: str, plan: Plan, tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    code = {"AutoConfig": "configuration_own.OwnConfig"}
-    (tmp_path / "configuration_own.py").touch()
-    model = write_config(tmp_path, model_type=model_type, auto_map=code, vocab_size=9, max_position_embeddings=64)
-    assert (plan("--model", model)["not_run"] or "").startswith("code of its own, and vmmkv runs no code") == needs
-    with pytest.raises(UnsupportedModel, match="code of its own") if needs else contextlib.nullcontext():
-        from_directory(transformers.AutoConfig, tmp_path)
+    pytest.importorskip("transformers")
+    (tmp_path / file).write_text(json.dumps(fields))
+    model = write_config(tmp_path, model_type="llama")
+    for given in (model, str(tmp_path / "config.json")):
+        assert reason in plan("--model", given)["not_run"]
 
 
 def test_layers_that_keep_nothing_are_told_from_the_others(plan: Plan, table: Callable[..., str], tmp_path: Path) -> None:
@@ -416,12 +444,10 @@ def test_a_model_whose_configuration_has_names_of_its_own_is_planned(
     assert given["row_bytes"] == 2 * 2 * kv_heads * 64 * 2
 
 
-def test_a_configuration_with_the_usual_names_is_planned_without_transformers(tmp_path: Path) -> None:
-    model = write_config(tmp_path, model_type="qwen3", max_position_embeddings=40_960)
-    code = f"import sys; from vmmkv.cli.main import main; main({['plan', '--model', model, '--memory', '1GiB']!r})"
-    run = subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit('transformers' in sys.modules)"], capture_output=True, text=True
-    )
+def test_a_model_of_a_known_name_is_planned_without_transformers() -> None:
+    arguments = ["plan", "--model", "qwen3-0.6b", "--memory", "1GiB"]
+    code = f"import sys; from vmmkv.cli.main import main; main({arguments!r}); sys.exit('transformers' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -432,4 +458,7 @@ def test_names_that_only_transformers_knows_are_asked_for_where_it_is_not_instal
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 256}))
     assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
     assert "pip install '.[hf]', or give --layers, --kv-heads and --head-dim" in capsys.readouterr().err
-    assert plan("--model", write_config(tmp_path, model_type="internlm2"))["model_tokens"] is None
+    given = plan("--model", write_config(tmp_path, model_type="internlm2"))
+    assert (given["model_tokens"], given["not_run"]) == (None, None)
+    latents = write_config(tmp_path, model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    assert "cannot be served: it has latents (kv_lora_rank) in layers 0 to 27" in plan("--model", latents)["not_run"]

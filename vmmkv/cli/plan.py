@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from vmmkv.arguments import json_object
+from vmmkv.errors import VmmkvError
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, Group, KVLayout, KVType, Plane, kv_planes
 from vmmkv.model_config import (
     Attention,
@@ -21,10 +22,11 @@ from vmmkv.model_config import (
     SharedRows,
     State,
     check_num_layers,
+    has_transformers,
     read,
 )  # fmt: skip
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, parse_bytes
-from vmmkv_server.models import KNOWN_CONFIGS, obstacles
+from vmmkv_server.models import KNOWN_CONFIGS
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +116,7 @@ class Plan:
     state_kinds: dict[str, int]
     """Layers that keep a state, by its kind."""
     not_run: str | None
-    """Parts of the model that the engine does not run; None if it runs all, as far as the configuration says."""
+    """Reason for which `vmmkv serve` refuses the model; None if it runs, as far as the configuration says."""
     tensor_parallel_size: int
     """GPUs that share the model. The fields below are of each GPU."""
     memory_bytes: int
@@ -179,6 +181,7 @@ def run(
     config, dtype, memory_of = _read_model(model, (layers, kv_heads, head_dim, window), kv_cache_dtype, kv_scale)
     asked = _Asked(
         config=config,
+        not_run=None if model is None or config is None else _refusal(model, config),
         dtype=dtype,
         memory_of=memory_of,
         memory_bytes=_parse_size("--memory", memory),
@@ -200,6 +203,8 @@ class _Asked:
 
     config: ModelConfig | None
     """The model's, or None if its numbers were given."""
+    not_run: str | None
+    """Reason for which `vmmkv serve` refuses the model."""
     dtype: "torch.dtype | KVType"
     memory_of: "_Memory"
     """Memory of sequences on one GPU."""
@@ -265,7 +270,7 @@ def make_plan(asked: _Asked) -> Plan:
         tokens_per_page=PAGE_BYTES / memory_of.row_bytes if memory_of.row_bytes else None,
         state_bytes=memory_of.state_bytes,
         state_kinds={} if config is None else _state_kinds(config),
-        not_run=None if config is None else obstacles(config, on_gpu=True) or None,
+        not_run=asked.not_run,
         tensor_parallel_size=asked.tensor_parallel_size,
         memory_bytes=asked.memory_bytes,
         memory_pages=memory_pages,
@@ -477,7 +482,7 @@ def format_plan(plan: Plan) -> str:
         limit = "the model can have" if plan.max_tokens == plan.model_tokens else "--max-tokens"
         lines += ["", f"{beyond}: more than {limit}; {counted(plan.max_tokens, 'token', ',')} planned instead"]
     if plan.not_run:
-        lines += ["", f"the engine does not run this model yet: it has {plan.not_run}"]
+        lines += ["", f"vmmkv serve refuses this model: {plan.not_run}"]
     return "\n".join(lines)
 
 
@@ -519,15 +524,38 @@ def _read_model(
 
 def _read_config(model: str) -> ModelConfig:
     """The configuration of a directory or a file, or else of a name of KNOWN_CONFIGS."""
-    given_path = Path(model).expanduser()
-    if not given_path.exists() and (known := KNOWN_CONFIGS.get(model.lower())):
-        return read(known)
-    path = given_path / "config.json" if given_path.is_dir() else given_path
+    if (path := _path(model)) is None:
+        return read(KNOWN_CONFIGS[model.lower()])
+    path = path / "config.json" if path.is_dir() else path
     try:
         return read(json_object(path))
     except OSError as error:
         works = f"{', '.join(KNOWN_CONFIGS)}, or a directory with a transformers config.json"
         raise ValueError(f"{path} cannot be read: {error.strerror}; --model takes {works}") from error
+
+
+def _path(model: str) -> Path | None:
+    """The path that --model names; None for a name of KNOWN_CONFIGS where nothing has this path."""
+    path = Path(model).expanduser()
+    return path if path.exists() or model.lower() not in KNOWN_CONFIGS else None
+
+
+def _refusal(model: str, config: ModelConfig) -> str | None:
+    """The sentence by which `vmmkv serve` refuses a model; None if the model runs, as far as the configuration says.
+
+    Without transformers, and of a name of KNOWN_CONFIGS, only the layers are judged.
+    """
+    from vmmkv_server.engine import servable
+
+    path = _path(model)
+    try:
+        if path is None or not has_transformers():
+            servable.check_layers(config, on_gpu=True)
+        else:
+            servable.check_directory(path.parent if path.name == "config.json" else path)
+    except VmmkvError as error:
+        return str(error)
+    return None
 
 
 def _uniform(numbers: Mapping[str, int | None], dtype: "torch.dtype | KVType") -> _Memory:

@@ -16,12 +16,10 @@ import torch
 from torch.nn import functional
 
 from vmmkv import KVLayout, KVType
-from vmmkv.arguments import json_object
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError
 from vmmkv.holder import check_there
-from vmmkv.model_config import ModelConfig, read
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
 from vmmkv_server.config import EngineConfig
@@ -37,19 +35,28 @@ from vmmkv_server.engine.kv_backend import (
     close_after_error,
 )
 from vmmkv_server.engine.models import EngineModel
-from vmmkv_server.engine.models.checkpoint import INSTEAD, load_by_transformers, quantised_by, refuse_codes
+from vmmkv_server.engine.models.checkpoint import load_by_transformers, refuse_codes, refuse_made_codes
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv_server.engine.models.shard import Shard, Share, split
-from vmmkv_server.engine.models.transformers import TransformersModel, refuse_own_attention, refusing, unknown_rope
+from vmmkv_server.engine.models.transformers import TransformersModel
 from vmmkv_server.engine.models.weights import load as load_weights
 from vmmkv_server.engine.models.weights import random as random_weights
 from vmmkv_server.engine.ranks import Ranks
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import Runner
+from vmmkv_server.engine.servable import (
+    INSTEAD,
+    check_servable,
+    end_tokens,
+    quantised_by,
+    read_config,
+    read_model,
+    refusing,
+)
 from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.kv_policy import Eviction
-from vmmkv_server.models import UnsupportedModel, from_directory, obstacles
+from vmmkv_server.models import UnsupportedModel
 from vmmkv_server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.structured_output.matcher import Vocabulary
@@ -266,8 +273,11 @@ class ModelSource:
                 "config.json names code of its own (%s), which is not run: %s is run as the %s that transformers knows",
                 ", ".join(map(str, code.values() if isinstance(code, Mapping) else [code])), directory, hf_config.model_type,
             )  # fmt: skip
+        if config.load_format == "dummy":
+            refuse_made_codes(directory, hf_config)
+        check_servable(directory, hf_config, on_gpu=device.type == "cuda")
         self.text_config = hf_config.get_text_config()
-        self._whole: Final = choose_layout(self.text_config, self.kv_dtype, device)
+        self._whole: Final = choose_layout(self.text_config, self.kv_dtype)
         self.layout: Final = self._whole.of_rank(config.tensor_parallel_size)
         longest = config.max_tokens or getattr(self.text_config, "max_position_embeddings", None)
         if longest is not None:  # refuse before the weights are read; `assemble` refuses a model that does not say
@@ -281,7 +291,8 @@ class ModelSource:
         self.end_tokens = end_tokens(directory, hf_config)
         self._rotary = ""
         """The length that rotary frequencies depend on beside the model, as text; part of the identity of its rows."""
-        refuse_codes(directory, hf_config, is_random=config.load_format == "dummy")
+        if config.load_format != "dummy":
+            refuse_codes(directory, hf_config)
         self._decoder: Final = self._load_decoder(config, hf_config, collectives)
         self._transformers: Any = None if self._decoder else self._load_transformers(config, hf_config, collectives)
 
@@ -311,19 +322,14 @@ class ModelSource:
 
         directory = Path(config.model)
         transformers.utils.logging.disable_progress_bar()
-        if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModel(
-                f"a model of type {hf_config.model_type} cannot be served: transformers has no decoder of text of this type"
-            )
         method = quantised_by(directory, hf_config)
-        what, instead = (", quantised by " + method, INSTEAD) if method else ("", unknown_rope(self.text_config))
+        what, instead = (", quantised by " + method, INSTEAD) if method else ("", None)
         with refusing(f"a model of type {hf_config.model_type}{what}", instead):
             if config.load_format == "dummy":
                 torch.manual_seed(config.seed)
                 model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=self.dtype)
             else:
                 model = load_by_transformers(directory, hf_config, self.dtype)
-        refuse_own_attention(model)
         if collectives is not None:
             self._split(model, hf_config.model_type, collectives)
         if settle_rotary(model, max_tokens := choose_max_tokens(config.max_tokens, self.text_config)):
@@ -436,30 +442,12 @@ def open_tiers(config: EngineConfig, device: torch.device, undo: contextlib.Exit
     return tiers
 
 
-def read_config(directory: Path) -> Any:
-    """transformers' configuration of the model in a directory. Raises: UnsupportedModel, OSError."""
-    import transformers
-
-    with refusing(f"the model in {directory}"):
-        return from_directory(transformers.AutoConfig, directory)
-
-
-def read_model(hf_config: Any) -> ModelConfig:
-    """Layers of a model and the state that they keep, by its configuration. Raises: UnsupportedModel."""
+def choose_layout(text_config: Any, dtype: torch.dtype | KVType) -> KVLayout:
+    """The layout of a model's keys and values. Raises: UnsupportedModel for layers that keep anything else."""
     try:
-        return read(hf_config)
+        return KVLayout.from_config(text_config, dtype)
     except LayoutError as error:
-        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
-
-
-def choose_layout(hf_config: Any, dtype: torch.dtype | KVType, device: torch.device) -> KVLayout:
-    """The layout of a model's keys and values. Raises: UnsupportedModel, if it has what the engine does not run on a device."""
-    if others := obstacles(read_model(hf_config), on_gpu=device.type == "cuda"):
-        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: it has {others}")
-    try:
-        return KVLayout.from_config(hf_config, dtype)
-    except LayoutError as error:
-        raise UnsupportedModel(f"a model of type {hf_config.model_type} cannot be served: {error}") from error
+        raise UnsupportedModel(f"a model of type {text_config.model_type} cannot be served: {error}") from error
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
@@ -504,25 +492,6 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if dtype == "auto" else dtype
     chosen: torch.dtype = getattr(torch, name)
     return chosen
-
-
-def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
-    """The tokens that end an answer: by the model's own generation configuration, or if it has none, by its configuration.
-
-    Raises: ValueError naming the file if it is damaged, and its key if that holds no token ids; OSError.
-    """
-    import transformers
-
-    path = directory / "generation_config.json"
-    if path.is_file():
-        ends = json_object(path).get("eos_token_id")
-    else:
-        path = directory / "config.json"
-        ends = transformers.GenerationConfig.from_model_config(hf_config).eos_token_id
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(token_id) is int for token_id in listed):
-        raise UnsupportedModel(f"eos_token_id in {path} is {ends!r}; wanted a token id, a list of them, or null")
-    return frozenset(listed)
 
 
 def warm_up(runner: Runner, memory: KVBackend, num_tokens: int) -> tuple[int, float, float]:

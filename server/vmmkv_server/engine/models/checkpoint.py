@@ -14,15 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vmmkv.arguments import json_object
+from vmmkv_server.engine.servable import INSTEAD, quantised_by
 from vmmkv_server.models import UnsupportedModel, from_directory
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 """Names in safetensors of the types that weights may have. Others are codes, and need more than a copy."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-INSTEAD: Final = "use a checkpoint in bfloat16, float16 or float32, or in FP8 by blocks (quant_method fp8)"
-"""Advice on what works in place of a quantised checkpoint."""
 
 _COMPUTED: Final = (".rotary_emb.inv_freq", ".masked_bias")
 """Older checkpoints have these tensors, which follow from the configuration or from the code."""
@@ -86,44 +84,21 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def quantised_by(directory: Path, config: Any) -> str | None:
-    """The method by which the weights of a checkpoint are quantised, as it says itself; None if it does not."""
-    for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
-            if said := getattr(part, name, None):
-                return _method(said)
-    beside = directory / "hf_quant_config.json"  # of modelopt, whose older checkpoints say nothing in config.json
-    return _method(json_object(beside)) if beside.is_file() else None
+def refuse_made_codes(directory: Path, config: Any) -> None:
+    """Raise UnsupportedModel if random weights were made for a quantised checkpoint, as plain numbers."""
+    if (method := quantised_by(directory, config)) is not None:
+        raise UnsupportedModel(
+            f"load_format='dummy' makes plain weights, and those of {directory} are quantised ({method}): they would be of "
+            "another size and speed; take quantization_config out of its config.json to measure the model unquantised"
+        )
 
 
-def _method(said: Any) -> str:
-    fields = said if isinstance(said, dict) else said.to_dict()
-    if fields.get("load_in_4bit") or fields.get("load_in_8bit"):
-        return "bitsandbytes"
-    named = (fields.get("quant_method"), (fields.get("producer") or {}).get("name"), fields.get("quant_algo"))
-    return str(next((name for name in named if name), "by no method that is named"))
-
-
-def refuse_codes(directory: Path, config: Any, *, is_random: bool) -> None:
+def refuse_codes(directory: Path, config: Any) -> None:
     """Raise UnsupportedModel if a checkpoint has codes in place of weights which nothing here can unpack.
 
-    It goes by what the configuration says, and by the types of the tensors. With `is_random` no tensors are read: weights are
-    made, as plain numbers, so any quantisation is refused.
+    It goes by the types of the tensors; `check_servable` has refused unknown methods.
     """
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     method = quantised_by(directory, config)
-    if is_random:
-        if method is not None:
-            raise UnsupportedModel(
-                f"load_format='dummy' makes plain weights, and those of {directory} are quantised ({method}): they would be of "
-                "another size and speed; take quantization_config out of its config.json to measure the model unquantised"
-            )
-        return
-    if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
-        raise UnsupportedModel(
-            f"the weights in {directory} are quantised ({method}), and neither vmmkv nor transformers unpacks these; {INSTEAD}"
-        )
     if method not in (None, *_BY_BLOCKS):
         return  # transformers unpacks them, or says what it lacks
     stored = headers(directory)

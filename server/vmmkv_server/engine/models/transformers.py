@@ -18,60 +18,16 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.adapters.transformers.attention import INERT_ARGUMENTS
-from vmmkv.errors import VmmkvError
 from vmmkv.model_config import read, shared_rows
 from vmmkv.units import counted
 from vmmkv_kernels.quantise import kind_of
 from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention, KVRows
-from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.models import UnsupportedModel
 
 NAME: Final = "vmmkv-engine"
 """The attention implementation of transformers: `attn_implementation=NAME`. `vmmkv` is that of vmmkv.adapters.transformers."""
 
 _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
-
-
-_CPU_IS_FULL: Final = "DefaultCPUAllocator: can't allocate memory"
-"""Words of torch's error for want of memory on a CPU, which has no type of its own."""
-
-
-def refuse_own_attention(model: Any) -> None:
-    """Raises: UnsupportedModel for a model of transformers that calls no attention function by name."""
-    if not model._supports_attention_backend:
-        raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
-
-
-@contextlib.contextmanager
-def refusing(what: str, instead: str | None = None) -> Iterator[None]:
-    """Within it, errors of transformers become UnsupportedModel: what cannot be served, the cause, and what would work.
-
-    Errors of files, of the driver, of memory, and of other ranks are raised as they are.
-    """
-    works = "" if instead is None else f"; {instead}"
-    try:
-        yield
-    except UnsupportedModel as error:
-        raise type(error)(f"{what} cannot be served: {error}") from error
-    except (VmmkvError, EngineDied, OSError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        if _CPU_IS_FULL in str(error):
-            raise MemoryError(str(error)) from error
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UnsupportedModel(f"{what} cannot be served: {cause}{works}") from error
-
-
-def unknown_rope(text_config: Any) -> str | None:
-    """Cause of a failing model: a rope_type for which transformers has no function. None if it has them all."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    said = getattr(text_config, "rope_parameters", None)
-    parts = [said, *said.values()] if isinstance(said, dict) else []
-    for kind in (part["rope_type"] for part in parts if isinstance(part, dict) and "rope_type" in part):
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            return f"rope_type in its config.json is {kind!r}; transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}"
-    return None
 
 
 class TransformersModel:
@@ -83,7 +39,6 @@ class TransformersModel:
     keys: Final = None
 
     def __init__(self, model: Any, rows: KVRows) -> None:
-        refuse_own_attention(model)
         self._model = model
         self.name: Final = type(model).__name__
         layout = rows.layout
