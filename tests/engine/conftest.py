@@ -20,8 +20,7 @@ from vmmkv.layout import SCALES, SECTOR_BYTES
 from vmmkv.tiers import Tier
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
 from vmmkv_server.engine.engine import Engine
-from vmmkv_server.engine.features import fetches
-from vmmkv_server.engine.features.fetches import Fetches
+from vmmkv_server.engine.feature import Feature
 from vmmkv_server.engine.kv_backend import BackendConfig, KVBackend, OpenBackend, SlotBackend
 from vmmkv_server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv_server.engine.models.transformers import TransformersModel
@@ -35,10 +34,16 @@ PAGE_TOKENS = 2048
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing is taken to be slow, so that every fetch is waited for."""
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+def slow_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features are told that a prompt takes longer than a second a token, so that anything is faster than to compute it."""
+    tell, now_s = Engine.measure_prefill, 0.0
+
+    def told(engine: Engine, num_tokens: int, began_s: float, ended_s: float) -> None:
+        nonlocal now_s
+        began_s, now_s = now_s, now_s + (num_tokens << 20)
+        tell(engine, num_tokens << 20, began_s, now_s)
+
+    monkeypatch.setattr(Engine, "measure_prefill", told)
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -230,11 +235,10 @@ class Harness:
         assert scheduler.decoding.slots.tolist() == slots
         priorities = [each.ask.priority for each in scheduler.running for _ in range(each.shape.num_slots)]
         assert scheduler._priorities == sorted(priorities)
-        fetching, fetches = scheduler.held, self.engine.features.of(Fetches)
-        assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(fetching)
-        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *fetching}
-        assert fetches.waiting.keys() == fetching.keys()
-        assert set(fetches._began_s) <= {wait.fetch for wait in fetches.waiting.values()}
+        assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.held)
+        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *scheduler.held}
+        for feature in self.engine.features.having(Feature.check):
+            feature.check()
         for kept in (each for feature in self.engine.features.every for each in vars(feature).values()):
             requests = {key for key in kept if isinstance(key, Request)} if isinstance(kept, dict | set) else set()
             assert requests <= {*scheduler._by_id.values()}, "no table of a feature has a request that has ended"

@@ -245,7 +245,9 @@ def test_a_sleep_stores_what_a_tier_has_not_had_time_to_take(harness: MakeHarnes
 
 
 @pytest.mark.parametrize("has_tier", [False, True])
-def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(harness: MakeHarness, patient: None, has_tier: bool) -> None:
+def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(
+    harness: MakeHarness, slow_prefill: None, has_tier: bool
+) -> None:
     tiers = [HostTier(64 * PAGE_BYTES)] * has_tier
     one = harness(wide_rows(), ours=True, share=True, max_tokens=1024, open_memory=SlotBackend.open, tiers=tiers)
     loaded = Loaded(one.engine, READY, one.memory)

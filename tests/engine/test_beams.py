@@ -4,6 +4,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,8 +13,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.engine import conftest
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
-from vmmkv import DriverError, KVCache
+from tests.engine.test_engine import PENALTIES
+from tests.engine.test_lookahead import EOS, LOOKAHEADS, MIXTURE, answers, ask_all, read_at_once
+from tests.engine.test_scheduler import running
+from vmmkv import MIB, DriverError, KVCache
+from vmmkv.layout import KV_KINDS
+from vmmkv_kernels.quantise import Kind
+from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.engine.features.beams import BeamSearch, Candidates
 from vmmkv_server.protocol import Abort, Beam, Beams, decode_from_engine, encode
 
@@ -354,3 +363,120 @@ def test_a_search_of_one_new_token_needs_no_fork(harness: MakeHarness, monkeypat
     found = searched(one, prompt_of(9), 1, beam_width=3)
     check(found, by_transformers(one, prompt_of(9), width=3, max_new_tokens=1))
     assert all(beam.finish_reason == "length" for beam in found.beams)
+
+
+def test_no_preemption_that_would_not_suffice(harness: MakeHarness) -> None:
+    one = harness(wide_rows(), slots=4)
+    one.ask("equal", prompt_of(20), 12)
+    one.ask("lesser", prompt_of(20, 1), 30, priority=1)
+    one.step(2)
+    one.ask("beams", prompt_of(20, 2), 4, beam_width=4)
+    one.step()
+    assert running(one) == ["equal", "lesser"], "with the slot of one of them there would still be too few"
+    one.run()
+    assert not one.failures()
+    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness: MakeHarness, lookahead: int) -> None:
+    one = harness(wide_rows(), slots=4, share=True, lookahead=lookahead)
+    one.ask("beams", prompt_of(20, 2), 12, beam_width=4, priority=1)
+    one.step(6)
+    one.ask("pressing", prompt_of(20), 25)
+    one.step(2)
+    assert running(one) == ["pressing"]
+    one.run()
+    assert one.engine._scheduler.num_preempted == 1
+    assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
+    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
+
+
+def test_beams_do_not_count_into_anothers_penalties(harness: MakeHarness) -> None:
+    wanted = harness(slots=6, ours=True).said(prompt_of(12, 1), 30, **PENALTIES)
+    one = harness(slots=6, ours=True, share=True)
+    one.ask("plain", prompt_of(9, 5), 12)
+    one.step()
+    one.ask("A", prompt_of(10, 2), 6, **PENALTIES)
+    one.ask("keeper", prompt_of(10, 7), 80)
+    while "length" not in one.finish_reasons("plain"):
+        one.step()
+    one.step(5)
+    one.ask("B", prompt_of(12, 1), 30, **PENALTIES)
+    one.step()
+    one.ask("beams", prompt_of(20, 3), 25, beam_width=4)
+    one.run()
+    assert one.tokens("B") == wanted
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_beams_beside_others(harness: MakeHarness, lookahead: int, share: bool) -> None:
+    one = harness(share=share, lookahead=lookahead, slots=12, step_tokens=30, eos_ids=EOS)
+    beams = {"wide": (prompt_of(50), 5), "narrow": (prompt_of(33, 1), 2), "late": (prompt_of(50)[:30], 3)}
+    for name, (prompt, width) in beams.items():
+        one.ask(name, prompt, 15, beam_width=width)
+        one.step()
+    ask_all(one, MIXTURE, every=3)
+    assert not one.failures()
+    assert answers(one) == read_at_once(share, False, one.kv_kind)
+    found = {message.request_id: message.beams for message in one.sent if isinstance(message, Beams)}
+    assert found.keys() == beams.keys()
+    for name, (prompt, width) in beams.items():
+        alone = harness(lookahead=0, eos_ids=EOS)
+        alone.said(prompt, 15, beam_width=width)
+        (message,) = (message for message in alone.sent if isinstance(message, Beams))
+        assert [beam.token_ids for beam in found[name]] == [beam.token_ids for beam in message.beams]
+
+
+def test_a_beam_search_gives_its_best_answers(directory: Path) -> None:
+    with LLM(directory, device="cpu", kv_budget_bytes=64 * MIB) as llm:
+        (found,) = llm.generate("abc", SamplingParams(beam_width=4, n=2, temperature=0.0, max_tokens=5))
+    assert len(found.outputs) == 2 and found.error is None
+    assert all(len(output.token_ids) == 5 and output.finish_reason == "length" for output in found.outputs)
+    assert found.outputs[0].token_ids != found.outputs[1].token_ids
+
+
+LAYERS = pytest.mark.parametrize("model", [conftest.wide_rows, windowed])
+"""64 rows a page, of which the second attends to the last 30."""
+
+
+def test_more_beams_than_slots_are_refused_with_what_works(harness: MakeHarness) -> None:
+    one = harness(ours=True, slots=4)
+    one.ask("beams", prompt_of(5), beam_width=5)
+    reason = "A search of 5 beams needs as many slots, and this server has 4: lower beam_width to 4."
+    assert one.failures() == {"beams": reason}
+
+
+@LAYERS
+def test_a_search_that_never_fits_is_refused(harness: MakeHarness, model: Callable[[], Any]) -> None:
+    one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
+    one.ask("beams", prompt_of(20), 90, beam_width=4)
+    assert bool(one.failures()) == (model is conftest.wide_rows), "a window of 30 rows needs a page or two"
+    one.run()
+
+
+def test_a_refusal_names_the_beams_and_what_would_work(harness: MakeHarness) -> None:
+    one = harness(conftest.wide_rows(), budget_pages=5)
+    one.ask("beams", prompt_of(64), 129, beam_width=3)
+    reason = one.failures()["beams"]
+    assert "129 new ones in each of 3 beams take at least 14.0 MiB" in reason and "fewer tokens or beams" in reason
+
+
+@LAYERS
+@pytest.mark.parametrize(("num_prompt", "num_new", "width"), [(64, 65, 4), (1, 128, 2)])
+def test_a_search_that_fits_to_the_last_row_is_not_refused(
+    harness: MakeHarness, model: Callable[[], Any], num_prompt: int, num_new: int, width: int
+) -> None:
+    one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
+    one.said(prompt_of(num_prompt), num_new, beam_width=width)
+    assert not one.failures()
+
+
+@pytest.mark.parametrize("kind", KV_KINDS)
+@pytest.mark.parametrize("model", [conftest.wide_rows, windowed])
+def test_over_quantised_rows_it_finds_what_transformers_finds(kind: Kind, model: Callable[[], Any]) -> None:
+    with closing(Harness(model(), kv_kind=kind, ours=True, share=True, step_tokens=50, max_tokens=1024)) as one:
+        prompt = prompt_of(150)
+        one.said(prompt)
+        check(searched(one, prompt, 8, beam_width=3), by_transformers(one, prompt, width=3, max_new_tokens=8))

@@ -174,23 +174,6 @@ def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: MakeHar
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-def test_beams_do_not_count_into_anothers_penalties(harness: MakeHarness) -> None:
-    wanted = harness(slots=6, ours=True).said(prompt_of(12, 1), 30, **PENALTIES)
-    one = harness(slots=6, ours=True, share=True)
-    one.ask("plain", prompt_of(9, 5), 12)
-    one.step()
-    one.ask("A", prompt_of(10, 2), 6, **PENALTIES)
-    one.ask("keeper", prompt_of(10, 7), 80)
-    while "length" not in one.finish_reasons("plain"):
-        one.step()
-    one.step(5)
-    one.ask("B", prompt_of(12, 1), 30, **PENALTIES)
-    one.step()
-    one.ask("beams", prompt_of(20, 3), 25, beam_width=4)
-    one.run()
-    assert one.tokens("B") == wanted
-
-
 def test_one_that_cannot_begin_changes_no_other_of_its_step(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, dict[str, Any]] = {
         "plain": {"temperature": 1.0, "seed": 3},

@@ -36,7 +36,13 @@ from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.step import Step
 from vmmkv_server.protocol import Abort, Compacted, Generate, Snapshot
 
-pytestmark = pytest.mark.usefixtures("patient")
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing is taken to be slow, so that every fetch is waited for."""
+    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
+    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_budget_bytes": 32 * MIB, "max_tokens": 1024}

@@ -1,6 +1,7 @@
 """Requests with a `kv_policy`: their tokens are those of a plain reference, and the memory of dropped rows comes back."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
 from vmmkv.eviction import H2O, turn
 from vmmkv.memory.extents import SIZE_CLASSES
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
+from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.protocol import Abort, Compacted, PromptLogprobs, Snapshot
 
@@ -309,3 +311,12 @@ def test_models_whose_rows_cannot_be_dropped_refuse_it(harness: MakeHarness) -> 
     ):
         one.ask("a", prompt_of(5), kv_policy=STREAM)
         assert one.failures()["a"].startswith(f"kv_policy {reason}")
+
+
+@pytest.mark.usefixtures("harness")
+def test_what_a_policy_dropped_is_said_with_the_completion(directory: Path) -> None:
+    policy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, kv_policy="streaming_llm:window=20,every=3")
+    with LLM(directory, device="cpu", kv_budget_bytes=64 * MIB) as llm:
+        kept, whole = (llm.generate([list(range(100))], params)[0].outputs[0] for params in (policy, None))
+    assert (kept.kept_rows, kept.dropped_rows) == (24, 76 + 2 * 3)
+    assert whole.kept_rows is None

@@ -187,25 +187,6 @@ def test_log_probabilities_are_those_asked_for(engine: LLM) -> None:
         assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
 
 
-@pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_prompts_log_probabilities_come_with_its_completion(engine: LLM, max_tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=3, n=2)
-    engine.generate("abcd" * 30, GREEDY)
-    (completion,) = engine.generate("abcd" * 30, params)
-    ids, logprobs, tops = completion.prompt_token_ids, completion.prompt_logprobs, completion.prompt_top_logprobs
-    assert logprobs is not None and tops is not None and len(logprobs) == len(tops) == len(ids) == 120
-    assert logprobs[0] is None and tops[0] is None
-    for token, logprob, top in zip(ids[1:], logprobs[1:], tops[1:], strict=True):
-        assert logprob is not None and top is not None and len(top) == 3
-        assert list(top.values()) == sorted(top.values(), reverse=True) and logprob <= max(top.values())
-        assert top.get(token, logprob) == logprob
-    assert [len(output.token_ids) for output in completion.outputs] == [max_tokens] * 2
-    assert (completion.first_token_s is None) == (max_tokens == 0)
-    plain = engine.generate("abcd" * 30, GREEDY)[0]
-    assert plain.prompt_logprobs is None and plain.prompt_top_logprobs is None
-    assert plain.outputs[0].token_ids[:max_tokens] == completion.outputs[0].token_ids
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stop_string_ends_an_answer_and_only_that(engine: LLM, n: int) -> None:
     params = SamplingParams(seed=3, n=n, max_tokens=40)
@@ -238,13 +219,6 @@ def test_what_comes_behind_a_stop_string_or_with_an_end_token_is_not_the_answers
     ended = answer(msgspec.structs.replace(several, token_ids=tuple(ids[:3]), finish_reason="stop"))
     assert (ended.token_ids, ended.finish_reason, ended.logprobs) == (ids[:3], "stop", scores[:3])
     assert ended.top_logprobs == [dict(top) for top in tops[:3]]
-
-
-def test_what_a_policy_dropped_is_said(engine: LLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, kv_policy="streaming_llm:window=20,every=3")
-    output = engine.generate([list(range(100))], params)[0].outputs[0]
-    assert (output.kept_rows, output.dropped_rows) == (24, 76 + 2 * 3)
-    assert engine.generate([list(range(100))], GREEDY)[0].outputs[0].kept_rows is None
 
 
 @pytest.mark.parametrize(
@@ -689,23 +663,3 @@ def test_a_chat_is_the_models_template_and_its_answer_alone(engine: LLM) -> None
 def test_what_is_no_conversation_is_refused_with_what_is_one(engine: LLM, messages: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         engine.chat(messages)
-
-
-def test_a_beam_search_gives_its_best_answers(engine: LLM) -> None:
-    (found,) = engine.generate("abc", SamplingParams(beam_width=4, n=2, temperature=0.0, max_tokens=5))
-    assert len(found.outputs) == 2 and found.error is None
-    assert all(len(output.token_ids) == 5 and output.finish_reason == "length" for output in found.outputs)
-    assert found.outputs[0].token_ids != found.outputs[1].token_ids
-
-
-def test_an_answer_follows_its_grammar(directory: Path, tmp_path: Path) -> None:
-    ended = shutil.copytree(directory, tmp_path / "ended")
-    config = json.loads((ended / "config.json").read_text())
-    (ended / "config.json").write_text(json.dumps(config | {"eos_token_id": VOCABULARY - 1}))
-    (ended / "generation_config.json").unlink(missing_ok=True)
-    asked: list[dict[str, Any]] = [{"regex": "[0-9]{3}"}, {"choice": ["left", "right"]}, {"json": {"type": "boolean"}}]
-    params = [SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=each) for each in asked]
-    with LLM(ended, **OPTIONS) as one:
-        texts = [found.outputs[0].text for found in one.generate(["abc"] * 3, params)]
-    for text, pattern in zip(texts, ("[0-9]{3}", "left|right", "true|false"), strict=True):
-        assert re.fullmatch(pattern, text)

@@ -10,7 +10,6 @@ from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, t
 from vmmkv.prefix import PrefixCache
 from vmmkv_kernels.quantise import Kind
 from vmmkv_server.engine.step import Readback
-from vmmkv_server.protocol import Beams
 
 LOOKAHEADS = [2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (0, 1, 3))]
 
@@ -186,26 +185,6 @@ def test_a_step_in_flight_may_make_the_room_that_is_missing(harness: MakeHarness
     ask_all(one, asks, every=2)
     assert one.engine._scheduler.num_preempted == 0
     assert one.tokens("older") == tokens[:at] and one.tokens("newer") == free.tokens("newer")
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_beams_beside_others(harness: MakeHarness, lookahead: int, share: bool) -> None:
-    one = harness(share=share, lookahead=lookahead, slots=12, step_tokens=30, eos_ids=EOS)
-    beams = {"wide": (prompt_of(50), 5), "narrow": (prompt_of(33, 1), 2), "late": (prompt_of(50)[:30], 3)}
-    for name, (prompt, width) in beams.items():
-        one.ask(name, prompt, 15, beam_width=width)
-        one.step()
-    ask_all(one, MIXTURE, every=3)
-    assert not one.failures()
-    assert answers(one) == read_at_once(share, False, one.kv_kind)
-    found = {message.request_id: message.beams for message in one.sent if isinstance(message, Beams)}
-    assert found.keys() == beams.keys()
-    for name, (prompt, width) in beams.items():
-        alone = harness(lookahead=0, eos_ids=EOS)
-        alone.said(prompt, 15, beam_width=width)
-        (message,) = (message for message in alone.sent if isinstance(message, Beams))
-        assert [beam.token_ids for beam in found[name]] == [beam.token_ids for beam in message.beams]
 
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -1,5 +1,7 @@
 """How likely a prompt is: as transformers says, however its chunks, its neighbours and the memory lie."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
+from vmmkv import MIB
+from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.engine.features import prompt_scores
 from vmmkv_server.protocol import Outputs, PromptLogprobs
 
@@ -162,3 +166,28 @@ def test_a_model_without_a_head_of_its_own_says_so(harness: MakeHarness, monkeyp
     one.ask("good", prompt_of(5), 4)
     one.run()
     assert "no head of its own" in one.failures()["bad"] and one.tokens("good") == one.expected(prompt_of(5), 4)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, device="cpu", kv_budget_bytes=64 * MIB) as one:
+        yield one
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_prompts_log_probabilities_come_with_its_completion(llm: LLM, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=3, n=2)
+    llm.generate("abcd" * 30, SamplingParams(temperature=0.0, max_tokens=8))
+    (completion,) = llm.generate("abcd" * 30, params)
+    ids, logprobs, tops = completion.prompt_token_ids, completion.prompt_logprobs, completion.prompt_top_logprobs
+    assert logprobs is not None and tops is not None and len(logprobs) == len(tops) == len(ids) == 120
+    assert logprobs[0] is None and tops[0] is None
+    for token, logprob, top in zip(ids[1:], logprobs[1:], tops[1:], strict=True):
+        assert logprob is not None and top is not None and len(top) == 3
+        assert list(top.values()) == sorted(top.values(), reverse=True) and logprob <= max(top.values())
+        assert top.get(token, logprob) == logprob
+    assert [len(output.token_ids) for output in completion.outputs] == [max_tokens] * 2
+    assert (completion.first_token_s is None) == (max_tokens == 0)
+    plain = llm.generate("abcd" * 30, SamplingParams(temperature=0.0, max_tokens=8))[0]
+    assert plain.prompt_logprobs is None and plain.prompt_top_logprobs is None
+    assert plain.outputs[0].token_ids[:max_tokens] == completion.outputs[0].token_ids

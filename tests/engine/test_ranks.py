@@ -232,7 +232,9 @@ def test_preempted_requests_have_the_tokens_of_one_rank(model_impl: str, tmp_pat
     assert found[0] == found[1]
 
 
-def test_prefixes_come_back_from_the_host_with_the_rows_of_all_ranks(tmp_path: Path, threads: Threads, patient: None) -> None:
+def test_prefixes_come_back_from_the_host_with_the_rows_of_all_ranks(
+    tmp_path: Path, threads: Threads, slow_prefill: None
+) -> None:
     path = saved(wide_rows(vocab_size=258, max_position_embeddings=1024), tmp_path)
     prompts = [[(seed + 7 * token) % 251 for token in range(400 + seed)] for seed in range(3)]
     with LLM(path, **OPTIONS) as one:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
-from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.prefix.radix_tree import num_common
 from vmmkv_server.engine import waiting
@@ -99,33 +98,6 @@ def test_no_preemption_while_sliding_windows_makes_room(harness: MakeHarness, sh
     assert running(one) == ["long", "pressing"]
     one.run()
     assert not one.failures() and one.engine._scheduler.num_preempted == 0
-
-
-def test_no_preemption_that_would_not_suffice(harness: MakeHarness) -> None:
-    one = harness(wide_rows(), slots=4)
-    one.ask("equal", prompt_of(20), 12)
-    one.ask("lesser", prompt_of(20, 1), 30, priority=1)
-    one.step(2)
-    one.ask("beams", prompt_of(20, 2), 4, beam_width=4)
-    one.step()
-    assert running(one) == ["equal", "lesser"], "with the slot of one of them there would still be too few"
-    one.run()
-    assert not one.failures()
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=4))
-
-
-@LOOKAHEADS
-def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness: MakeHarness, lookahead: int) -> None:
-    one = harness(wide_rows(), slots=4, share=True, lookahead=lookahead)
-    one.ask("beams", prompt_of(20, 2), 12, beam_width=4, priority=1)
-    one.step(6)
-    one.ask("pressing", prompt_of(20), 25)
-    one.step(2)
-    assert running(one) == ["pressing"]
-    one.run()
-    assert one.engine._scheduler.num_preempted == 1
-    assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 
 
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: MakeHarness) -> None:
@@ -260,7 +232,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("beyond the ids", {"prompt": [2**40]}, f"Invalid prompt: {2**40} {IDS}"),
     ("bias", {"logit_bias": {3: 1.0, VOCABULARY: 1.0}}, f"Invalid logit_bias: 199 {IDS}"),
     ("stop id", {"stop_token_ids": [VOCABULARY]}, f"Invalid stop_token_ids: 199 {IDS}"),
-    ("beams", {"beam_width": 5}, "A search of 5 beams needs as many slots, and this server has 4: lower beam_width to 4."),
     ("scores", {"prompt_logprobs": 5000}, "prompt_logprobs is 5000; 1024 is the most"),
     (
         "only ends", {"min_tokens": 2, "stop_token_ids": list(range(VOCABULARY))},
@@ -297,8 +268,7 @@ def test_a_request_that_never_fits_is_refused_while_others_run(harness: MakeHarn
     one.step()
     one.ask("prompt", prompt_of(5 * 64 + 1), 1)
     one.ask("answer", prompt_of(20), 5 * 64)
-    one.ask("beams", prompt_of(20), 90, beam_width=4)
-    refused = {"prompt", "answer", "beams"} if model is wide_rows else set() if share else {"prompt"}
+    refused = {"prompt", "answer"} if model is wide_rows else set() if share else {"prompt"}
     assert one.failures().keys() == refused, "a window of 30 rows and what is known of a prompt need a page or two"
     one.run()
     assert len(one.tokens("runs")) == 30 and "runs" not in one.failures()
@@ -307,25 +277,21 @@ def test_a_request_that_never_fits_is_refused_while_others_run(harness: MakeHarn
 def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness: MakeHarness) -> None:
     one = harness(wide_rows(), budget_pages=5)
     one.ask("prompt", prompt_of(400), 40)
-    one.ask("beams", prompt_of(64), 129, beam_width=3)
-    prompt, beams = one.failures()["prompt"], one.failures()["beams"]
+    prompt = one.failures()["prompt"]
     assert "a prompt of 400 tokens and 40 new ones take at least 13.7 MiB" in prompt  # 439 rows of 32 KiB
     assert "whole KV budget is 10.0 MiB, 320 tokens of one sequence: ask for fewer tokens, or raise the budget" in prompt
-    assert "129 new ones in each of 3 beams take at least 14.0 MiB" in beams and "fewer tokens or beams" in beams
     one.ask("fits", prompt_of(300), 20)
     one.pool.resize(7 * PAGE_BYTES)
     one.ask("fits since", prompt_of(400), 40)
     one.run()
-    assert one.failures().keys() == {"prompt", "beams"}
+    assert one.failures().keys() == {"prompt"}
 
 
 @LAYERS
-@pytest.mark.parametrize(("num_prompt", "num_new", "width"), [(320, 1, 0), (257, 64, 0), (64, 65, 4), (1, 128, 2)])
-def test_what_fits_to_the_last_row_is_not_refused(
-    harness: MakeHarness, model: Any, num_prompt: int, num_new: int, width: int
-) -> None:
+@pytest.mark.parametrize(("num_prompt", "num_new"), [(320, 1), (257, 64)])
+def test_what_fits_to_the_last_row_is_not_refused(harness: MakeHarness, model: Any, num_prompt: int, num_new: int) -> None:
     one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
-    one.said(prompt_of(num_prompt), num_new, beam_width=width)
+    one.said(prompt_of(num_prompt), num_new)
     assert not one.failures()
 
 

@@ -9,9 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model, wide_rows
-from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import asked_of
-from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
 from vmmkv.units import MIB
 from vmmkv_server import LLM, SamplingParams
@@ -56,20 +54,6 @@ def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -
     assert hits["adopt"] > 0
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_prompts_are_as_likely_as_transformers_says_beside_others(harness: Callable[..., Harness], ours: bool) -> None:
-    one = harness(device=DEVICE, ours=ours, capture=ours, share=True, step_tokens=200, max_tokens=4096)
-    prompts = {str(length): prompt_of(length, length) for length in (2, 63, 900)}
-    one.ask("plain", prompt_of(130), 40)
-    for rounds in range(2):  # the second time the prefix cache has the prompts
-        for name, prompt in prompts.items():
-            one.ask(f"{name} {rounds}", prompt, 4 * rounds, prompt_logprobs=3)
-        one.run()
-        for name, prompt in prompts.items():
-            assert_right(one, f"{name} {rounds}", prompt, 3, within=2e-3)
-    assert one.tokens("plain") == one.expected(prompt_of(130), 40)
-
-
 def test_no_end_comes_before_min_tokens(harness: Callable[..., Harness]) -> None:
     """Steps that withhold something, and then graphs again."""
     stops = list(range(0, VOCABULARY, 2))
@@ -83,17 +67,6 @@ def test_no_end_comes_before_min_tokens(harness: Callable[..., Harness]) -> None
         tokens = one.tokens(str(index))
         assert 10 * (1 + index) <= len(tokens) < 60 and not set(stops) & set(tokens)
     assert one.tokens("plain") == one.expected(prompt_of(20), 60)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_beams_are_those_of_transformers(harness: Callable[..., Harness], share: bool) -> None:
-    one = harness(model_of(), device=DEVICE, share=share, step_tokens=4096)
-    prompt = prompt_of(2040)
-    one.ask("beams", prompt, 20, beam_width=4)
-    one.ask("beside", prompt[:700], 20)
-    one.run()
-    check(answer(one, "beams"), by_transformers(one, prompt, width=4, max_new_tokens=20))
-    assert one.tokens("beside") == one.expected(prompt[:700], 20)
 
 
 def test_llama_8b_attention_shapes(harness: Callable[..., Harness]) -> None:

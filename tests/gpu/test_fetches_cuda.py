@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import Harness, patient, prompt_of, wide_rows
+from tests.engine.conftest import Harness, prompt_of, slow_prefill, wide_rows
 from tests.gpu.test_decode_steps_cuda import DEVICE
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.tiers import Tier
 from vmmkv_server.engine.features.fetches import Fetches
 
-__all__ = ["patient"]
+__all__ = ["slow_prefill"]
 
 PROMPTS = {str(seed): prompt_of(500 + 40 * seed, seed) for seed in range(6)}
 """Of 7 to 10 full pages: two of them, and a request that runs beside them, fill the device."""
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("slow_prefill")
 @pytest.mark.parametrize("kind", ["host", "disk", "both"])
 def test_tokens_are_those_of_transformers_while_a_request_decodes_beside_loads(kind: str, tmp_path: Path) -> None:
     tiers: list[Tier] = [] if kind == "disk" else [HostTier(128 * MIB)]

@@ -1,4 +1,4 @@
-"""Quantised rows served on a GPU: what holds of exact ones, by graphs, by prefix groups and by transformers' own code."""
+"""Quantised rows served on a GPU: what holds of exact ones, by graphs and by transformers' own code."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,22 +28,8 @@ def test_graphs_change_no_bit(harness: Callable[..., Harness]) -> None:
     steps.test_graphs_change_no_bit(harness, torch.bfloat16)
 
 
-def test_shared_prefixes_as_one_problem_give_the_same_tokens(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps.test_shared_prefixes_as_one_problem_give_the_same_tokens(harness, monkeypatch)
-
-
-def test_the_same_batches_give_the_same_bits(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
-    steps.test_the_same_batches_give_the_same_bits(harness, monkeypatch)
-
-
 def test_attached_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -> None:
     engine.test_shared_prefixes_give_the_same_tokens(harness)
-
-
-def test_beams_are_those_of_transformers(harness: Callable[..., Harness]) -> None:
-    engine.test_beams_are_those_of_transformers(harness, share=True)
 
 
 def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harness]) -> None:

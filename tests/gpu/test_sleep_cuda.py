@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, patient, prompt_of, wide_rows
+from tests.engine.conftest import Harness, prompt_of, slow_prefill, wide_rows
 from tests.gpu.test_decode_steps_cuda import DEVICE
 from tests.server.fake_engine import READY
 from vmmkv import MIB, PAGE_BYTES, HostTier
@@ -12,12 +12,12 @@ from vmmkv_server.engine.kv_backend import SlotBackend
 from vmmkv_server.engine.loading import Loaded
 from vmmkv_server.protocol import Sleep, WakeUp
 
-__all__ = ["patient"]
+__all__ = ["slow_prefill"]
 
 PROMPTS = [prompt_of(500 + 40 * seed, seed) for seed in range(6)]
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("slow_prefill")
 @pytest.mark.parametrize("has_tier", [False, True])
 def test_the_memory_of_a_sleeper_is_the_devices_and_its_captured_steps_stay_right(has_tier: bool) -> None:
     tiers = [HostTier(256 * MIB)] * has_tier

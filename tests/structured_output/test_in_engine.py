@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.suites.serve.schemas import SCHEMAS
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.support import eventually
-from tests.server.tiny import token_ids
+from tests.server.tiny import byte_tokenizer, token_ids
 from tests.structured_output.grammars import (
     BIAS,
     SIZE,
@@ -33,6 +33,8 @@ from tests.structured_output.grammars import (
     text,
     vocabulary,
 )
+from vmmkv import MIB
+from vmmkv_server import LLM
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.features import grammars
 from vmmkv_server.engine.features.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, Following, Grammars
@@ -581,3 +583,14 @@ def test_no_answer_begins_while_too_many_calls_are_abandoned(
     assert num_abandoned == MAX_ABANDONED
     reasons = list(one.failures().values())
     assert len(reasons) == 12 and sum("try again later" in reason for reason in reasons) == 12 - MAX_ABANDONED
+
+
+def test_an_answer_of_an_llm_follows_its_grammar(tmp_path: Path) -> None:
+    tiny_model(vocab_size=SIZE, eos_token_id=SIZE - 1).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    asked: list[dict[str, Any]] = [{"regex": "[0-9]{3}"}, {"choice": ["left", "right"]}, {"json": {"type": "boolean"}}]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=each) for each in asked]
+    with LLM(tmp_path, device="cpu", kv_budget_bytes=64 * MIB) as one:
+        texts = [each.outputs[0].text for each in one.generate(["abc"] * 3, params)]
+    for found, pattern in zip(texts, ("[0-9]{3}", "left|right", "true|false"), strict=True):
+        assert re.fullmatch(pattern, found)

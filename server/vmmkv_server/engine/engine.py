@@ -70,7 +70,14 @@ _POLL_US: Final = 200.0
 _FEATURES_NAP_S: Final = 0.0005
 """While nothing else is to be done, for the threads of features: to read a grammar takes some ten milliseconds."""
 
-FEATURES: Final[tuple[type[Feature], ...]] = (PromptScores, Beams, Grammars, Fetches, Compaction, PrefixGroups)
+FEATURES: Final[tuple[type[Feature], ...]] = (
+    PromptScores,
+    Beams,
+    Grammars,
+    Fetches,
+    Compaction,
+    PrefixGroups,
+)
 """The features of an engine, in the order in which they are asked and told."""
 
 

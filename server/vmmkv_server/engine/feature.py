@@ -165,6 +165,9 @@ class Feature:
     def close(self) -> None:
         """The engine ends. Idempotent."""
 
+    def check(self) -> None:
+        """Recount its tables, as tests do between steps. Raises: AssertionError."""
+
     def statistics(self) -> Mapping[str, Any]:
         """Fields of the next `Snapshot`."""
         return {}

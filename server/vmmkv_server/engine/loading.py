@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
 from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError
 from vmmkv.holder import check_there
+from vmmkv.prefix import PrefixListener
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
 from vmmkv_server.config import EngineConfig
@@ -57,12 +58,9 @@ from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.models import UnsupportedModel
-from vmmkv_server.protocol import FromEngine, Generate, Loading, Ready
+from vmmkv_server.protocol import FromEngine, Generate, KVEventSource, Loading, Ready
 from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.structured_output.matcher import Vocabulary
-
-if TYPE_CHECKING:
-    from vmmkv_server.engine.features.kv_events import KVEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +80,17 @@ LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
 """Steps in flight while the next is scheduled. On a CPU a step is over when it is launched."""
 
 
+class EventPublisher(PrefixListener, Protocol):
+    """Publisher of what a prefix cache gains and loses."""
+
+    @property
+    def source(self) -> KVEventSource:
+        """Addresses at which it publishes."""
+
+    def close(self) -> None:
+        """End the publishing. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """An engine that is ready to work, its memory, and its limits."""
@@ -89,7 +98,7 @@ class Loaded:
     engine: Engine
     ready: Ready
     memory: KVBackend
-    events: "KVEventPublisher | None" = None
+    events: EventPublisher | None = None
     ranks: Ranks | None = None
 
     def close(self) -> None:
@@ -144,7 +153,7 @@ def assemble(
     *,
     open_memory: OpenBackend = SlotBackend.open,
     tiers: Sequence[Tier] = (),
-    events: "KVEventPublisher | None" = None,
+    events: EventPublisher | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
     """An engine from a model that is loaded, over memory of its own, which closes the tiers too. Sends Loading messages.
@@ -228,7 +237,7 @@ def _ready(
     config: EngineConfig,
     source: "ModelSource",
     engine: Engine,
-    events: "KVEventPublisher | None",
+    events: EventPublisher | None,
     *,
     max_tokens: int,
     implementation: str,
@@ -401,7 +410,7 @@ def open_ranks(config: EngineConfig, device: torch.device, undo: contextlib.Exit
     return ranks
 
 
-def open_events(config: EngineConfig, undo: contextlib.ExitStack) -> "KVEventPublisher | None":
+def open_events(config: EngineConfig, undo: contextlib.ExitStack) -> EventPublisher | None:
     """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
     if config.kv_events is None:
         return None

@@ -195,6 +195,11 @@ class Fetches(Feature):
         """Counts of how fetches have ended, and the time that requests have waited for them in microseconds."""
         return {"fetches": dict(self.counts), "fetch_wait_us": self.waited_s * 1e6}
 
+    def check(self) -> None:
+        """Exactly the requests that are held wait for a fetch, and each fetch under way is waited for."""
+        assert self.waiting.keys() == self._scheduler.held.keys()
+        assert set(self._began_s) <= {wait.fetch for wait in self.waiting.values()}
+
     def is_full(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
 

@@ -1,0 +1,357 @@
+"""Rooms that can be deleted: each, taken out of a copy of the tree, leaves one that imports, passes tests and serves.
+
+    python tests/deletable.py [ROOM ...]    all rooms, or these
+    python tests/deletable.py --list        the rooms, and what is deleted and run for each
+
+A room is deleted with its folder or module, its lines of registration and its tests. What is left is proven to work:
+
+1. no import names a module that has gone, in functions and for types too, and every module of the packages is imported;
+2. the default tests of its neighbours pass: of the rooms that meet it;
+3. `vmmkv serve` starts with a small model, and completes a prompt.
+
+Documents, benchmarks' rows and the list of faults in tests/mutants.py may still name the room; nothing that runs does.
+
+Exit status 1 if a room cannot be deleted, or if a line of registration is not there once: then the table here is to be mended.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE_ROOTS = (".", "kernels", "server")
+TIMEOUT_S = 1200
+
+
+class Line(NamedTuple):
+    """Text of a file that registers a room, there once: its whole lines are deleted, or it alone is replaced by `new`."""
+
+    file: str
+    old: str
+    new: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A part of the tree that can be deleted."""
+
+    name: str
+    paths: tuple[str, ...]
+    """Its files and folders."""
+    lines: tuple[Line, ...]
+    """Its registration, in files that stay."""
+    tests: tuple[str, ...]
+    """Tests of it, or of it with others: files, folders, or `file::function` in a file that stays."""
+    neighbours: tuple[str, ...]
+    """Tests of the rooms that meet it, as pytest names them; they pass without it."""
+
+
+class Outcome(NamedTuple):
+    """A room's row of the table."""
+
+    room: str
+    lines: int
+    """Lines of its code, tests not counted."""
+    deleted: int
+    """Files deleted."""
+    touched: int
+    """Other files that change."""
+    passed: int
+    """Tests of neighbours that passed."""
+    seconds: float
+    failure: str
+    """What did not work; empty if all did."""
+
+
+# ---------------------------------------------------------------------- the rooms
+
+ENGINE = "server/vmmkv_server/engine"
+LOOP = f"{ENGINE}/engine.py"
+CORE = tuple(f"tests/engine/test_{name}.py" for name in ("features", "engine", "scheduler", "lookahead"))
+"""Tests of the engine's loop."""
+SOAK = "tests/engine/test_soak.py"
+"""Requests of all kinds at once, by several features."""
+
+
+def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
+    """A feature of the engine, in `FEATURES` of its loop, with more `lines` elsewhere."""
+    return Room(
+        name=name,
+        paths=(f"{ENGINE}/features/{name}.py",),
+        lines=(Line(LOOP, f"features.{name} import {kind}\n"), Line(LOOP, f"    {kind},\n"), *lines),
+        tests=tests,
+        neighbours=(*CORE, SOAK, *neighbours),
+    )
+
+
+ROOMS: tuple[Room, ...] = (
+    feature(
+        "prompt_scores",
+        "PromptScores",
+        Line(SOAK, 'options["prompt_logprobs"] ='),
+        Line(SOAK, "assert num_scored(one, answered)"),
+        tests=(
+            "tests/engine/test_prompt_logprobs.py",
+            "tests/gpu/test_prompt_logprobs_cuda.py",
+            "tests/engine/test_ranks.py::test_quantised_rows_have_the_scores_of_one_rank",
+        ),
+        neighbours=("tests/engine/test_beams.py",),
+    ),
+    feature(
+        "beams",
+        "Beams",
+        Line(SOAK, 'elif kind < 0.09:\n            options |= {"beam_width"'),
+        Line(SOAK, '"length", "beams", "failed"', '"length", "failed"'),
+        Line("tests/engine/test_ranks.py", "beam_width=3, max_tokens=5"),
+        Line("tests/engine/test_ranks.py", "beam_width=3, max_tokens=8"),
+        tests=("tests/engine/test_beams.py", "tests/gpu/test_beams_cuda.py"),
+        neighbours=("tests/engine/test_prompt_logprobs.py",),
+    ),
+    feature(
+        "grammars",
+        "Grammars",
+        tests=(
+            "tests/structured_output/test_in_engine.py",
+            "tests/structured_output/test_over_http.py",
+            "tests/gpu/test_grammar_cuda.py",
+            "tests/engine/test_ranks.py::test_an_answer_by_a_grammar_has_the_tokens_of_one_rank",
+        ),
+        neighbours=("tests/structured_output/test_matcher.py", "tests/engine/test_min_tokens.py"),
+    ),
+    feature(
+        "fetches",
+        "Fetches",
+        tests=("tests/engine/test_fetches.py", "tests/engine/test_soak_tiers.py", "tests/gpu/test_fetches_cuda.py"),
+        neighbours=("tests/unit/test_tiers.py", "tests/unit/test_store.py"),
+    ),
+    feature(
+        "compaction",
+        "Compaction",
+        Line(SOAK, 'options["kv_policy"] = own.choice(policies)', "pass"),
+        Line(SOAK, "assert sum(isinstance(message, Compacted)"),
+        tests=("tests/engine/test_kv_policy.py", "tests/gpu/test_kv_policy_cuda.py"),
+        neighbours=("tests/unit/test_kv_policy.py", "tests/unit/test_eviction.py"),
+    ),
+    feature(
+        "prefix_groups",
+        "PrefixGroups",
+        tests=("tests/engine/test_prefix_groups.py", "tests/gpu/test_prefix_groups_cuda.py"),
+        neighbours=("tests/kernels/test_cascade.py",),
+    ),
+    Room(
+        name="kv_events",
+        paths=(f"{ENGINE}/features/kv_events.py",),
+        lines=(
+            Line(f"{ENGINE}/loading.py", "features.kv_events import KVEventPublisher\n"),
+            Line(f"{ENGINE}/loading.py", "publisher = KVEventPublisher(", "raise NotImplementedError("),
+        ),
+        tests=("tests/engine/test_kv_events.py",),
+        neighbours=("tests/unit/test_radix_tree.py", "tests/unit/test_tiers.py", "tests/engine/test_llm.py"),
+    ),
+)
+
+# ---------------------------------------------------------------------- deleting
+
+
+def main(arguments: list[str]) -> int:
+    """Delete the rooms, one after the other; the exit status."""
+    names = [each for each in arguments if each != "--list"]
+    if unknown := set(names) - {room.name for room in ROOMS}:
+        print(f"no room is named {', '.join(sorted(unknown))}; there are {', '.join(room.name for room in ROOMS)}")
+        return 1
+    chosen = [room for room in ROOMS if not names or room.name in names]
+    if "--list" in arguments:
+        for room in chosen:
+            print(described(room))
+        return 0
+    outcomes = []
+    for room in chosen:
+        outcomes.append(attempt(room))
+        print(f"{room.name}: {outcomes[-1].failure or 'deleted'} ({outcomes[-1].seconds:.0f} s)", flush=True)
+    print(table(outcomes))
+    return int(any(outcome.failure for outcome in outcomes))
+
+
+def described(room: Room) -> str:
+    """The declaration of a room, for people."""
+    registered = [f"{line.file}: {line.old.strip()}" for line in room.lines]
+    parts = {"deleted": room.paths, "registered": registered, "tests": room.tests, "neighbours": room.neighbours}
+    return "\n".join([room.name, *(f"  {part:10}  {each}" for part, every in parts.items() for each in every)])
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The outcomes as a table."""
+    rows = [("room", "lines", "files deleted", "other files touched", "tests passed", "seconds", "")]
+    for each in outcomes:
+        numbers = (each.lines, each.deleted, each.touched, each.passed, round(each.seconds))
+        rows.append((each.room, *map(str, numbers), "FAILED" if each.failure else ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def attempt(room: Room) -> Outcome:
+    """Delete one room from a copy of the tree, and try what is left."""
+    began_s = time.monotonic()
+    files = tracked()
+    gone = {file for file in files for path in (*room.paths, *room.tests) if is_within(file, path)}
+    code = {file for file in gone if any(is_within(file, path) for path in room.paths)}
+    num_lines = sum((ROOT / file).read_text(encoding="utf-8").count("\n") for file in code)
+    touched = {line.file for line in room.lines} | {test.partition("::")[0] for test in room.tests if "::" in test}
+    num_passed, failure = 0, ""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        try:
+            copy(files - gone, tree)
+            change(room, tree)
+            dangling(tree, gone)
+            run(tree, "-c", IMPORTS, *sorted(modules(tree)))
+            num_passed = passed(run(tree, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *room.neighbours))
+            run(tree, "-c", SERVES, str(Path(folder) / "model"))
+        except Broken as error:
+            failure = str(error)
+    return Outcome(room.name, num_lines, len(gone), len(touched), num_passed, time.monotonic() - began_s, failure)
+
+
+class Broken(Exception):
+    """A tree that does not work without a room, or a table that does not say how it is deleted."""
+
+
+def tracked() -> set[str]:
+    """Files of the tree, and new ones that git would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {file for file in listed.split("\0") if (ROOT / file).is_file()}
+
+
+def is_within(file: str, path: str) -> bool:
+    """Is a file this one, or in this folder?"""
+    return file == path or file.startswith(f"{path}/")
+
+
+def copy(files: set[str], tree: Path) -> None:
+    """Copy these files of the tree."""
+    for file in files:
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, tree / file, follow_symlinks=False)
+
+
+def change(room: Room, tree: Path) -> None:
+    """Take a room's lines of registration and its tests out of files that stay. Raises: Broken."""
+    for line in room.lines:
+        path = tree / line.file
+        path.write_text(without(line, path.read_text(encoding="utf-8")), encoding="utf-8")
+    for test in (each for each in room.tests if "::" in each):
+        file, _, name = test.partition("::")
+        path = tree / file
+        path.write_text(without_function(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
+
+
+def without(line: Line, text: str) -> str:
+    """A file's text without a line of registration. Raises: Broken."""
+    if (count := text.count(line.old)) != 1:
+        raise Broken(f"{line.file} has {line.old!r} {count} times; wanted once")
+    if line.new is not None:
+        return text.replace(line.old, line.new)
+    place = text.index(line.old)
+    start, end = text.rfind("\n", 0, place) + 1, text.index("\n", place + len(line.old.rstrip("\n")))
+    return text[:start] + text[end + 1 :]
+
+
+def without_function(name: str, text: str, file: str) -> str:
+    """A file's text without a function at its top level, and its decorators. Raises: Broken."""
+    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name == name]
+    if len(found) != 1:
+        raise Broken(f"{file} has {len(found)} functions {name}; wanted one")
+    start = min(node.lineno for node in (found[0], *found[0].decorator_list)) - 1
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[:start] + lines[found[0].end_lineno :])
+
+
+def modules(tree: Path) -> dict[str, Path]:
+    """Every module of the packages by name."""
+    found = {}
+    for root, package in zip(SOURCE_ROOTS, ("vmmkv", "vmmkv_kernels", "vmmkv_server"), strict=True):
+        for path in (tree / root / package).rglob("*.py"):
+            parts = path.relative_to(tree / root).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return {name: path for name, path in found.items() if not name.endswith("__main__")}
+
+
+def dangling(tree: Path, gone: set[str]) -> None:
+    """Look for imports of modules that have gone. Raises: Broken."""
+    roots = "|".join(f"{root}/" for root in SOURCE_ROOTS)
+    names = {re.sub(rf"^({roots})", "", file).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in gone}
+    left = [f"{path.relative_to(tree)} imports {name}" for path in sources(tree) for name in imported(path) if name in names]
+    if left:
+        raise Broken("what has gone is imported: " + ", ".join(sorted(set(left))))
+
+
+def sources(tree: Path) -> list[Path]:
+    """Python files of the packages and of the tests."""
+    return [path for folder in ("vmmkv", "kernels", "server", "tests") for path in (tree / folder).rglob("*.py")]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names that a file imports, each of which may be a module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+IMPORTS = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+
+SERVES = """
+import sys
+from pathlib import Path
+from tests.end_to_end.small import small_server
+
+directory = Path(sys.argv[1])
+directory.mkdir()
+with small_server(directory) as server:
+    model = server.openai().models.list().data[0].id
+    answer = server.openai().completions.create(model=model, prompt="Once upon a time", max_tokens=5)
+assert answer.usage.completion_tokens > 0, answer
+"""
+
+
+def run(tree: Path, *arguments: str) -> str:
+    """Run Python in a copy of the tree; what it prints. Raises: Broken."""
+    roots = os.pathsep.join(str(tree / root) for root in SOURCE_ROOTS)
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tree,
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": roots},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Broken(f"no end after {TIMEOUT_S} s: {error.cmd}") from error
+    if done.returncode != 0:
+        raise Broken(f"{' '.join(arguments[:3])[:80]} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def passed(output: str) -> int:
+    """The number of tests that passed, by pytest's last line."""
+    found = re.search(r"(\d+) passed", output)
+    return int(found[1]) if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

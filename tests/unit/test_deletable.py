@@ -1,0 +1,65 @@
+"""The table of tests/deletable.py is true of this tree, so that a rename is found here and not in a nightly run."""
+
+import pytest
+
+from tests import deletable
+from tests.deletable import ROOMS, ROOT, Line, Room
+from vmmkv_server.engine.engine import FEATURES
+
+rooms = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@rooms
+def test_what_is_deleted_is_there(room: Room) -> None:
+    every = [*room.paths, *(test for test in room.tests if "::" not in test)]
+    assert [path for path in every if not (ROOT / path).exists()] == []
+    for test in (test for test in room.tests if "::" in test):
+        file, _, name = test.partition("::")
+        assert name not in deletable.without_function(name, text_of(file), file)
+
+
+@rooms
+def test_each_line_of_registration_is_there_once(room: Room) -> None:
+    texts = {line.file: text_of(line.file) for line in room.lines}
+    for line in room.lines:
+        texts[line.file] = deletable.without(line, texts[line.file])
+
+
+@rooms
+def test_its_neighbours_tests_are_there_and_are_not_its_own(room: Room) -> None:
+    assert room.neighbours
+    files = {test.partition("::")[0] for test in room.neighbours}
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    gone = [path for path in (*room.paths, *room.tests) if "::" not in path]
+    assert [file for file in files if any(deletable.is_within(file, path) for path in gone)] == []
+
+
+def test_every_feature_of_the_engine_is_a_room() -> None:
+    modules = {path.stem for path in (ROOT / deletable.ENGINE / "features").glob("*.py")} - {"__init__"}
+    assert modules <= {room.name for room in ROOMS}
+    assert {kind.__module__.rpartition(".")[2] for kind in FEATURES} <= modules
+
+
+def test_a_line_that_is_not_there_once_is_said() -> None:
+    for text, count in (("", 0), ("one\none\n", 2)):
+        with pytest.raises(deletable.Broken, match=f"has 'one' {count} times"):
+            deletable.without(Line("file", "one"), text)
+
+
+def test_whole_lines_go_unless_they_are_replaced() -> None:
+    text = "first\n  second, third\nlast\n"
+    assert deletable.without(Line("file", "second"), text) == "first\nlast\n"
+    assert deletable.without(Line("file", "  second, third\n"), text) == "first\nlast\n"
+    assert deletable.without(Line("file", "first\n  sec"), text) == "last\n"
+    assert deletable.without(Line("file", "second, ", ""), text) == "first\n  third\nlast\n"
+
+
+def test_a_function_goes_with_its_decorators() -> None:
+    text = "import this\n\n@wraps\n@other(\n    1\n)\ndef gone() -> None:\n    pass\n\ndef stays() -> None:\n    pass\n"
+    assert deletable.without_function("gone", text, "file") == "import this\n\n\ndef stays() -> None:\n    pass\n"
+    with pytest.raises(deletable.Broken, match="file has 0 functions missing"):
+        deletable.without_function("missing", text, "file")
