@@ -285,6 +285,41 @@ def test_without_transformers_files_that_say_all_are_read_and_others_refused(mon
             read(PUBLISHED[name])
 
 
+LEFT_OUT = [
+    ("google/gemma-3-27b-it", "num_key_value_heads"),
+    ("ibm-granite/granite-4.0-h-small", "num_key_value_heads"),
+    ("XiaomiMiMo/MiMo-V2-Flash", "hybrid_layer_pattern"),
+    ("deepseek-ai/DeepSeek-V4-Flash", "compress_ratios"),
+    ("meta-llama/Llama-3.2-11B-Vision", "cross_attention_layers"),
+]
+"""Fields that decide what layers keep, and for which the class of the type has a default."""
+
+
+def assert_read_as_loaded(config: dict[str, Any], directory: Path) -> None:
+    """A file is refused, or it is read as the configuration that transformers loads from it."""
+    hf = pytest.importorskip("transformers")
+    try:
+        layers = read(config).layers
+    except LayoutError:
+        return
+    (directory / "config.json").write_text(json.dumps(config))
+    assert layers == read(hf.AutoConfig.from_pretrained(directory, local_files_only=True)).layers
+
+
+@pytest.mark.parametrize(("name", "field"), LEFT_OUT)
+def test_a_field_that_is_left_out_is_that_of_the_loaded_configuration(name: str, field: str, tmp_path: Path) -> None:
+    config = PUBLISHED[name]
+    inner = {key: value for key, value in config.get("text_config", config).items() if key != field}
+    assert_read_as_loaded({**config, "text_config": inner} if "text_config" in config else inner, tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_file_of_a_type_alone_is_read_as_the_configuration_that_it_loads(tmp_path: Path) -> None:
+    """Every type of transformers, with the defaults of its class in place of all fields."""
+    for family in pytest.importorskip("transformers").CONFIG_MAPPING:
+        assert_read_as_loaded({"model_type": family}, tmp_path)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_field_of_any_other_value_is_read_or_refused(name: str) -> None:
