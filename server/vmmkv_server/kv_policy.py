@@ -17,12 +17,12 @@ KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 """A policy as an object, as its JSON, or in short."""
 
 _TYPES: Final = {
-    "streaming_llm": (StreamingLLM, "sinks=4,window=2048"),
-    "h2o": (H2O, "budget=256,recent=128"),
-    "snapkv": (SnapKV, "budget=256"),
-    "tova": (TOVA, "budget=256"),
+    "streaming_llm": (StreamingLLM, "sinks=4,window=2048", True),
+    "h2o": (H2O, "budget=256,recent=128", True),
+    "snapkv": (SnapKV, "budget=256", False),
+    "tova": (TOVA, "budget=256", True),
 }
-"""The policies by name, each with an example of its options."""
+"""The policies by name, each with an example of its options, and whether a request is compacted as it generates."""
 _NONE: Final = "none"
 _POSITIONS: Final = ("rerotated", "original")
 _MAX_ROWS: Final = 2**31
@@ -50,7 +50,7 @@ class Eviction:
             return None
         if not isinstance(name, str) or name not in _TYPES:
             raise ValueError(f"is of type {name!r}; the types are {', '.join((*_TYPES, _NONE))}")
-        policy_type, example = _TYPES[name]
+        policy_type, example, has_every = _TYPES[name]
         share_prompt = options.pop("share_prompt", True)
         if not isinstance(share_prompt, bool):
             raise ValueError(f"has share_prompt={share_prompt!r}; wanted true or false")
@@ -58,7 +58,7 @@ class Eviction:
         if positions not in _POSITIONS:
             raise ValueError(f"has positions={positions!r}; wanted {' or '.join(_POSITIONS)}")
         own = {field.name: field for field in fields(policy_type)}
-        names = [*own, *([] if policy_type is SnapKV else ["every"]), "positions", "share_prompt"]
+        names = [*own, *(["every"] if has_every else []), "positions", "share_prompt"]
         for option in options:
             if option not in names:
                 remedy = did_you_mean(str(option), names) or f"it has {', '.join(names)}"
@@ -75,14 +75,14 @@ class Eviction:
             policy = policy_type(**options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"is of type {name}: {error}") from error
-        if every is None and policy_type is not SnapKV:
+        if every is None and has_every:
             every = max(_LEAST_EVERY, policy.budget // MARGIN)
         return cls(policy=policy, every=every, share_prompt=share_prompt, keeps_positions=positions != _POSITIONS[0])
 
     @property
     def name(self) -> str:
         """The `type` that it was given by."""
-        return next(name for name, (policy_type, _) in _TYPES.items() if isinstance(self.policy, policy_type))
+        return next(name for name, (policy_type, *_) in _TYPES.items() if isinstance(self.policy, policy_type))
 
     @property
     def budget(self) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.support import LAYOUT
 from vmmkv import KVCache, Pool
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, scores_all, turn
 from vmmkv.units import PAGE_BYTES
 from vmmkv_kernels import reference
 
@@ -46,6 +46,12 @@ def test_a_budget_is_kept_whatever_the_length(policy: KVPolicy) -> None:
         rows = policy.keep(num_rows, torch.rand(num_rows))
         assert len(rows) == min(policy.budget, num_rows) == min(7, num_rows)
         assert rows.tolist() == sorted(set(rows.tolist()))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 32, 33])
+def test_h2o_alone_scores_all_queries(budget: int) -> None:
+    others = TOVA(budget=budget), SnapKV(budget=budget, window=budget), StreamingLLM(sinks=0, window=budget)
+    assert scores_all(H2O(budget=budget, recent=0)) and not any(map(scores_all, others))
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -16,6 +16,6 @@ torch. Any class with the members of `KVPolicy` is a policy.
 | `TOVA` | the rows that the last query attends to most (Oren et al., 2024) | the last one |
 """
 
-from vmmkv.eviction.policies import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
+from vmmkv.eviction.policies import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM, scores_all, turn
 
-__all__ = ["H2O", "MARGIN", "TOVA", "KVPolicy", "SnapKV", "StreamingLLM", "turn"]
+__all__ = ["H2O", "MARGIN", "TOVA", "KVPolicy", "SnapKV", "StreamingLLM", "scores_all", "turn"]

@@ -40,6 +40,11 @@ class KVPolicy(Protocol):
         """
 
 
+def scores_all(policy: KVPolicy) -> bool:
+    """Does a policy score all queries there have been, not the last ones alone? Scores are kept beyond a compaction then."""
+    return policy.num_queries(policy.budget + 1) > policy.budget
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingLLM:
     """The first `sinks` rows and the last `window`: what a model needs to go on for ever.

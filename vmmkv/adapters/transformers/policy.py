@@ -23,7 +23,7 @@ from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.attention import Scoring
 from vmmkv.adapters.transformers.cache import VmmCache
 from vmmkv.errors import LayoutError
-from vmmkv.eviction import MARGIN, KVPolicy, turn
+from vmmkv.eviction import MARGIN, KVPolicy, scores_all, turn
 from vmmkv.memory.pool import Pool
 
 _WAITING_QUERIES: Final = 64
@@ -187,8 +187,7 @@ class Eviction:
 
     def __init__(self, policy: KVPolicy) -> None:
         self.policy: Final = policy
-        self._counts_all = policy.num_queries(policy.budget + 1) > policy.budget
-        """Does the policy score all queries there have been, and not the last ones alone?"""
+        self._scores_all = scores_all(policy)
         self.clear()
 
     def clear(self) -> None:
@@ -218,7 +217,7 @@ class Eviction:
         if layer in self._waiting:
             q_BHND = torch.cat([self._waiting[layer][0], q_BHND], dim=2)
         self._waiting[layer] = q_BHND[:, :, -num_queries:].clone(), scoring
-        if self._counts_all and q_BHND.shape[2] >= _WAITING_QUERIES:
+        if self._scores_all and q_BHND.shape[2] >= _WAITING_QUERIES:
             self._add(layer, k_BKTD)
             del self._waiting[layer]
 
@@ -250,8 +249,8 @@ class Eviction:
             if len({len(rows_T) for rows_T in chosen_S}) > 1:
                 raise ValueError(f"{self.policy} keeps more rows of one sequence than of another: in a batch all have as many")
             chosen = torch.stack(chosen_S)
-            self._sums_BT = self._sums_BT.gather(1, chosen[list(parents)]) if self._counts_all else None
-            if self._counts_all:
+            self._sums_BT = self._sums_BT.gather(1, chosen[list(parents)]) if self._scores_all else None
+            if self._scores_all:
                 self._waiting.clear()
         else:
             chosen = self.policy.keep(num_rows).expand(num_sequences, -1)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vmmkv.eviction import H2O, SnapKV
+from vmmkv.eviction import SnapKV, scores_all
 from vmmkv.memory.sharing import num_unmoved
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
@@ -244,7 +244,7 @@ class KeptRows:
             return 0
         if end + self.num_dropped > self.num_prompt:
             return int(end == self.end)
-        is_wanted = self.end == self.num_prompt or isinstance(policy, H2O)
+        is_wanted = self.end == self.num_prompt or scores_all(policy)
         return max(0, end - max(start, self.num_prompt - policy.num_queries(self.num_prompt))) if is_wanted else 0
 
     def ranked(self, slot: int, start: int, end: int) -> Ranked | None:
@@ -263,4 +263,4 @@ class KeptRows:
         if len(sums_T) == self.end:
             rows = self.eviction.policy.keep(self.end, sums_T)
             self.chosen = to_host(rows)
-            self.scores_T = sums_T[rows] if isinstance(self.eviction.policy, H2O) else None
+            self.scores_T = sums_T[rows] if scores_all(self.eviction.policy) else None
