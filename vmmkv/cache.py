@@ -206,7 +206,7 @@ class KVCache(Planes, Closing, Unique):
             if num_tokens:
                 self.slots.check_windows(parked.slot, num_tokens)
             self.slots.check_capture()
-            begun.append(self.slots.take_over(parked, num_tokens, end))
+            begun.append(self.slots.adopt(parked, num_tokens, end))
             return Sequence(begun[0])
 
     def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:

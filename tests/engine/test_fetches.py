@@ -619,11 +619,12 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
     """Requests that wait for these, of which each could be computed in 0.5 s, and the time, which is 0 s."""
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    one = Fetches(MagicMock(**{"memory.prefixes": FakePrefix(*fetches)}))
+    memory = {"memory.prefixes": FakePrefix(*fetches), "memory.layout.row_bytes": 1}
+    one = Fetches(MagicMock(**memory, **{"scheduler.running": {}}))
     one._prefill.add(100, 0.0, 1.0)
     params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
     requests = [Request(each, frozenset()) for each in params]
-    assert all(one.start(request, room_pages=0) for request in requests)
+    assert all(one.hold(request) for request in requests)
     return one, requests, now_s
 
 
@@ -632,9 +633,10 @@ def test_a_request_waits_for_room_to_borrow_what_takes_a_while_to_compute(
     num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _, _ = started(monkeypatch)
-    request = Request(Generate(request_id="lent", prompt=PROMPT, params=GREEDY), frozenset())
+    runs, request = (Request(Generate(request_id=each, prompt=PROMPT, params=GREEDY), frozenset()) for each in ("runs", "lent"))
+    one._scheduler.running[runs] = None
     one._prefix = cast(Any, FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter())))
-    assert one.start(request, room_pages=8) is (None if waits else True)
+    assert one.hold(request) is (None if waits else True)
     assert not one._asked[request].fetched and (request in one.waiting) != waits
 
 
@@ -643,7 +645,7 @@ def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch:
     one, requests, now_s = started(monkeypatch, fetch)
     fetch.end(0.1)
     now_s[0] = 3.0
-    assert one.ended(may_wait=False) == requests and one.counts == {"done": 1}
+    assert one.released() == requests and one.counts == {"done": 1}
     assert one._loads["host"].per_s == pytest.approx(10_000)
 
 
@@ -652,15 +654,15 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     one, requests, now_s = started(monkeypatch, *fetches)
     now_s[0] = 0.4
     fetches[0].end(0.4)
-    assert one.ended(may_wait=False) == requests[:1]
+    assert one.released() == requests[:1]
     now_s[0] = 0.8
-    assert not one.ended(may_wait=False), "the second one is the oldest since 0.4 s"
+    assert not one.released(), "the second one is the oldest since 0.4 s"
     now_s[0] = 1.0
-    assert one.ended(may_wait=False) == requests[1:2] and one.counts == {"done": 1, "late": 1}
+    assert one.released() == requests[1:2] and one.counts == {"done": 1, "late": 1}
     now_s[0] = 1.4
-    assert not one.ended(may_wait=False)
+    assert not one.released()
     fetches[2].end(1.45)
-    assert one.ended(may_wait=False) == requests[2:]
+    assert one.released() == requests[2:]
     assert not one.waiting and not one._began_s
 
 
@@ -671,12 +673,12 @@ def test_a_fetch_is_late_a_step_after_computing_and_its_tier_as_fast_as_what_cam
     """A tier that has given all is not measured; one that has given nothing is taken to have given a record."""
     fetch = FakeFetch(Counter(host=4 * PAGE_BYTES, disk=8 * PAGE_BYTES))
     one, requests, now_s = started(monkeypatch, fetch)
-    one.read(1, 0.0, 0.25)
+    one.prefilled(1, 0.0, 0.25)
     fetch.loaded_bytes = +Counter(host=4 * PAGE_BYTES, disk=come * PAGE_BYTES)
     now_s[0] = 0.74
-    assert not one.ended(may_wait=False)
+    assert not one.released()
     now_s[0] = 0.76
-    assert one.ended(may_wait=False) == requests and one.counts == {"late": 1}
+    assert one.released() == requests and one.counts == {"late": 1}
     assert one._loads["disk"].per_s == pytest.approx(measured * PAGE_BYTES / 0.76)
     assert not one._loads["host"]._units
 
@@ -689,15 +691,15 @@ def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypa
         assert now_s[0] < 5.0
         stuck.waiting += 1
         one._prefix = cast(Any, FakePrefix(stuck))
-        assert one.start(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()), room_pages=0)
-        one.ended(may_wait=False)
+        assert one.hold(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()))
+        one.released()
     assert now_s[0] > 4.0 and stuck in one._began_s
 
 
 def test_requests_behind_many_fetches_wait_but_for_more_urgent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)))
     assert one.is_full(0) and not one.is_full(-1)
-    one.leave(requests[3])
+    one.let_go(requests[3])
     assert not one.is_full(0) and one._asked[requests[3]].num_fetches == 0 and one._asked[requests[4]].num_fetches == 1
 
 

@@ -476,7 +476,7 @@ def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
         _ = one.ready
 
 
-@pytest.mark.parametrize("name", ["measure_prefill", "prepare", "settle"])
+@pytest.mark.parametrize("name", ["prefilled", "prepare", "settle"])
 def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pools: list[Pool] = []
     runners: list[weakref.ref[Runner]] = []

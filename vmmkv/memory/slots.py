@@ -1,6 +1,6 @@
 """The slots of a cache and what occupies them: the base of KVCache and of the prefix tree.
 
-    free ──open──> live ──park──> parked ──take_over, open──> live
+    free ──open──> live ──park──> parked ──adopt, open──> live
      ^              │               │
      │             end            evict
      └──unmapped── closing <────────┘
@@ -211,7 +211,7 @@ class Slots(Reclaimer, Closing):
             chosen = next(self.unpinned(self._parked_of.get((tenant, False), {}).values()), None)
         if chosen is not None:
             self.check_capture()
-            return self.take_over(chosen, 0, end)
+            return self.adopt(chosen, 0, end)
         return self.open_at(self.clear_run(1), end, tenant)
 
     def open_at(self, slot: int, end: int, tenant: Hashable) -> LiveSlot:
@@ -222,7 +222,7 @@ class Slots(Reclaimer, Closing):
         self.table.ends[slot] = end
         return live
 
-    def take_over(self, parked: ParkedSlot, num_tokens: int, end: int) -> LiveSlot:
+    def adopt(self, parked: ParkedSlot, num_tokens: int, end: int) -> LiveSlot:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
         self.keeper.leave(slot)

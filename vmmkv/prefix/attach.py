@@ -224,7 +224,7 @@ class Attacher:
         node = index.parked_at.pop(slot)
         index.tree.lock(node)  # making room must not evict what is being adopted
         try:
-            live = self._slots.take_over(parked, num_tokens, end)
+            live = self._slots.adopt(parked, num_tokens, end)
         except BaseException:
             index.keep(slot, node)
             raise

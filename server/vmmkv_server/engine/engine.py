@@ -146,10 +146,10 @@ class Engine:
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
-    def measure_prefill(self, num_tokens: int, began_s: float, ended_s: float) -> None:
-        """A step that computed so many prompt tokens, at these times of time.perf_counter."""
-        for feature in self.features.having(Feature.read):
-            feature.read(num_tokens, began_s, ended_s)
+    def prefilled(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        """A step has been read that computed so many prompt tokens, at these times of time.perf_counter."""
+        for feature in self.features.having(Feature.prefilled):
+            feature.prefilled(num_tokens, began_s, ended_s)
 
     def close(self) -> None:
         """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
@@ -352,7 +352,7 @@ class Engine:
             return
         now_s = time.perf_counter()
         num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if chunk.is_own)
-        self.measure_prefill(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
+        self.prefilled(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
         self._read_s = now_s
         self.num_steps += 1

@@ -153,7 +153,7 @@ class Feature:
     def mapped_ahead(self) -> None:
         """Pages are mapped ahead while the device computes, and some time is left. Raises: DriverError."""
 
-    def read(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+    def prefilled(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """A step has been read that computed so many prompt tokens, at these times of time.perf_counter."""
 
     def left(self, request: Request) -> None:

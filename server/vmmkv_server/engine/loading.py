@@ -185,7 +185,7 @@ def assemble(
             vocabulary=lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens)),
             kv_policy=config.kv_policy,
         )
-        engine.measure_prefill(*prefill)
+        engine.prefilled(*prefill)
         ready = _ready(config, source, engine, events, max_tokens=wanted.max_tokens, implementation=model.implementation)
         if events is not None:
             assert memory.prefixes is not None, "the server's engine has a prefix tree"

@@ -153,7 +153,7 @@ class Scheduler:
         for request in sorted(self._prefilling, key=_place):
             if not request.is_running:
                 continue
-            for pending in self._pending(request):
+            for pending in self._chunks(request):
                 chunk = pending.first(max(0, left))
                 if len(chunk.tokens):
                     if not self.with_room(request, partial(chunk.sequence.grow, chunk.end)):
@@ -244,7 +244,7 @@ class Scheduler:
             shape = feature.shape(request, shape)
         request.shape = shape
 
-    def _pending(self, request: Request) -> list[Chunk]:
+    def _chunks(self, request: Request) -> list[Chunk]:
         """All that can be computed of a running request from tokens that the host has."""
         for feature in self._features.having(Feature.chunks):
             if (chunks := feature.chunks(request)) is not None:

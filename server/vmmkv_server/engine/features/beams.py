@@ -59,7 +59,7 @@ class Beams(Feature):
         """Chunks of the live beams, after these have their sequences."""
         if (group := self._groups.get(request)) is None:
             return None
-        return group.pending() if self._core.scheduler.with_room(request, group.arrange) else []
+        return group.chunks() if self._core.scheduler.with_room(request, group.arrange) else []
 
     def sequences(self, request: Request) -> Sequence[KVSequence] | None:
         """Sequences of the live beams."""
@@ -224,7 +224,7 @@ class BeamSearch:
 class BeamGroup:
     """The search of a running request, and the sequences of its beams: the request's own, and forks of it.
 
-    `arrange` and `pending` are called before a step, and `take` when candidates have been read back. The first child of a beam
+    `arrange` and `chunks` are called before a step, and `take` when candidates have been read back. The first child of a beam
     inherits its sequence. Other children take sequences of beams without a child. Rows that differ are copied there. A search
     that is preempted begins again from the prompt, and gives the same answer.
     """
@@ -249,7 +249,7 @@ class BeamGroup:
         self._rows_of: dict[KVSequence, LiveBeam] = {request.memory: self.search.live[0]}
         """All sequences, and the last beam of which each had all rows."""
 
-    def pending(self) -> list[Chunk]:
+    def chunks(self) -> list[Chunk]:
         """The rest of the prompt, and then the last token of each live beam that has no row yet."""
         request, count = self._request, self.search.num_candidates
         if self.search.live[0].token is None:

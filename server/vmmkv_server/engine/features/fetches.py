@@ -1,6 +1,6 @@
 """Fetches: requests that wait for tiers. Rows of a prompt that tiers have are loaded or computed, whichever is done first.
 
-    waiting ── start ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
+    waiting ── hold ──> fetching ── done, or later than computing ──> waiting ──> attached, the rest computed
 
 Fetches end in the order in which they began, as prompts that are computed would. So each is compared with computing its own
 tokens alone, and is late when it takes a step longer than that as the oldest: computing waits for the step under way. Few are
@@ -140,23 +140,19 @@ class Fetches(Feature):
         """Time at which each fetch that is under way began, or became the oldest. The oldest is first."""
 
     def hold(self, request: Request) -> bool | None:
-        """Have a request wait for tiers with enough of its prompt. None if what ended requests leave is worth a wait."""
+        """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
+
+        True if it loads. None if there is no room for what it is worth to load or borrow, and it is worth waiting for what
+        ended requests leave. A request for which loading is not worth it is not asked about again before it has run.
+        Cost: see PrefixCache.fetch. Raises: DriverError.
+        """
         num_running = len(self._scheduler.running)
         spare_pages = ceil_div(num_running * _SPARE_TOKENS * self._layout.row_bytes, PAGE_BYTES)
-        is_held = self.start(request, self._layout.pages_for(request.shape.num_first_rows) + spare_pages)
+        is_held = self._load(request, self._layout.pages_for(request.shape.num_first_rows) + spare_pages)
         if is_held is None and not (num_running or self.waiting):
             self.counts["no_room"] += 1
             return False
         return is_held
-
-    def released(self) -> list[Request]:
-        """Requests whose fetch is done, or would take longer than computing."""
-        return self.ended(may_wait=bool(self._scheduler.running))
-
-    def let_go(self, request: Request) -> None:
-        """Give up the fetch of a request."""
-        if request in self.waiting:
-            self.leave(request)
 
     def sources(self, request: Request, num_cached: int) -> Counter[str] | None:
         """Rows of a fetch are in proportion to the bytes from each tier."""
@@ -209,13 +205,8 @@ class Fetches(Feature):
         is_finding = any(wait.had_no_room and not wait.fetch.size_bytes for wait in waits)
         return is_finding or len({wait.fetch for wait in waits}) >= _MOST_AT_ONCE
 
-    def start(self, request: Request, room_pages: int) -> bool | None:
-        """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
-
-        True if it loads: the request waits from now on. None if there is no room for what it is worth to load or borrow: see
-        PrefixCache.fetch. A request for which loading is not worth it is not asked about again before it has run.
-        Cost: see PrefixCache.fetch. Raises: DriverError.
-        """
+    def _load(self, request: Request, room_pages: int) -> bool | None:
+        """Borrow and start to load, as `hold`; None if there is no room."""
         if self._prefix is None:
             return False
         tokens, namespace, asked = request.attachable, request.namespace, self._asked[request]
@@ -266,11 +257,9 @@ class Fetches(Feature):
         """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
         return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self._prefill.per_s
 
-    def ended(self, *, may_wait: bool) -> list[Request]:
-        """The requests that wait no longer: their fetch is done, or computing would be.
-
-        `may_wait`: those without room may fetch again, for others run, and will end.
-        """
+    def released(self) -> list[Request]:
+        """Requests whose fetch is done, or would take longer than computing."""
+        may_wait = bool(self._scheduler.running)  # those without room may fetch again, since others will end
         now_s = time.perf_counter()
         over = [request for request, wait in self.waiting.items() if wait.fetch.done or self._is_late(wait, now_s)]
         for request in over:
@@ -279,13 +268,13 @@ class Fetches(Feature):
             if wait.fetch.done:
                 if wait.fetch.size_bytes:
                     asked.unfetched = "unknown"
-                    self.leave(request, "done")
+                    self._end(request, "done")
                 else:
                     asked.num_fetches -= may_wait and asked.unfetched == "no_room"
-                    self.leave(request, asked.unfetched)
+                    self._end(request, asked.unfetched)
             else:
                 asked.num_fetches = _MOST_FETCHES
-                self.leave(request, "late")
+                self._end(request, "late")
         return over
 
     def _is_late(self, wait: _Wait, now_s: float) -> bool:
@@ -298,7 +287,12 @@ class Fetches(Feature):
         computing_s = self._computing_s(wait.fetch, wait.num_tokens)
         return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s) + self._step_s
 
-    def leave(self, request: Request, how: str = "given_up") -> None:
+    def let_go(self, request: Request) -> None:
+        """Give up the fetch of a request."""
+        if request in self.waiting:
+            self._end(request, "given_up")
+
+    def _end(self, request: Request, how: str) -> None:
         """A request waits no longer. If its fetch was given up, it may fetch again."""
         wait, now_s = self.waiting.pop(request), time.perf_counter()
         fetch, came_bytes = wait.fetch, wait.fetch.loaded_bytes
@@ -325,7 +319,7 @@ class Fetches(Feature):
         tier = max(came_bytes, key=lambda each: came_bytes[each] / self._loads[each].per_s)
         self._loads[tier].add(came_bytes[tier], began_s, ended_s)
 
-    def read(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+    def prefilled(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """Measure the time of a step, and the rate of prefill by one that computed many prompt tokens."""
         self._step_s = ended_s - began_s
         if num_tokens >= _LEAST_MEASURED:
