@@ -31,7 +31,7 @@ VENV_REMEDY = Install it (on Debian and Ubuntu: apt install python3-venv), or na
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench docs model nightly load $(PACKAGES)
+.PHONY: help serve test check bench trend docs model nightly load $(PACKAGES)
 # Delete a target whose recipe fails, so that a stamp never stands for half an installation.
 .DELETE_ON_ERROR:
 
@@ -42,6 +42,7 @@ help:
 	@echo "make check                         lint, format and types alone"
 	@echo "make load                          GuideLLM against the server, with SmolLM2; it installs hundreds of MB"
 	@echo "make bench [ARGS=...]              every benchmark suite at its size for this machine; see bench/README.md"
+	@echo "make trend                         a few suites on the CPU, and how their figures moved: build/bench/report.html"
 	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter of a new one (3.11 or newer)."
@@ -61,12 +62,19 @@ nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installe
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
+	$(if $(ARGS),,$(MAKE) trend)
 
 load: $(VENV)/.serve-installed $(GUIDELLM)/.installed
 	@$(BIN)/python -m tests.end_to_end.load_client --guidellm $(GUIDELLM)/bin/guidellm
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)
+
+# Rows of earlier runs stay, so that the page has a line from commit to commit.
+trend: $(VENV)/.dev-installed
+	$(BIN)/python -m bench append memory_efficiency prefix --quick --device cpu --out build/bench
+	$(BIN)/python -m bench serve --parts mixed first shared closed --quick --device cpu --out build/bench
+	$(BIN)/python -m bench report build/bench --out build/bench
 
 docs: $(VENV)/.dev-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

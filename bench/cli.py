@@ -1,9 +1,4 @@
-"""The command line: `python -m bench SUITE...`, and `python -m bench report|compare`.
-
-A suite is a module of bench/suites with a function `run(recorder)`. It may also have `PARTS`, the names that `--parts` chooses
-from; `cases_of(settings)`, by part those that `--cases` chooses from; `check(settings)`, which raises ValueError for settings
-that cannot be run; and `absent(settings)`, which says what is left out because something that it needs is missing, and why.
-"""
+"""The command line: `python -m bench SUITE...`, and `python -m bench report|compare`."""
 
 import argparse
 import sys
@@ -16,36 +11,19 @@ import torch
 
 from bench.harness import MODEL_SHAPES, SHAPES, Recorder, Settings, gpu_watched, warm_clock
 from bench.rows import FAILED, Provenance, RowFile, make_folder
+from bench.suites import SUITES, load
 
 OUT: Final = Path(__file__).parent / "out"
 """Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
 
-SUITES: Final = {
-    "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
-    "append": "a decode loop that grows: in the foreground, mapped ahead in slack, on adopted slots",
-    "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
-    "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
-    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3",
-    "products": "the matrix products of a layer by rows, by cuBLAS and for few rows by our kernel",
-    "prefix": "requests that share a prefix, over slots, blocks, unshared; attaching; the host's work by size",
-    "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
-    "collectives": "sums, gathers and broadcasts over GPUs, by size and by way; needs two GPUs, and is not part of all",
-    "tiers": "KV that leaves the device: bandwidth, first tokens of known prompts, conversations beyond the device's memory",
-    "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
-    "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
-    "streaming": "perplexity of a real model along a text of 4 times its trained length; not part of all",
-}
-"""By the name of its module, what a suite measures."""
-
-ALL: Final = tuple(name for name in SUITES if name not in ("collectives", "quality", "streaming"))
-"""Without what needs several GPUs, and those that need a model and minutes, and say nothing of a machine."""
-
 _COMMANDS: Final = ("report", "compare")
 
-_LIST: Final = "\n".join(f"  {name:19}{text}" for name, text in SUITES.items())
+_LIST: Final = "\n".join(
+    f"  {name:19}{suite.text}{'' if suite.in_all else '; not part of all'}" for name, suite in SUITES.items()
+)
 _SUITE_LIST: Final = f"""suites:
 {_LIST}
-  all                all but collectives, quality and streaming
+  all                all but those that are not part of it
 
 other commands (each has --help; bench/README.md says what is needed, and what says something on a CPU):
   python -m bench report     rows to one HTML page, and figures
@@ -71,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             command_main: Callable[[Sequence[str]], int] = import_module(f"bench.{arguments[0]}").main
         except ModuleNotFoundError as error:
-            why = f"no package {error.name}; `pip install -e '.[bench]'` brings it"
+            why = f"no package {error.name}; `pip install -e '.[server,hf,bench]'` brings it"
             print(f"python -m bench {arguments[0]}: {why}", file=sys.stderr)
             return 1
         return command_main(arguments[1:])
@@ -87,11 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.refuse(f"--out {error}")
     return _run(names, settings, given.out, given.commit)
-
-
-def load(name: str) -> Any:
-    """The suite's module."""
-    return import_module(f"bench.suites.{name}")
 
 
 def _run(suites: Sequence[str], settings: Settings, out: Path, commit: str | None) -> int:
@@ -123,7 +96,8 @@ def _chosen(names: Sequence[str]) -> list[str]:
     if unknown := sorted(set(names) - SUITES.keys() - {"all"}):
         there_are = f"suites: {', '.join([*SUITES, 'all'])}; commands: {', '.join(_COMMANDS)}"
         raise ValueError(f"no suite or command {', '.join(unknown)}; {there_are}")
-    return list(dict.fromkeys(suite for name in names for suite in (ALL if name == "all" else (name,))))
+    in_all = [name for name, suite in SUITES.items() if suite.in_all]
+    return list(dict.fromkeys(suite for name in names for suite in (in_all if name == "all" else (name,))))
 
 
 def _check(settings: Settings, names: Sequence[str]) -> None:

@@ -21,6 +21,8 @@ from bench.cli import Parser
 from bench.harness import console, table
 from bench.rows import FAILED, Recorded, figure, newest, read
 
+LIMIT: Final = 0.02
+"""The share by which medians may differ, unless --limit names another."""
 _WORSE, _BETTER, _UNCLEAR, _ALIKE = "worse", "better", "unclear", "alike"
 _ORDER: Final = (_WORSE, _BETTER, _UNCLEAR, _ALIKE)
 
@@ -68,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="python -m bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", metavar="OLD", help="a file of rows, a folder of them, or either with @COMMIT behind it")
     parser.add_argument("new", metavar="NEW", help="the same")
-    parser.add_argument("--limit", type=float, default=2.0, metavar="PERCENT", help="differences that count; default: 2")
+    parser.add_argument(
+        "--limit", type=float, default=100 * LIMIT, metavar="PERCENT", help="differences that count; default: 2"
+    )
     parser.add_argument("--fail-on-loss", action="store_true", help="exit with 1 if anything is worse, or has failed")
     options = parser.parse_args(arguments)
     try:

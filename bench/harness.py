@@ -339,6 +339,12 @@ class Recorder:
         """A row of a single figure over `count` things."""
         self._add(Row(self.suite, workload, system, metric, unit, exact(value, count), bound))
 
+    def rates(self, workload: str, system: str, num_tokens: int, runs_s: Sequence[float], bound_s: float | None = None) -> None:
+        """Rows of the seconds that runs of so many tokens took, and of the tokens of a second."""
+        self.samples(workload, system, "total", "s", runs_s, bound_s)
+        per_s = [num_tokens / each for each in runs_s]
+        self.samples(workload, system, "throughput", "tok/s", per_s, num_tokens / bound_s if bound_s else None)
+
     def _add(self, row: Row) -> None:
         """Keep a row, and write it through."""
         if row.unit in _BOUND_BY_HARDWARE and not self.settings.on_gpu:

@@ -1,7 +1,8 @@
 """`python -m bench report`: rows as one HTML page that needs neither network nor scripts; with --docs also in the documents.
 
     rows ── newest of each ──> answers: vmmkv against another system, over all workloads ──> losses
-                          └──> sections: of each suite figures, and a table of all rows ──> report.html.j2
+     │                    └──> sections: of each suite figures, and a table of all rows ──> report.html.j2
+     └── last of each commit ──> trends: what the answers are made of, from commit to commit
 
 Figures are by matplotlib, as SVG within the page. Their ink is `currentColor`, the page's own; what carries data has mid tones,
 whose contrast to black and to white is 3 to 1 at least.
@@ -12,7 +13,7 @@ import re
 import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,9 +27,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench import tables
-from bench.baselines import COMMON_PREFILL
-from bench.cli import OUT, SUITES, Parser
+from bench.cli import OUT, Parser
+from bench.compare import LIMIT, Pair
+from bench.figures import Question
 from bench.rows import FAILED, GPU, Recorded, Row, Summary, exact, figure, make_folder, newest, read
+from bench.suites import SUITES, load
 
 PAGE: Final = "report.html"
 _HERE: Final = Path(__file__).parent
@@ -45,82 +48,6 @@ DOCS: Final[Mapping[str, str]] = {
 # answers
 
 
-class Question(NamedTuple):
-    """A metric of vmmkv's against another system's, over all workloads of a suite that have both."""
-
-    text: str
-    suite: str
-    metric: str
-    other: str
-    """A pattern of the shell's. Of several systems that it matches, the best one of each workload is compared with."""
-    ours: str = "vmmkv"
-    part: str = ""
-    """How workloads begin, behind the model's name."""
-
-    @property
-    def against(self) -> str:
-        """The other system, in words."""
-        return f"the best of {self.other}" if "*" in self.other else self.other
-
-
-_PAGED: Final = "paged *"
-QUESTIONS: Final = (
-    *(
-        Question(text, "serve", "throughput", other, part=part)
-        for other in (_PAGED, "static 4096", "transformers *")
-        for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
-    ),
-    *(
-        Question(text, "serve", metric, "vLLM")
-        for metric, text in (
-            ("throughput", "As users open them"),
-            ("first token", "As users open them, a long prompt's first token"),
-            ("first tokens", "As users open them, first tokens"),
-        )
-    ),
-    Question("Over two GPUs", "serve", "throughput", "vmmkv", ours="vmmkv, TP 2"),
-    Question("Over two GPUs, a long prompt's first token", "serve", "first token", "vmmkv", ours="vmmkv, TP 2"),
-    Question("Goodput at rates", "serve", "goodput", _PAGED, part="rates"),
-    Question("First tokens at rates", "serve", "first token", _PAGED, part="rates"),
-    Question("What HTTP costs", "serve", "throughput", "vmmkv", ours="vmmkv serve"),
-    *(
-        Question(text, "serve", metric, "vmmkv, all rows", f"vmmkv, {policy}-2048", "policies")
-        for metric, text in (("throughput", "Keeping 2,048 rows"), ("KV memory at peak", "Keeping 2,048 rows, memory"))
-        for policy in ("snapkv", "h2o", "streaming_llm")
-    ),
-    Question("Requests that share a prefix", "prefix", "total", _PAGED),
-    Question("Memory of shared prefixes", "prefix", "memory, held", _PAGED),
-    Question("Blocks of 16, by the same kernels", "serve", "throughput", "paged 16", COMMON_PREFILL, "closed"),
-    Question("Blocks of 16, by the same kernels, and a shared prefix", "prefix", "total", "paged 16", COMMON_PREFILL),
-    *(
-        Question(text, "memory_efficiency", f"{metric}, averaged", other)
-        for metric, text in (("waste", "Memory that holds no row"), ("admitted sequences", "Sequences that fit"))
-        for other in (_PAGED, "static 4096")
-    ),
-    *(
-        Question(text, "kernels", "layer", other, ours=f"{kernel}, vmmkv, all layers a page")
-        for kernel, text in (("decode", "Decode attention"), ("prefill", "Prefill attention"))
-        for other in (f"{kernel}, cudaMalloc", "*, paged *[0-9]")  # not those whose sequences share all rows
-    ),
-    *(
-        Question(f"{text}, {ours}", "tiers", metric, other, ours)
-        for text, metric, other, systems in (
-            ("Conversations beyond the device's memory", "throughput", "no tier", ("host tier", "host and disk tiers")),
-            ("A known prompt's first token", "first token", "computed", ("device", "host tier", "disk tier")),
-            ("Decoding", "throughput", "alone", ("beside loads", "beside stores", "beside both")),
-            ("Preemption", "throughput", "recompute", ("swap",)),
-            ("Behind an engine that was killed, first token", "first token", "warm", ("restarted",)),
-            ("Loads", "load", "one copy", ("host tier",)),
-        )
-        for ours in systems
-    ),
-    *(
-        Question("In transformers, eager", "transformers", "time per token", f"transformers {other}", ours="vmmkv VmmCache")
-        for other in ("DynamicCache", "StaticCache")
-    ),
-)
-
-
 class Comparison(NamedTuple):
     """Ratios by workload, such that more than 1 is better. `losses`: workloads in which vmmkv is worse, the worst first."""
 
@@ -135,16 +62,16 @@ class Comparison(NamedTuple):
 
 
 def answers(rows: Sequence[Row]) -> list[Comparison]:
-    """Of all questions that there are rows of both sides of."""
+    """Of all questions of the rows' suites that there are rows of both sides of."""
     by_workload: defaultdict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:  # vLLM's rows have its version behind the name
         by_workload[row.suite, row.metric, row.workload][re.sub("^vLLM .*", "vLLM", row.system)] = row
     given = []
-    for question in QUESTIONS:
+    for suite, question in _questions(rows):
         ratios, losses = {}, []
         for (*subject, workload), systems in by_workload.items():
             ours, other = systems.get(question.ours), _best_of(systems, question.other)
-            is_asked = subject == [question.suite, question.metric] and (not question.part or f" {question.part}: " in workload)
+            is_asked = subject == [suite, question.metric] and question.is_of(workload)
             if is_asked and ours and other and ours.summary.median > 0:
                 ratio = ours.summary.median / other.summary.median
                 ratios[workload] = ratio if ours.higher_is_better else 1 / ratio
@@ -155,10 +82,63 @@ def answers(rows: Sequence[Row]) -> list[Comparison]:
     return given
 
 
+def _questions(rows: Iterable[Row]) -> list[tuple[str, Question]]:
+    """All that suites ask of these rows."""
+    return [
+        (suite, question) for suite in dict.fromkeys(row.suite for row in rows) for question in _declared(suite, "QUESTIONS")
+    ]
+
+
+def _declared(suite: str, what: str) -> Sequence[Any]:
+    """What a suite says of its rows; nothing of a suite that is not there any more."""
+    return getattr(load(suite), what, ()) if suite in SUITES else ()
+
+
 def _best_of(systems: Mapping[str, Row], pattern: str) -> Row | None:
     """Of the systems whose names match, the best; None if none does."""
     rows = [row for name, row in systems.items() if fnmatchcase(name, pattern) and row.summary.median > 0]
     return max(rows, key=lambda row: row.summary.median if row.higher_is_better else -row.summary.median, default=None)
+
+
+# trends
+
+
+class Trend(NamedTuple):
+    """A figure of vmmkv by commit: the last row of each, by date, and how the newest compares with the one before."""
+
+    rows: Sequence[Recorded]
+    last: Pair
+
+    def svg(self) -> Markup:
+        """A line through the medians."""
+        values = [one.row.summary.median for one in self.rows]
+        low, span = min(values), max(values) - min(values) or 1.0
+        places = [(4 + 112 * n / (len(values) - 1), 20 - 16 * (value - low) / span) for n, value in enumerate(values)]
+        line, (x, y) = " ".join(f"{x:.1f},{y:.1f}" for x, y in places), places[-1]
+        said = "; ".join(f"{figure(value)}, {one.provenance.origin}" for value, one in zip(values, self.rows, strict=True))
+        drawn = f'<polyline points="{line}" fill="none" stroke="currentColor"/><circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+        return Markup(f'<svg class="trend" viewBox="0 0 120 24" role="img"><title>{escape(said)}</title>{drawn}</svg>')
+
+
+def trends(rows: Sequence[Recorded]) -> dict[tuple[str, str, bool], list[Trend]]:
+    """By suite, device, and whether rows are quick: what questions ask of vmmkv, where two commits have it or more."""
+    asked = _questions(one.row for one in rows)
+    commits: defaultdict[Any, dict[str, Recorded]] = defaultdict(dict)
+    for one in sorted(rows, key=lambda one: one.provenance.date):
+        row, made = one.row, one.provenance
+        if any(
+            (row.suite, row.metric, row.system) == (suite, question.metric, question.ours) and question.is_of(row.workload)
+            for suite, question in asked
+        ):
+            of_commits = commits[one.key, made.device, made.quick]
+            of_commits.pop(made.commit, None)  # to the end: a commit stands where it was measured last
+            of_commits[made.commit] = one
+    found: defaultdict[tuple[str, str, bool], list[Trend]] = defaultdict(list)
+    for (key, device, quick), of_commits in commits.items():
+        if len(of_commits) > 1:
+            points = list(of_commits.values())
+            found[key[0], device, quick].append(Trend(points, Pair(old=points[-2], new=points[-1], limit=LIMIT)))
+    return dict(found)
 
 
 # charts
@@ -290,87 +270,11 @@ def _colours(panels: Panels) -> dict[str, str]:
 # figures by suite
 
 
-class Drawing(NamedTuple):
-    """A figure: bars, or lines by a number. A panel for each metric, a bar or a line for each system at each workload."""
-
-    suite: str
-    slug: str
-    title: str
-    metrics: tuple[str, ...] = ()
-    """Empty: all that are times; each is drawn like a workload, or if these are drawn, like a system."""
-    workload: str = ""
-    """A pattern that workloads match. What it captures as `group` or `x` names the bars or is the number, as `panel` and
-    `series` it stands for the metric and the system, as `by` it splits the rows into figures."""
-    x_label: str = ""
-    """Of lines."""
-
-
-_SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
-_NAMED: Final = r"(?P<group>[^:]+):"
-_OF_USERS: Final = r"(?P<by>[^:]+?) (?P<group>mixed|single|long|shared cold|shared warm|shared again|sampled|full):"
-_RATES: Final = r"(?P<by>.+ rates: .+), (?P<x>[\d.]+) requests/s, Poisson"
-_LATENCIES: Final = ("first token", "time per output token")
-_DRAWINGS: Final = (
-    Drawing("driver_calls", "calls", "What each call of the driver takes", (), r"(?P<panel>.+?), (?P<series>.+)"),
-    Drawing("append", "step", "What growing adds to a decode step", ("step, over static", "step")),
-    Drawing("resize", "shrink", "Giving memory back", ("resize", "until back"), "shrink"),
-    Drawing("resize", "regrow", "Taking memory again", ("first page", "until all are in"), "regrow"),
-    Drawing("resize", "two-caches", "Memory handed over", ("first grow", "until all are in"), "two"),
-    Drawing("memory_efficiency", "waste", "Memory held for running sequences that is no row", ("waste",), _NAMED),
-    Drawing("memory_efficiency", "admitted", "Sequences that run at once in the same memory", ("admitted sequences",), _NAMED),
-    Drawing("kernels", "decode", "Decode attention, by memory", ("bandwidth",), r"(?P<by>\S+) decode (?P<group>.+)"),
-    Drawing("kernels", "prefill", "Prefill attention, by memory", ("throughput",), r"(?P<by>\S+) prefill (?P<group>.+)"),
-    Drawing("prefix", "total", "Requests that share a prefix: time until the last answer", ("total",), _SHARED),
-    Drawing("prefix", "memory", "Requests that share a prefix: memory that is held", ("memory, held",), _SHARED),
-    Drawing(
-        *("prefix", "attach", "Attaching a prefix", ("in the driver", "until the device is done")),
-        *(r"attach (?P<x>\d+) tokens$", "tokens"),
-    ),
-    Drawing("prefix", "tree", "The radix tree alone", (), r"(?P<panel>a tree) of (?P<x>[\d,]+) nodes$", "nodes"),
-    *(
-        Drawing("serve", f"{part}-{slug}", f"{what}: {', '.join(metrics)}", metrics, rf"(?P<by>.+?) {part}: (?P<group>[^:]+)")
-        for part, what in (
-            ("closed", "All requests at once"),
-            ("outside", "Beside transformers"),
-            ("http", "Over HTTP and without"),
-            ("grammar", "Answers by a grammar"),
-        )
-        for slug, metrics in (("throughput", ("throughput",)), ("latency", _LATENCIES))
-    ),
-    Drawing("serve", "users-throughput", "As users open them: throughput", ("throughput",), _OF_USERS),
-    Drawing("serve", "users-latency", "As users open them: first tokens", ("first tokens",), _OF_USERS),
-    *(
-        Drawing("serve", f"policies-{slug}", f"Keeping some of the rows: {metric}", (metric,), r"(?P<group>.+) policies: ")
-        for slug, metric in (("throughput", "throughput"), ("memory", "KV memory at peak"), ("fit", "sequences that fit"))
-    ),
-    Drawing("serve", "rates", "goodput and latency", ("goodput", *_LATENCIES), _RATES, "requests/s offered"),
-    *(
-        Drawing("collectives", what, f"{what}s over ranks", (what,), rf"(?P<panel>.+): {what} of (?P<x>[\d.]+) KiB", "KiB")
-        for what in ("sum", "gather", "broadcast")
-    ),
-    Drawing("tiers", "bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
-    Drawing(
-        "tiers", "conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"
-    ),
-    Drawing(
-        *("tiers", "first", "First token of a prompt: computed, or known to the device or a tier", ("first token",)),
-        *(r"(?P<panel>.+) first: (?P<x>\d+) tokens in", "tokens"),
-    ),
-    Drawing("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
-    Drawing("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
-    Drawing("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
-    Drawing(
-        *("streaming", "perplexity", "Along a text of 4 times the trained length", ("perplexity",)),
-        *(r".+: \d+ to (?P<x>\d+) tokens", "tokens read"),
-    ),
-)
-
-
 def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
     """Those of one suite on one device; names begin with `prefix`. What there are no rows of is not drawn."""
     rows = [row for row in rows if row.system != GPU and row.metric != FAILED]
     offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}  # the number, where it was measured
-    for spec in (spec for spec in _DRAWINGS if spec.suite == suite):
+    for spec in _declared(suite, "FIGURES"):
         by_part: defaultdict[str, Panels] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
         for metric in spec.metrics or (None,):
             for row in rows:
@@ -448,10 +352,10 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
     sections: list[dict[str, Any]] = [
         {
             "suite": suite,
-            "question": SUITES.get(suite, ""),
+            "question": SUITES[suite].text if suite in SUITES else "",
             "device": device,
             "quick": quick,
-            "origins": dict.fromkeys(one.provenance.origin for one in rows),
+            "days": sorted(dict.fromkeys(pick(one.provenance.date[:10] for one in rows) for pick in (min, max))),
             "figures": [*figures(suite, [one.row for one in rows], _slug(device) + ("-quick" if quick else ""))],
             "rows": [one.row for one in rows],
         }
@@ -474,6 +378,7 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         num_quick=len(recorded) - len(full),
         failed=[one for one in recorded if one.row.metric == FAILED],
         sections=sections,
+        trends=trends(rows),
         runs=_runs(recorded),
     )
     if docs is not None:

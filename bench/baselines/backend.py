@@ -1,4 +1,4 @@
-"""Each system as the engine's memory: what `loading.assemble` takes as `open_memory`.
+"""Each as the engine's memory: what `loading.assemble` takes as `open_memory`.
 
     paged 16                    our kernels, which find each row by the table: with the next but one, what addressing costs
     paged 16, FA3               FlashAttention-3's kernels, where its library is given
@@ -9,14 +9,12 @@
 Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from bench.baselines import COMMON_PREFILL, PAGED_FA3, fa3
 from bench.baselines.paged import BlockRows, FA3Rows, PagedCache
 from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
@@ -91,34 +89,13 @@ def open_paged(
     )
 
 
+open_paged_fa3: Final[OpenBackend] = partial(open_paged, rows_over=FA3Rows)
+
+
 def open_static(wanted: BackendConfig) -> StaticCache:
     """As many slots as the budget holds, each of the longest sequence's rows. Raises: as `open_paged`."""
     slots = min(wanted.max_sequences, _num_in_budget(wanted, wanted.max_tokens))
     return StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
-
-
-SYSTEMS: Final[Mapping[str, OpenBackend]] = {
-    "vmmkv": SlotBackend.open,
-    "paged 16": open_paged,
-    PAGED_FA3: partial(open_paged, rows_over=FA3Rows),
-    "paged 128": partial(open_paged, block_rows=128),
-    "static": open_static,
-    COMMON_PREFILL: open_common_prefill,
-}
-"""By the name that rows have; `static` adds the tokens of a slot. Each is a KVBackend, as mypy sees here."""
-
-
-def systems_on(device: torch.device, fa3_library: Path | None) -> list[str]:
-    """Those that this device can run. FlashAttention-3's library is loaded."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    runs = {PAGED_FA3: fa3.load(fa3_library, device), COMMON_PREFILL: is_hopper}
-    return [name for name in SYSTEMS if runs.get(name, True)]
-
-
-def absent(device: torch.device, fa3_library: Path | None) -> dict[str, str]:
-    """Systems that are left out because something that they need is missing, and why."""
-    why = fa3.why_absent(fa3_library, device)
-    return {} if why is None else {PAGED_FA3: why}
 
 
 def _num_in_budget(wanted: BackendConfig, num_rows: int) -> int:

@@ -17,10 +17,16 @@ from typing import Final, NamedTuple
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from bench.figures import Drawing
 from bench.harness import Recorder, Settings, WrongNumbers, event_us, synchronize, wall_us
 from vmmkv.units import KIB, MIB, format_bytes
 from vmmkv_server.console import end
 from vmmkv_server.engine.collectives import SYMMETRIC_BYTES, Collectives
+
+FIGURES: Final = tuple(
+    Drawing(what, f"{what}s over ranks", (what,), rf"(?P<panel>.+): {what} of (?P<x>[\d.]+) KiB", "KiB")
+    for what in ("sum", "gather", "broadcast")
+)
 
 _WIDTH: Final = 4096
 _SUMS_BYTES: Final = tuple(2 * _WIDTH << shift for shift in range(11))

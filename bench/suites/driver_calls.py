@@ -12,10 +12,13 @@ from typing import Final, TypeVar
 
 import torch
 
+from bench.figures import Drawing
 from bench.harness import Recorder, WrongNumbers, device_sleep, now_us, sleep_cycles
 from vmmkv.driver import Access, Driver, open_driver
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES, format_bytes
+
+FIGURES: Final = (Drawing("calls", "What each call of the driver takes", (), r"(?P<panel>.+?), (?P<series>.+)"),)
 
 HANDLE_BYTES: Final = (PAGE_BYTES, 16 * PAGE_BYTES)
 """The pool's smallest size class, and its largest."""

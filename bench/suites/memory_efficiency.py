@@ -22,12 +22,23 @@ import torch
 
 from bench import workloads
 from bench.baselines.paged import PagedCache
+from bench.figures import NAMED, PAGED, Drawing, Question
 from bench.harness import HBM_BYTES_PER_S, SHAPES, Recorder, Settings, Shape, WrongNumbers
 from bench.workloads import Workload
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.errors import OutOfPages
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import GIB, MIB, PAGE_BYTES, ceil_div, format_bytes
+
+QUESTIONS: Final = tuple(
+    Question(text, f"{metric}, averaged", other)
+    for metric, text in (("waste", "Memory that holds no row"), ("admitted sequences", "Sequences that fit"))
+    for other in (PAGED, "static 4096")
+)
+FIGURES: Final = (
+    Drawing("waste", "Memory held for running sequences that is no row", ("waste",), NAMED),
+    Drawing("admitted", "Sequences that run at once in the same memory", ("admitted sequences",), NAMED),
+)
 
 MAX_TOKENS: Final = 4096
 """Of a sequence, prompt and answer: the rows of a static slot."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Recorder, WrongNumbers, time_for
-from bench.suites.serve.models import ServedModel, model_of
+from bench.systems.models import ServedModel, model_of
 from vmmkv.units import MIB, ceil_div
 from vmmkv_kernels import linear as kernels
 

@@ -14,24 +14,23 @@ Legend: N tokens of a window, H query heads, K kv heads, D head dim.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from bench.figures import Drawing
 from bench.harness import Recorder, WrongNumbers
+from bench.systems.models import REAL, TEXT, WINDOW_TOKENS, load_real, windows_of_text
 from vmmkv import KVLayout
 from vmmkv.layout import KVType
 from vmmkv.units import GIB
 from vmmkv_kernels.quantise import QMAX, Kind, dequantise, quantise
 
-MODEL: Final = "smollm2-135m"
-TEXT: Final = Path(__file__).parents[2] / "tests" / "texts" / "opticks.txt"
+FIGURES: Final = (Drawing("losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),)
 
 KV_TYPES: Final = (KVType("fp8"), KVType("fp8", "head"), KVType("int8"), KVType("int4"))
 
-WINDOW_TOKENS: Final = 1024
 NUM_WINDOWS: Final = 20
 """20 * 1023 tokens are predicted."""
 _QUICK_WINDOW_TOKENS: Final = 256
@@ -166,12 +165,12 @@ def run(recorder: Recorder) -> None:
     Raises: WrongNumbers if exact KV does not give the model's own losses, or a loss is not finite; ModelUnavailable.
     """
     settings = recorder.settings
-    model = load(settings.device)
+    model = load_real(settings.device)
     count, num_tokens = (1, _QUICK_WINDOW_TOKENS) if settings.quick else (NUM_WINDOWS, WINDOW_TOKENS)
     windows = windows_of_text(settings.device, count, num_tokens)
     what = f"{count} window{'s' if count > 1 else ''} of {num_tokens} tokens of {TEXT.name}"
     dtype_name = str(model.dtype).removeprefix("torch.")
-    workload = f"{MODEL} in {dtype_name}, {what}"
+    workload = f"{REAL} in {dtype_name}, {what}"
     with torch.inference_mode():
         own_loss = float(losses(model, windows[0]).mean())
     attention = QuantisingAttention(model)
@@ -206,7 +205,7 @@ def serve(recorder: Recorder, windows: Sequence[torch.Tensor]) -> None:
     settings = recorder.settings
     num_tokens = ANSWER_TOKENS // 8 if settings.quick else ANSWER_TOKENS
     prompts = [window[: min(PROMPT_TOKENS, len(window) // 2)].tolist() for window in windows[:NUM_ANSWERS]]
-    workload = f"{MODEL} served, {len(prompts)} x {num_tokens} greedy tokens behind {len(prompts[0])} of {TEXT.name}"
+    workload = f"{REAL} served, {len(prompts)} x {num_tokens} greedy tokens behind {len(prompts[0])} of {TEXT.name}"
     exact = answers(settings.device, "auto", prompts, num_tokens)
     for kv_type in recorder.track([each for each in KV_TYPES if each.scale == "token"]):
         given = answers(settings.device, kv_type.kind, prompts, num_tokens)
@@ -221,7 +220,7 @@ def answers(device: torch.device, kv_cache_dtype: str, prompts: list[list[int]],
 
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     with LLM(
-        MODEL, device=str(device), max_num_seqs=len(prompts), kv_budget_bytes=_SERVED_BYTES, kv_cache_dtype=kv_cache_dtype
+        REAL, device=str(device), max_num_seqs=len(prompts), kv_budget_bytes=_SERVED_BYTES, kv_cache_dtype=kv_cache_dtype
     ) as llm:
         return [each.outputs[0].token_ids for each in llm.generate(prompts, params, progress=False)]
 
@@ -229,28 +228,3 @@ def answers(device: torch.device, kv_cache_dtype: str, prompts: list[list[int]],
 def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens before the first that differs."""
     return next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
-
-
-def load(device: torch.device) -> Any:
-    """The model, in float32 on a CPU and bfloat16 on a GPU; fetched first if it is not here. Raises: ModelUnavailable."""
-    # Loaded here: transformers takes seconds to import.
-    from transformers import AutoModelForCausalLM
-
-    from vmmkv_server.engine.loading import choose_dtype
-    from vmmkv_server.models import resolve
-
-    model = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=choose_dtype("auto", device), local_files_only=True)
-    return model.eval().to(device)
-
-
-def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_TOKENS) -> list[torch.Tensor]:
-    """int64 [num_tokens] each: the first tokens of the text, cut into windows."""
-    from tokenizers import Tokenizer
-
-    from vmmkv_server.models import resolve
-
-    tokenizer = Tokenizer.from_file(str(resolve(MODEL) / "tokenizer.json"))
-    tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False).ids
-    if len(tokens) < count * num_tokens:
-        raise ValueError(f"{TEXT.name} has {len(tokens)} tokens, fewer than {count} windows of {num_tokens}")
-    return list(torch.tensor(tokens[: count * num_tokens], device=device).view(count, num_tokens))

@@ -20,11 +20,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from bench.decode_step import SLACK_SHARE, open_work
+from bench.figures import Drawing
 from bench.harness import SHAPES, Recorder, Settings, Shape, WrongNumbers, now_us
 from bench.rows import summarize
-from bench.suites.append import SLACK_SHARE, open_work
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
+
+FIGURES: Final = (
+    Drawing("shrink", "Giving memory back", ("resize", "until back"), "shrink"),
+    Drawing("regrow", "Taking memory again", ("first page", "until all are in"), "regrow"),
+    Drawing("two-caches", "Memory handed over", ("first grow", "until all are in"), "two"),
+)
 
 _OTHERS_BYTES: Final = 64 * MIB
 """By how much a GPU's free memory differs for reasons of others; in tests/gpu it was never more."""

@@ -12,10 +12,18 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import cross_entropy
 
+from bench.figures import Drawing
 from bench.harness import Recorder
-from bench.suites.quality import MODEL, TEXT, load, windows_of_text
+from bench.systems.models import REAL, TEXT, load_real, windows_of_text
 from vmmkv import GIB, Pool
 from vmmkv.eviction import StreamingLLM, turn
+
+FIGURES: Final = (
+    Drawing(
+        *("perplexity", "Along a text of 4 times the trained length", ("perplexity",)),
+        *(r".+: \d+ to (?P<x>\d+) tokens", "tokens read"),
+    ),
+)
 
 TRAINED: Final = 8192
 """`max_position_embeddings` of the model."""
@@ -31,7 +39,7 @@ _POINT_TOKENS: Final = 1024
 def run(recorder: Recorder) -> None:
     """A row for each piece of the text. Raises: ModelUnavailable."""
     settings = recorder.settings
-    model = load(settings.device)
+    model = load_real(settings.device)
     point, trained = (_PASS_TOKENS, 2 * _PASS_TOKENS) if settings.quick else (_POINT_TOKENS, TRAINED)
     text = torch.cat(windows_of_text(settings.device, 2 if settings.quick else _WINDOWS))
     policy = StreamingLLM(sinks=4, window=252) if settings.quick else POLICY
@@ -43,7 +51,7 @@ def run(recorder: Recorder) -> None:
             losses.append(loss)
             if end % point == 0:
                 recorder.note(f"{system}: {end} of {num_tokens} tokens")
-                what = f"{MODEL} in {str(model.dtype).removeprefix('torch.')}, {TEXT.name}: {end - point} to {end} tokens"
+                what = f"{REAL} in {str(model.dtype).removeprefix('torch.')}, {TEXT.name}: {end - point} to {end} tokens"
                 recorder.figure(what, system, "perplexity", "", math.exp(sum(losses) / len(losses)), point)
                 losses.clear()
 

@@ -30,21 +30,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from bench.figures import Drawing, Question
 from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, started, synchronize
-from bench.suites.serve.context import Context, lacks_vllm
-from bench.suites.serve.generate import behind_others, random_tokens
-from bench.suites.serve.models import Weights, prefill_s
-from bench.suites.serve.systems import (
-    LIKELIEST,
-    EngineSystem,
-    LogProbs,
-    Options,
-    Said,
-    ServedRun,
-    params_of,
-    share_off,
-    share_same,
-)
+from bench.systems import Context, lacks_vllm
+from bench.systems.engine import EngineSystem, Options, Said, params_of
+from bench.systems.models import Weights, prefill_s
+from bench.systems.runs import LIKELIEST, LogProbs, ServedRun, share_off, share_same
 from bench.workloads import TokenIds, at_once
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver.pinned import host_memory
@@ -57,7 +48,28 @@ from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.loading import choose_dtype
 
 if TYPE_CHECKING:
-    from bench.suites.serve.peers import Vllm
+    from bench.systems.outside import Vllm
+
+QUESTIONS: Final = tuple(
+    Question(f"{text}, {ours}", metric, other, ours)
+    for text, metric, other, systems in (
+        ("Conversations beyond the device's memory", "throughput", "no tier", ("host tier", "host and disk tiers")),
+        ("A known prompt's first token", "first token", "computed", ("device", "host tier", "disk tier")),
+        ("Decoding", "throughput", "alone", ("beside loads", "beside stores", "beside both")),
+        ("Preemption", "throughput", "recompute", ("swap",)),
+        ("Behind an engine that was killed, first token", "first token", "warm", ("restarted",)),
+        ("Loads", "load", "one copy", ("host tier",)),
+    )
+    for ours in systems
+)
+FIGURES: Final = (
+    Drawing("bandwidth", "Stores and loads", ("store", "load"), r"(?P<group>.+)"),
+    Drawing("conversations", "Conversations beyond the device's memory", ("throughput",), r"(?P<group>.+) working_set"),
+    Drawing(
+        *("first", "First token of a prompt: computed, or known to the device or a tier", ("first token",)),
+        *(r"(?P<panel>.+) first: (?P<x>\d+) tokens in", "tokens"),
+    ),
+)
 
 CASES: Final = ("none", "host", "disk", "redis", "vllm")
 _OWN_TOKENS: Final = 16
@@ -252,7 +264,7 @@ class _Engine(EngineSystem):
     """An engine over tiers, which have what the device forgets."""
 
     def __init__(self, weights: Weights, limits: Options, tiers: Sequence[Tier]) -> None:
-        super().__init__("vmmkv", weights, limits, tiers=tiers)
+        super().__init__(weights, limits, tiers=tiers)
         self.tiers: Final = tiers
 
     def forget(self) -> None:
@@ -264,14 +276,14 @@ class _Engine(EngineSystem):
 
 def _check(context: Context, engine: "_Engine | Vllm", prompts: Sequence[TokenIds]) -> None:
     """Hold first tokens of prompts that only the tiers know against those before. Raises: WrongNumbers."""
-    others = behind_others(context.model, context.settings.seed, prompts, _OWN_TOKENS)
+    others = context.model.behind_others(context.settings.seed, prompts, _OWN_TOKENS)
     moved, right, again = map(engine.likeliest, (others, prompts, prompts))
     share_off(right, again, moved, engine.dtype, "first tokens of prompts that tiers have")
 
 
 def _prompt(context: Context, length: int, *names: int) -> TokenIds:
     """Random tokens; of the same length and names the same, else with no beginning in common."""
-    return random_tokens(context.model, context.settings.seed, length, *names, length)
+    return context.model.tokens(context.settings.seed, length, *names, length)
 
 
 @contextmanager
@@ -298,7 +310,7 @@ def _first(context: Context, shape: Shape) -> None:
     limits = {"kv_budget_bytes": 64 * MIB if settings.small else 12 * GIB, "max_tokens": max(lengths) + _OWN_TOKENS}
     limits["max_num_seqs"] = 8
     cases = _cases(settings, "host", "disk", "redis")
-    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+    with closing(Weights(context.model, settings)) as weights:
         for case in cases:
             with _engine(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
                 assert engine.loaded.memory.prefixes is not None, "tiers are of a prefix cache"
@@ -344,14 +356,14 @@ def _working_set(context: Context, shape: Shape) -> None:
 
     def drawn(number: int) -> Talks:
         rng = np.random.default_rng((settings.seed, 12, number))
-        vocabulary = min(10_001, context.model.vocabulary)
+        vocabulary = context.model.prompt_ids
         lengths = [rng.integers(least, most + 1, count) for least, most in [begin] + [more] * (turns - 1)]
         return [[rng.integers(0, vocabulary, length, dtype=np.int32) for length in of_turn] for of_turn in lengths]
 
     talks = [drawn(number) for number in range(1 + settings.repeat)]
     num_tokens = sum(len(new) + out for of_turn in talks[1] for new in of_turn)
     max_tokens = begin[1] + (turns - 1) * more[1] + turns * out
-    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+    with closing(Weights(context.model, settings)) as weights:
         pages = ceil_div(num_tokens * weights.source.layout.row_bytes, PAGE_BYTES)
         budget_bytes, most = pages // 4 * PAGE_BYTES, 2 if settings.small else 64
         limits = {"kv_budget_bytes": budget_bytes, "max_tokens": max_tokens, "max_num_seqs": most}
@@ -373,15 +385,14 @@ def _working_set(context: Context, shape: Shape) -> None:
                 for system, run in served.items():
                     _compare_with_alone(context, name, system, alone, talks[-1], run)
     if _cases(settings, "vllm"):
-        from bench.suites.serve.peers import Vllm, save_weights
+        from bench.systems.outside import Vllm
 
         del weights  # vLLM wants their memory
         release_memory(settings.device)
-        with context.recorder.guarded(name, "vLLM"), context.model.directory() as folder:
-            save_weights(Weights(context.model, settings.device, settings.seed), folder)
+        with context.recorder.guarded(name, "vLLM"):
             context.recorder.note(f"{name}, vLLM")
             host_gib = pages * PAGE_BYTES / GIB
-            vllm = Vllm(folder, context.model, settings, kv_cache_memory_bytes=budget_bytes, kv_offloading_size=host_gib)
+            vllm = Vllm(context.model, settings, kv_cache_memory_bytes=budget_bytes, kv_offloading_size=host_gib)
             with closing(vllm):
                 _check(context, vllm, talks[0][0][:2])
                 runs = [_rounds(vllm, talk, out) for talk in talks[1:]]
@@ -477,11 +488,11 @@ def _beside(context: Context, shape: Shape) -> None:
     settings, recorder = context.settings, context.recorder
     count, begin, out, known, num_stores = (4, 32, 24, 1025, 2) if settings.small else (32, 128, 384, 8193, 24)
     draw = np.random.default_rng((settings.seed, 13)).integers
-    vocabulary = min(10_001, context.model.vocabulary)
+    vocabulary = context.model.prompt_ids
     decoding = at_once((draw(0, vocabulary, begin, dtype=np.int32) for _ in range(count)), out)
     prompt = draw(0, vocabulary, known, dtype=np.int32)
     name = context.name("beside", f"{count} requests of {begin} tokens in, {out} out; copies of {known - 1} tokens")
-    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+    with closing(Weights(context.model, settings)) as weights:
         layout = weights.source.layout
         num_pages = count * layout.pages_for(begin + out) + (2 + num_stores) * layout.pages_for(known)
         limits = {"kv_budget_bytes": num_pages * PAGE_BYTES, "max_tokens": known + _OWN_TOKENS, "max_num_seqs": count}
@@ -581,7 +592,7 @@ def _swap(context: Context, shape: Shape) -> None:
     def serve(engine: _Engine) -> list[ServedRun]:
         return [engine.run(at_once(prompts, out)) for prompts in runs]
 
-    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+    with closing(Weights(context.model, settings)) as weights:
         layout = weights.source.layout
         budget_bytes = layout.pages_for(num_fitting * (length + out)) * PAGE_BYTES
         limits = {"kv_budget_bytes": budget_bytes, "max_tokens": length + out, "max_num_seqs": count}
@@ -611,7 +622,7 @@ def _restart(context: Context, shape: Shape) -> None:
         recorder.note(f"{name}: the first engine starts")
         first = _Killable(stack, options)
         answers = {system: [first.ask(each) for each in prompts] for system in ("computed", "warm")}
-        others = behind_others(context.model, settings.seed, prompts, _OWN_TOKENS)
+        others = context.model.behind_others(settings.seed, prompts, _OWN_TOKENS)
         moved = [first.ask(each).likeliest for each in others]
         first.connection.send(last)
         first.kill()

@@ -21,11 +21,21 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from bench import workloads
+from bench.figures import Drawing, Question
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
-from bench.suites.serve.models import ITEM_BYTES, ServedModel, decode_s, model_of
+from bench.systems.models import ITEM_BYTES, ServedModel, decode_s, model_of
 from vmmkv import Pool
 from vmmkv.errors import OutOfPages
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
+
+QUESTIONS: Final = tuple(
+    Question("In transformers, eager", "time per token", f"transformers {other}", ours="vmmkv VmmCache")
+    for other in ("DynamicCache", "StaticCache")
+)
+FIGURES: Final = (
+    Drawing("decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
+    Drawing("admitted", "Requests that fit at once", ("admitted sequences",)),
+)
 
 PARTS: Final = ("memory", "mixed", "decode")
 """In this order: what `decode` compiles leaves memory with torch in which a meter sees nothing."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from tests.end_to_end.small import ServerProcess, server_process, until
 from vmmkv_server.models import resolve
 

@@ -13,11 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.baselines import PAGED_FA3, fa3
-from bench.baselines.backend import SYSTEMS, open_common_prefill, open_paged, open_static
+from bench.baselines.backend import open_common_prefill, open_paged, open_paged_fa3, open_static
 from tests.engine.conftest import Harness, prompt_of
 from tests.engine.decoder_models import small
 from tests.gpu.test_decode_steps_cuda import DEVICE, SIZES, model_of
-from vmmkv_server.engine.kv_backend import OpenBackend
+from vmmkv_server.engine.kv_backend import OpenBackend, SlotBackend
 
 BLOCK_ROWS = 16
 MEMORIES: dict[str, OpenBackend] = {
@@ -91,10 +91,10 @@ def test_heads_of_128_in_bfloat16_are_attended_to_as_over_slots(memory: str, cap
     prompts = [prompt_of(length, length) for length in (1, 15, 16, 17, 127, 128, 129, 700, 1500)]
     prompts += [shared + prompt_of(20 + index, index) for index in range(12)]
     answers = []
-    for name in ("vmmkv", memory):
+    for open_memory in (SlotBackend.open, open_paged_fa3 if memory == PAGED_FA3 else MEMORIES[memory]):
         # A step that has chunks has rows that decode as well: the prompts do not fit in one.
         options = {"device": DEVICE, "ours": True, "capture": capture, "slots": 24, "step_tokens": 1024, "max_tokens": 2048}
-        one = Harness(model, open_memory=SYSTEMS[name], share=True, budget_pages=256, **options)
+        one = Harness(model, open_memory=open_memory, share=True, budget_pages=256, **options)
         one.ask("first", shared, 2)
         finish(one)
         for index, prompt in enumerate(prompts):

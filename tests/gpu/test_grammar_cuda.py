@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from tests.engine.conftest import Harness, harness, prompt_of
 from tests.server.tiny import token_ids
 from tests.structured_output.grammars import (

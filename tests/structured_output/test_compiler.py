@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import xgrammar
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer
 from tests.structured_output import in_worker

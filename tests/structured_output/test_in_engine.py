@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer, token_ids

@@ -15,7 +15,7 @@ import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from vmmkv_server.structured_output.schema import GrammarRefused, of_schema
 from vmmkv_server.structured_output.text import FORMATS, MAX_REPETITIONS, fit, lengths, matches, read
 

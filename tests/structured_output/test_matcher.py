@@ -12,7 +12,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from bench.suites.serve.schemas import SCHEMAS
+from bench.schemas import SCHEMAS
 from vmmkv_server.structured_output import text
 from vmmkv_server.structured_output.compiler import Compilation, grammar_read, with_own_automata
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary

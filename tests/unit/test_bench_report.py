@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.report import DOCS, answers, figures, main, write
-from bench.rows import Row, RowFile, Summary, exact
-from tests.unit.test_bench_rows import provenance
+from bench.report import DOCS, answers, figures, main, trends, write
+from bench.rows import Row, RowFile, Summary, exact, read
+from tests.unit.recorded import provenance
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -96,3 +96,26 @@ def test_the_committed_rows_make_the_documents_figures(tmp_path: Path, capsys: p
     assert {path.stem for path in (tmp_path / "docs" / "figures").iterdir()} == set(DOCS)
     assert "| ahead, while the device works |" in (tmp_path / "README.md").read_text()
     assert "not written" not in capsys.readouterr().out
+
+
+def test_a_figure_moves_from_commit_to_commit_by_the_last_row_of_each(tmp_path: Path) -> None:
+    days = {"aaa": (100, "2026-01-01"), "bbb": (50, "2026-01-02"), "ccc": (200, "2026-01-03")}
+    for commit, (p50, date) in days.items():
+        RowFile(tmp_path, provenance(date, commit=commit)).append(row("vmmkv", p50))
+    RowFile(tmp_path, provenance("2026-01-04", commit="aaa")).append(row("vmmkv", 160))
+    rows = read([tmp_path])
+    ((trend,),) = trends(rows).values()
+    assert [(one.provenance.commit, one.row.summary.p50) for one in trend.rows] == [("bbb", 50), ("ccc", 200), ("aaa", 160)]
+    assert (trend.last.verdict, trend.last.old.provenance.commit) == ("worse", "ccc")
+    page = write([tmp_path], tmp_path / "out").read_text()
+    assert page.index('id="trends"') < page.index(
+        "50, commit bbb of 2026-01-02; 200, commit ccc of 2026-01-03; 160, commit aaa"
+    )
+
+
+def test_what_has_one_commit_or_no_question_has_no_trend(tmp_path: Path) -> None:
+    for commit in ("aaa", "bbb"):
+        RowFile(tmp_path, provenance(commit=commit)).append(row("paged 16", 100))
+    RowFile(tmp_path, provenance()).append(row("vmmkv", 100))
+    assert trends(read([tmp_path])) == {}
+    assert 'id="trends"' not in write([tmp_path], tmp_path / "out").read_text()

@@ -5,20 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import cli
 from bench.cli import main
 from bench.compare import compare
 from bench.compare import main as compare_main
-from bench.harness import SHAPES, Recorder, Settings, WrongNumbers
+from bench.harness import Recorder, WrongNumbers
 from bench.rows import FAILED, Provenance, Recorded, Row, RowFile, Summary, exact, newest, read, summarize
-
-SETTINGS = Settings(device=torch.device("cpu"), shape=SHAPES["wide"], quick=True)
-
-
-def provenance(date: str = "2026-01-01", *, device: str = "H200", quick: bool = False, commit: str = "abc") -> Provenance:
-    return Provenance(device=device, driver="1", versions={}, commit=commit, seed=0, quick=quick, date=date)
+from tests.unit.recorded import provenance, recorder_in
 
 
 def recorded(
@@ -27,10 +21,6 @@ def recorded(
     summary = Summary(p20=p50 - spread, p50=p50, p80=p50 + spread, p99=p50 + spread, n=n)
     row = Row(suite="prefix", workload="w", system="vmmkv", metric=metric, unit=unit, summary=summary)
     return Recorded(row=row, provenance=made or provenance())
-
-
-def recorder_in(folder: Path, suite: str = "append", settings: Settings = SETTINGS) -> Recorder:
-    return Recorder(suite, settings, RowFile(folder, provenance(quick=True)))
 
 
 def test_percentiles_are_samples_and_the_median_of_two_is_their_mean() -> None:

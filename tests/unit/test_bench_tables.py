@@ -6,7 +6,7 @@ import pytest
 
 from bench.rows import Recorded, Row, exact
 from bench.tables import Column, Line, Table, better, filled, markdown
-from tests.unit.test_bench_rows import provenance
+from tests.unit.recorded import provenance
 
 COLUMNS = {"theirs": Column("vLLM"), "ours": Column("vmmkv")}
 

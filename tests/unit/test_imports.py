@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.suites import SUITES
 from tests.sources import MODULES, ROOT, modules
 
 ALL = MODULES | modules(ROOT, "bench")
@@ -53,8 +54,14 @@ LAYERS = (
     ("vmmkv_server.metrics",),
     ("vmmkv_server.http",),
     ("vmmkv_server.launch",),
-    ("vmmkv.cli", "bench"),
+    ("vmmkv.cli",),
     ("vmmkv.__main__",),
+    ("bench.figures", "bench.rows", "bench.schemas", "bench.workloads"),
+    ("bench.harness",),
+    ("bench.baselines", "bench.decode_step"),
+    ("bench.systems",),
+    ("bench.suites", *(f"bench.suites.{name}" for name in SUITES)),
+    ("bench",),
 )
 """The rooms from bottom to top. A module imports from its own room and from layers below, in functions and for types too."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.suites.serve.models import MODELS
+from bench.systems.models import MODELS
 from vmmkv.cli.main import main
 from vmmkv.units import GIB, PAGE_BYTES
 from vmmkv_server.config import EngineConfig

@@ -26,6 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.baselines import fa3
+from bench.figures import Drawing, Question
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Recorder, Settings, Shape, WrongNumbers, time_for
 from bench.rows import summarize
 from bench.suites.kernels.memories import (
@@ -43,6 +44,16 @@ from bench.suites.kernels.memories import (
 from vmmkv.layout import KVType
 from vmmkv.units import KIB, MIB, ceil_div
 from vmmkv_kernels import reference
+
+QUESTIONS: Final = tuple(
+    Question(text, "layer", other, ours=f"{kernel}, vmmkv, all layers a page")
+    for kernel, text in (("decode", "Decode attention"), ("prefill", "Prefill attention"))
+    for other in (f"{kernel}, cudaMalloc", "*, paged *[0-9]")  # not those whose sequences share all rows
+)
+FIGURES: Final = (
+    Drawing("decode", "Decode attention, by memory", ("bandwidth",), r"(?P<by>\S+) decode (?P<group>.+)"),
+    Drawing("prefill", "Prefill attention, by memory", ("throughput",), r"(?P<by>\S+) prefill (?P<group>.+)"),
+)
 
 PARTS: Final = ("decode", "prefill", "shared", "quantised")
 """Each a method of `Measurer`."""

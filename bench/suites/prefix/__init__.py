@@ -13,25 +13,44 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from bench.baselines import backend
+from bench import systems
+from bench.baselines import COMMON_PREFILL
+from bench.figures import PAGED, Drawing, Question
 from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.prefix import host
-from bench.suites.serve.compared import NO_SHARING, checked, opened
-from bench.suites.serve.context import Context
-from bench.suites.serve.systems import share_same, take_turns
+from bench.systems import MEMORIES, NO_SHARING, Context
+from bench.systems.runs import SharedSystem, checked, share_same, take_turns
 from bench.workloads import TokenIds, Workload, at_once
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import Driver, open_driver
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
+QUESTIONS: Final = (
+    Question("Requests that share a prefix", "total", PAGED),
+    Question("Memory of shared prefixes", "memory, held", PAGED),
+    Question("Blocks of 16, by the same kernels, and a shared prefix", "total", "paged 16", COMMON_PREFILL),
+)
+_SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
+FIGURES: Final = (
+    Drawing("total", "Requests that share a prefix: time until the last answer", ("total",), _SHARED),
+    Drawing("memory", "Requests that share a prefix: memory that is held", ("memory, held",), _SHARED),
+    Drawing(
+        *("attach", "Attaching a prefix", ("in the driver", "until the device is done")),
+        *(r"attach (?P<x>\d+) tokens$", "tokens"),
+    ),
+    Drawing("tree", "The radix tree alone", (), r"(?P<panel>a tree) of (?P<x>[\d,]+) nodes$", "nodes"),
+)
+
 PARTS: Final = ("requests", "attach", "tree", "host")
+SYSTEMS: Final = (*(name for name in MEMORIES if name != "static"), NO_SHARING)
+"""What `requests` compares. Static slots share nothing."""
 _PLAIN: Final = "llama-3.1-8b"
 """The shape whose workloads are named without it."""
 
 
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out because something that they need is missing, and why."""
-    return backend.absent(settings.device, settings.fa3) if settings.wants("requests") else {}
+    return systems.absent(settings, SYSTEMS) if settings.wants("requests") else {}
 
 
 def run(recorder: Recorder) -> None:
@@ -41,18 +60,16 @@ def run(recorder: Recorder) -> None:
     if settings.wants("requests"):
         context = Context(recorder, settings.shape)
         prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
-        # The static baseline shares nothing either.
-        names = [name for name in backend.systems_on(settings.device, settings.fa3) if name != "static"]
         sizes = (64 * MIB, 2048, 8, 256) if small else (16 * GIB, 8192, 128, 8192)
         limits = dict(zip(("kv_budget_bytes", "max_tokens", "max_num_seqs", "max_num_batched_tokens"), sizes, strict=True))
-        with recorder.guarded(f"{prefix}requests"), opened(context, limits, [*names, NO_SHARING]) as systems:
+        with recorder.guarded(f"{prefix}requests"), context.beside(limits, SYSTEMS) as opened:
             lengths = (1200, 100) if small else (4096, 200, 1000, 4000)
             rounds = 1 if small else 2
             # A round without rows: the first creates memory that later ones find.
             warming = [_wave(context, min(lengths), rounds, number) for number in range(2)]
-            take_turns(recorder, systems, [warming], ["warming up"])
+            take_turns(recorder, opened, [warming], ["warming up"])
             for tokens in recorder.track(lengths, lambda tokens: f"{tokens} tokens shared"):
-                _measure_requests(context, systems, tokens, rounds, prefix)
+                _measure_requests(context, opened, tokens, rounds, prefix)
     if settings.wants("attach"):
         named = "" if settings.shape.name == _PLAIN else f"{settings.shape.name} "
         prefixes = (64, 1024) if small else (1024, 4096, 16384, 65536, 131072)
@@ -75,24 +92,24 @@ def _request_sizes(settings: Settings) -> tuple[int, int, int]:
     return own, out, settings.sequences or requests
 
 
-def _measure_requests(context: Context, systems: Sequence[Any], prefix_tokens: int, rounds: int, prefix: str) -> None:
+def _measure_requests(context: Context, opened: Sequence[SharedSystem], prefix_tokens: int, rounds: int, prefix: str) -> None:
     """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix.
 
     Without sharing each run computes every prompt: one run of each state takes longer than all others, and is enough.
     """
-    recorder, settings, first = context.recorder, context.settings, systems[0].name
+    recorder, settings, first = context.recorder, context.settings, opened[0].name
     own, out, requests = _request_sizes(settings)
     text = f"{prefix}{requests} requests of {prefix_tokens} + {own} tokens, {out} out"
     names = [f"{text}, {state}" for state in ("cold", "warm")]
     num_waves = 2 if settings.small else 3  # of a round: a cold one, then warm ones with other tokens behind the same prefix
     with recorder.guarded(names[0]):
         waves = [[_wave(context, prefix_tokens, round_, number) for number in range(num_waves)] for round_ in range(rounds)]
-        offs = checked(context, systems, waves[0][0], 2)
+        offs = checked(opened, waves[0][0], 2, context.model, settings.seed)
 
         def leaves_out(system: str, round_: int, place: int) -> bool:
             return system == NO_SHARING and (round_ > 0 or place > 1)
 
-        by_state = take_turns(recorder, systems, waves, names, leaves_out=leaves_out)
+        by_state = take_turns(recorder, opened, waves, names, leaves_out=leaves_out)
         for name, runs in zip(names, by_state, strict=True):
             for system, of_system in runs.items():
                 pairs = zip(of_system, runs[first], strict=system != NO_SHARING)

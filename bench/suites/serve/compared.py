@@ -3,37 +3,38 @@
 closed     all requests there at once, as fast as each system is
 outside    the same beside transformers
 rates      requests arrive at random: how long each waits, and how many are served well, by how many there are
+policies   long prompts all at once, by requests that keep some of their rows, and by requests that keep all
+
+`policies` has memory for three quarters of the requests with all rows, and one engine for all cases. What scores and
+compactions cost is seen twice:
+
+- of the prompt: one request alone, until its second token, which comes behind the compaction. StreamingLLM has no scores.
+- as requests decode: what steps in which all of them do take beyond their median, by compaction. In most of these steps none is
+  ranked or compacted. The share of decode follows for the number of rows between two compactions that is the default.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from bench import workloads
-from bench.baselines.backend import systems_on
-from bench.harness import Settings, WrongNumbers
-from bench.suites.serve.context import Context
-from bench.suites.serve.models import ServedModel, Weights, requests_s
-from bench.suites.serve.systems import (
-    OUTSIDE,
-    EngineSystem,
-    LogProbs,
-    Options,
-    ServedRun,
-    share_off,
-    share_same,
-    take_turns,
-)
-from bench.workloads import Workload
-from vmmkv.units import GIB, MIB, format_bytes
+from bench.harness import Settings
+from bench.systems import MEMORIES, TRANSFORMERS, Context
+from bench.systems.engine import EngineSystem, Options, Said
+from bench.systems.models import ServedModel, Weights, requests_s
+from bench.systems.runs import ServedRun, SharedSystem, checked, share_off, share_same, take_turns
+from bench.workloads import TokenIds, Workload, at_once
+from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
+from vmmkv_server.kv_policy import Eviction
+from vmmkv_server.protocol import Compacted, FromEngine
 
-NO_SHARING: Final = "none"
-_IDS: Final = 10_001
-_CHECKED_TOKENS: Final = 4
-"""Of each answer that is held against the first system's."""
+SYSTEMS_OF: Final = {"closed": MEMORIES, "rates": MEMORIES, "outside": ("vmmkv", TRANSFORMERS)}
+"""What each part compares; the first is what the others are held against."""
 
 
 def limits_of(settings: Settings) -> Options:
@@ -64,7 +65,7 @@ def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str,
     small, seed = settings.small, settings.seed
     common: dict[str, Any] = {
         "seed": seed,
-        "vocabulary": min(_IDS, model.vocabulary),
+        "vocabulary": model.prompt_ids,
         "max_tokens": limits_of(settings)["max_tokens"],
     }
     if part == "rates":
@@ -90,8 +91,7 @@ def run(context: Context, part: str) -> None:
     asked = {case: each for case, each in workloads_of(context.model, settings, part).items() if settings.wants_case(case)}
     if not asked:
         return
-    names = ["vmmkv", OUTSIDE] if part == "outside" else systems_on(settings.device, settings.fa3)
-    with opened(context, limits, names) as systems:
+    with context.beside(limits, SYSTEMS_OF[part]) as systems:
         for case, workload in asked.items():
             text = f", {case} requests/s, Poisson" if part == "rates" else f": {workload.text}"
             name = context.name(part, f"{workload.name}{text}, {format_bytes(limits['kv_budget_bytes'])} of rows")
@@ -104,39 +104,10 @@ def run(context: Context, part: str) -> None:
                     _add_latencies(context, name, system, runs)
 
 
-@contextmanager
-def opened(context: Context, limits: Options, names: Iterable[str]) -> Iterator[list[Any]]:
-    """All systems, beside each other, over the same weights. A kept engine takes all memory, and is closed.
-
-    `NO_SHARING` is vmmkv without a prefix cache, `OUTSIDE` transformers; others are of the baselines.
-    """
-    context.close()
-    with ExitStack() as stack:
-        weights = Weights(context.model, context.settings.device, context.settings.seed)
-        stack.callback(weights.close)
-        stack.enter_context(torch.inference_mode())
-        systems: list[Any] = []
-        stack.callback(systems.clear)
-        for name in names:
-            context.recorder.note(f"{context.model.name}: {name} starts")
-            if name == OUTSIDE:
-                from bench.suites.serve.peers import StaticBatches  # not above: it imports transformers
-
-                systems.append(StaticBatches(weights, limits))
-            elif name == NO_SHARING:
-                systems.append(EngineSystem("vmmkv", weights, {**limits, "prefix_cache": False}))
-            else:
-                systems.append(EngineSystem(name, weights, limits))
-            stack.callback(systems[-1].close)
-        del weights
-        yield systems
-    context.close()  # collects: what captured graphs and weights keep is not free before
-
-
-def _measured(context: Context, name: str, systems: Sequence[Any], workload: Workload) -> dict[str, list[ServedRun]]:
+def _measured(context: Context, name: str, systems: Sequence[SharedSystem], workload: Workload) -> dict[str, list[ServedRun]]:
     """The runs of each system. All are checked before any has rows. Raises: WrongNumbers."""
     recorder, strict = context.recorder, not context.settings.on_gpu
-    offs = checked(context, systems, workload, 2 if context.settings.small else 4)
+    offs = checked(systems, workload, 2 if context.settings.small else 4, context.model, context.settings.seed)
     (runs,) = take_turns(recorder, systems, [[workload]] * context.settings.repeat, [name])
     first = runs[systems[0].name][0]
     sames = {
@@ -148,43 +119,12 @@ def _measured(context: Context, name: str, systems: Sequence[Any], workload: Wor
     return runs
 
 
-def checked(context: Context, systems: Sequence[Any], workload: Workload, count: int) -> dict[str, float]:
-    """By how much log-probabilities are off the first system's, as a share of what other prompts change.
-
-    They are those of the first tokens of some answers, of which all but one are decoded, as far as these tokens are the same.
-    """
-    prompts = [ask.prompt for ask in workload.asks[:count]]
-    rng = np.random.default_rng((context.settings.seed, 7))
-    others = [rng.integers(0, context.model.vocabulary, len(prompt), dtype=np.int32) for prompt in prompts]
-    first, *compared = systems
-    begins, changed = first.begins(prompts, _CHECKED_TOKENS), first.likeliest(others)
-    offs: dict[str, float] = {}
-    for system in compared:
-        pairs: list[tuple[LogProbs, LogProbs]] = [
-            (of_first[place], of_other[place])
-            for (tokens, of_first), (other_tokens, of_other) in zip(
-                begins, system.begins(prompts, _CHECKED_TOKENS), strict=True
-            )
-            for place in range(_CHECKED_TOKENS)
-            if tokens[:place] == other_tokens[:place]
-        ]
-        if len(pairs) <= len(prompts):
-            raise WrongNumbers(f"{system.name} answers with other tokens than {first.name}")
-        wanted, given = zip(*pairs, strict=True)
-        # What other prompts change is seen at first tokens.
-        shifts = [changed[index % len(changed)] for index in range(len(pairs))]
-        offs[system.name] = share_off(wanted, given, shifts, first.dtype, f"first tokens of {system.name}")
-    return offs
-
-
 def _add_closed(context: Context, name: str, system: str, workload: Workload, runs: Sequence[ServedRun]) -> None:
     """How long all took. What several requests share is computed once, which the bound does not know: it has none then."""
     lengths, outs = [len(ask.prompt) for ask in workload.asks], [ask.num_out for ask in workload.asks]
     shares = workload.name in ("shared prefix", "multi turn")
     bound_s = None if shares else requests_s(context.model, lengths, outs)
-    add = context.recorder.samples
-    add(name, system, "throughput", "tok/s", [sum(outs) / run.seconds for run in runs], bound_s and sum(outs) / bound_s)
-    add(name, system, "total", "s", [run.seconds for run in runs], bound_s)
+    context.recorder.rates(name, system, sum(outs), [run.seconds for run in runs], bound_s)
 
 
 def _add_open(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:
@@ -213,3 +153,187 @@ def _add_latencies(context: Context, name: str, system: str, runs: Sequence[Serv
     }
     for metric, seconds in samples.items():
         context.recorder.samples(name, system, metric, "ms", [1e3 * each for each in seconds])
+
+
+# requests that keep some of their rows
+
+ALL: Final = "none"
+"""The case of requests that keep all rows."""
+_REQUESTS: Final = 32
+_RUNS_ALONE: Final = 3
+"""Of one request by each policy: what is looked for is a hundredth of a run."""
+_OWN_TOKENS: Final = 16
+"""At the end of each prompt: answers must change if all tokens before these are others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySizes:
+    """Sizes of the workload of `policies`."""
+
+    num_requests: int
+    prompt: int
+    out: int
+    budgets: tuple[int, int]
+    every: int
+    """Rows behind the budget at which policies compact again."""
+
+    @classmethod
+    def of(cls, settings: Settings, model: ServedModel) -> "PolicySizes":
+        """`--sequences` requests. Small prompts take two pages, and one when they are compacted."""
+        if settings.small:
+            return cls(num_requests=settings.sequences or 4, prompt=1100, out=40, budgets=(64, 32), every=8)
+        prompt = min(32_768, model.reach - 256)
+        return cls(num_requests=settings.sequences or _REQUESTS, prompt=prompt, out=256, budgets=(4096, 2048), every=128)
+
+    @property
+    def policies(self) -> dict[str, Mapping[str, Any] | None]:
+        """By case; None keeps all rows."""
+        found: dict[str, Mapping[str, Any] | None] = {ALL: None}
+        for budget in self.budgets:
+            found[f"snapkv-{budget}"] = {"type": "snapkv", "budget": budget}
+            found[f"h2o-{budget}"] = {"type": "h2o", "budget": budget, "recent": budget // 2, "every": self.every}
+            found[f"streaming_llm-{budget}"] = {"type": "streaming_llm", "window": budget - 4, "every": self.every}
+        return found
+
+
+class Moment(NamedTuple):
+    """Behind one step of the engine."""
+
+    at_s: float
+    num_compactions: int
+    """So far."""
+    used_bytes: int
+    """Of running requests."""
+    num_running: int
+    num_tokens: int
+    """That came."""
+    is_whole: bool
+    """Have all requests their first tokens, and has none ended?"""
+
+
+class WatchedEngine(EngineSystem):
+    """The engine, whose steps are watched."""
+
+    _num_compactions = _num_asked = 0
+
+    def run(self, workload: Workload, **options: Any) -> ServedRun:
+        """See EngineSystem."""
+        self.moments: list[Moment] = []
+        self._num_asked, self._begun, self._has_ended = len(workload.asks), set[int](), False
+        self.beside = self._watch
+        return super().run(workload, **options)
+
+    def _hear(self, message: FromEngine) -> None:
+        self._num_compactions += isinstance(message, Compacted)
+        super()._hear(message)
+
+    def _watch(self, said: list[Said]) -> None:
+        self._begun.update(index for index, tokens, _ in said if tokens)
+        self._has_ended |= any(has_ended for *_, has_ended in said)
+        used_bytes, num_tokens = self.loaded.memory.stats().pool_used_bytes, sum(len(tokens) for _, tokens, _ in said)
+        is_whole = len(self._begun) == self._num_asked and not self._has_ended
+        counts = self._num_compactions, used_bytes, self.loop.num_running, num_tokens
+        self.moments.append(Moment(time.perf_counter(), *counts, is_whole))
+
+
+def run_policies(context: Context, part: str) -> None:
+    """The cases that are wanted."""
+    settings, model, recorder = context.settings, context.model, context.recorder
+    sizes = PolicySizes.of(settings, model)
+    cases = {case: policy for case, policy in sizes.policies.items() if settings.wants_case(case)}
+    if not cases:
+        return
+    prompts = [model.tokens(settings.seed, sizes.prompt, 10, index) for index in range(sizes.num_requests)]
+    workload = at_once(prompts, sizes.out)
+    context.close()
+    with closing(Weights(model, settings)) as weights:
+        layout = weights.source.layout
+        whole_bytes = layout.pages_for(sizes.prompt + sizes.out) * PAGE_BYTES
+        budget_bytes = max(1, sizes.num_requests * 3 // 4) * whole_bytes
+        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": sizes.prompt + sizes.out, "max_num_seqs": sizes.num_requests}
+        text = f"{len(prompts)} requests of {sizes.prompt} tokens in, {sizes.out} out, {format_bytes(budget_bytes)} of rows"
+        name = context.name(part, text)
+        recorder.note(f"{model.name}: the engine starts")
+        with closing(WatchedEngine(weights, limits)) as engine:
+            scored = sorted({0, len(prompts) - 1})  # the last one's prompt is computed beside requests that are compacted
+            compared = [prompts[index] for index in scored]
+            others = model.behind_others(settings.seed, compared, _OWN_TOKENS)
+            recorder.note("requests alone")
+            alone, moved = ([engine.likeliest([each])[0] for each in some] for some in (compared, others))
+            prefills_s = _prefills(context, engine, {ALL: None} | cases, prompts[0])
+            for case, policy in cases.items():
+                with recorder.guarded(name, _system(case)):
+                    recorder.note(f"{case}, {text}")
+                    served = engine.run(workload, scored=scored, kv_policy=policy)
+                    what = "first tokens, against requests alone,"
+                    off = share_off(alone, served.likeliest, moved, engine.dtype, what)
+                    recorder.figure(name, _system(case), "first tokens off by", "% of another prompt's", 100 * off)
+                    _add_prefills(context, case, sizes, prefills_s)
+                    _add_kept(context, name, case, policy, served, engine.moments, budget_bytes, whole_bytes)
+    context.close()
+
+
+def _system(case: str) -> str:
+    return "vmmkv, all rows" if case == ALL else f"vmmkv, {case}"
+
+
+def _prefills(
+    context: Context, engine: WatchedEngine, cases: Mapping[str, Mapping[str, Any] | None], prompt: TokenIds
+) -> dict[str, list[float]]:
+    """Seconds of one request alone until its second token, by case. Cases take turns; the first round is not timed."""
+    one, seconds = at_once([prompt], 2), {case: list[float]() for case in cases}
+    for number in range(1 + _RUNS_ALONE):
+        context.recorder.note(f"one request alone by each policy, run {number} of {_RUNS_ALONE}")
+        for case, policy in cases.items():
+            run = engine.run(one, kv_policy=policy)
+            if number:
+                seconds[case].append(run.seconds)
+    return seconds
+
+
+def _add_prefills(context: Context, case: str, sizes: PolicySizes, prefills_s: Mapping[str, list[float]]) -> None:
+    """What ranking and compacting one prompt adds to computing it."""
+    name = context.name("policies", f"1 request of {sizes.prompt} tokens in, 2 out")
+    context.recorder.samples(name, _system(case), "total", "ms", [1e3 * each for each in prefills_s[case]])
+    if case != ALL:
+        full_s = median(prefills_s[ALL])
+        shares = [100 * (each / full_s - 1) for each in prefills_s[case]]
+        context.recorder.samples(name, _system(case), "scores and compaction, of prefill", "%", shares)
+
+
+def _add_kept(
+    context: Context, name: str, case: str, policy: Mapping[str, Any] | None, served: ServedRun, moments: Sequence[Moment],
+    budget_bytes: int, whole_bytes: int,
+) -> None:  # fmt: skip
+    """Full attention has all requests at once only if they fit: else some wait, or are preempted."""
+    recorder, model, system = context.recorder, context.model, _system(case)
+    lengths, outs = [each.prompt_tokens for each in served.served], [len(each.tokens) for each in served.served]
+    bound_s = requests_s(model, lengths, outs) if case == ALL else None
+    recorder.rates(name, system, sum(outs), [served.seconds], bound_s)
+    recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for each in served.served])
+    peak = max(moments, key=lambda moment: moment.used_bytes)
+    recorder.figure(name, system, "KV memory at peak", "GiB", peak.used_bytes / GIB)
+    recorder.figure(name, system, "running at once", "requests", max(moment.num_running for moment in moments))
+    whole = [moment for moment in moments if moment.is_whole]
+    fitting = budget_bytes // whole_bytes
+    if len(whole) > 1 and case != ALL:  # one of them whole, as its prompt is computed
+        fitting = 1 + (budget_bytes - whole_bytes) * len(lengths) // whole[-1].used_bytes
+    recorder.figure(name, system, "sequences that fit", "", fitting)
+    if len(whole) < 2:
+        return
+    # The last prompt is compacted behind the first of these.
+    recorder.figure(name, system, "KV memory, all decoding", "GiB", whole[-1].used_bytes / GIB)
+    steps_s = np.diff([moment.at_s for moment in whole])
+    rate = sum(moment.num_tokens for moment in whole[1:]) / float(steps_s.sum())
+    recorder.figure(name, system, "throughput, all decoding", "tok/s", rate, len(steps_s))
+    if policy is None or (num_compactions := whole[-1].num_compactions - whole[0].num_compactions) < len(lengths) // 2:
+        return  # of SnapKV none; of a short answer too few to tell
+    step_s = float(np.median(steps_s))
+    cost_s = (float(steps_s.sum()) - len(steps_s) * step_s) / num_compactions
+    recorder.figure(name, system, "one compaction, beyond the median step", "ms", 1e3 * cost_s, num_compactions)
+    by_default = Eviction.of({option: value for option, value in policy.items() if option != "every"})
+    assert by_default is not None and by_default.every is not None, "it compacts as requests decode"
+    share = 100 * len(lengths) * cost_s / (by_default.every * step_s)
+    recorder.figure(
+        name, system, f"scores and compaction every {by_default.every} rows, of decode", "%", share, num_compactions
+    )

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench.harness import WrongNumbers
-from bench.suites.serve.context import Context
-from bench.suites.serve.models import Weights, digest_of, tokenizer_file
-from bench.suites.serve.schemas import SCHEMAS
-from bench.suites.serve.systems import EngineSystem, Options, params_of
+from bench.schemas import SCHEMAS
+from bench.systems import Context
+from bench.systems.engine import EngineSystem, Options, params_of
+from bench.systems.models import Weights, digest_of, tokenizer_file
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.engine.request import Request
@@ -128,7 +128,7 @@ class ScriptedEngine(EngineSystem):
     """The engine over slots, asked for answers by a grammar. Close it."""
 
     def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: Options) -> None:
-        super().__init__("vmmkv", weights, {**limits, "prefix_cache": False})
+        super().__init__(weights, {**limits, "prefix_cache": False})
         self._asks: dict[str, Scripted] = {}
         self._followers: dict[str, Follower] = {}
         grammars: Any = self.loop.features.of(Grammars)
@@ -188,7 +188,7 @@ def run(context: Context, part: str) -> None:
     with recorder.guarded(context.name(part, "answers by a grammar"), "vmmkv"), ExitStack() as stack:
         file = tokenizer_file(settings.tokenizer)
         model = context.model.with_tokenizer(file)
-        weights = stack.enter_context(closing(Weights(model, settings.device, settings.seed)))
+        weights = stack.enter_context(closing(Weights(model, settings)))
         vocabulary = Vocabulary.load(weights.directory, model.vocabulary, sorted(weights.source.end_tokens))
         recorder.note(f"grammar: {len(names)} schemas are compiled")
         compilation = Compilation(vocabulary)
@@ -199,7 +199,7 @@ def run(context: Context, part: str) -> None:
         draws = random.Random(settings.seed)
 
         def scripted(grammar: bytes, script: list[int] | None = None) -> Scripted:
-            prompt = draws.choices(range(min(10_001, model.vocabulary)), k=_PROMPT_TOKENS)
+            prompt = draws.choices(range(model.prompt_ids), k=_PROMPT_TOKENS)
             return Scripted(prompt, grammar, max_tokens, script)
 
         recorder.note("grammar: the script is written")

@@ -19,10 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import WrongNumbers
-from bench.suites.serve.context import Context
-from bench.suites.serve.generate import random_tokens, stages
-from bench.suites.serve.models import Weights, prefill_s, read_s
-from bench.suites.serve.systems import EngineSystem, of_users, params_of
+from bench.suites.serve.users import stages
+from bench.systems import Context
+from bench.systems.engine import EngineSystem, of_users, params_of
+from bench.systems.models import Weights, prefill_s, read_s
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.loading import STEP_TOKENS
 
@@ -61,8 +61,8 @@ def run(context: Context, part: str) -> None:
 def _open(context: Context) -> EngineSystem:
     """The engine's loop over vmmkv, with its own choice of memory: it takes all of a GPU."""
     settings = context.settings
-    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
-        return EngineSystem(_SYSTEM, weights, of_users(settings))
+    with closing(Weights(context.model, settings)) as weights:
+        return EngineSystem(weights, of_users(settings))
 
 
 def _time_steps(context: Context, engine: EngineSystem) -> None:
@@ -139,7 +139,7 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
     draws = random.Random(seed)
     engine.forget()
     for index in range(batch):
-        prompt = random_tokens(context.model, seed, length - draws.randrange(_APART), 7, batch, rows, index)
+        prompt = context.model.tokens(seed, length - draws.randrange(_APART), 7, batch, rows, index)
         engine.add(index, prompt.tolist(), params_of(window + 2 * spare))
     num_steady, before_s = 0, None
     try:

@@ -1,4 +1,4 @@
-"""The models that are served: configurations with random weights, the least time that they need, tokenizers, loaded weights.
+"""Models that are served: configurations with random weights, the least time that they need, tokenizers; a real one and a text.
 
 Bounds are an H200's: weights, K and V at 4.5 TB/s, operations in bfloat16 at 720 TFLOP/s, nothing overlapped. A step multiplies
 for as long as its weights take to be read, or its operations to be done, whichever is longer; then each sequence reads all of
@@ -15,13 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
+from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Settings
+from bench.workloads import TokenIds
 from vmmkv.config import read_environment
 from vmmkv_server.config import VARIABLES, EngineConfig
 from vmmkv_server.engine.loading import ModelSource, choose_dtype
-from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir
+from vmmkv_server.models import KNOWN_CONFIGS, KNOWN_MODELS, model_dir, resolve
 
 Config = Mapping[str, Any]
 """What a config.json holds."""
@@ -58,6 +60,22 @@ class ServedModel:
     def vocabulary(self) -> int:
         """Token ids."""
         return int(self.config["vocab_size"])
+
+    @property
+    def prompt_ids(self) -> int:
+        """Token ids of prompts are below it, so that models with large vocabularies have the same prompts."""
+        return min(10_001, self.vocabulary)
+
+    def tokens(self, seed: int, count: int, *names: int) -> TokenIds:
+        """Random token ids [count]; of the same seed and names the same."""
+        ids = random.Random(f"{seed}/{'/'.join(map(str, names))}").choices(range(self.prompt_ids), k=count)
+        return np.array(ids, np.int32)
+
+    def behind_others(self, seed: int, prompts: Sequence[TokenIds], own_tokens: int) -> list[TokenIds]:
+        """Prompts with the last tokens of these, behind other ones."""
+        lengths = [len(prompt) - own_tokens for prompt in prompts]
+        begins = [self.tokens(seed, length, 11, number) for number, length in enumerate(lengths)]
+        return [np.concatenate((begin, prompt[-own_tokens:])) for begin, prompt in zip(begins, prompts, strict=True)]
 
     @property
     def reach(self) -> int:
@@ -152,13 +170,16 @@ def model_of(shape_name: str, *, tiny: bool) -> ServedModel:
 class Weights:
     """The weights of a model, loaded once for several systems."""
 
-    def __init__(self, model: ServedModel, device: torch.device, seed: int) -> None:
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
         self.model: Final = model
-        self.device: Final = device
+        self.settings: Final = settings
+        self.device: Final = settings.device
         self._stack = ExitStack()
         self.directory: Final = self._stack.enter_context(model.directory())
-        self.config: Final = EngineConfig(model=str(self.directory), device=str(device), load_format="dummy", seed=seed)
-        self.source: Final = ModelSource(self.config, device, choose_dtype("auto", device))
+        self.config: Final = EngineConfig(
+            model=str(self.directory), device=str(self.device), load_format="dummy", seed=settings.seed
+        )
+        self.source: Final = ModelSource(self.config, self.device, choose_dtype("auto", self.device))
 
     def close(self) -> None:
         """Forget the directory; the weights go with the last system."""
@@ -204,10 +225,35 @@ def requests_s(
     return total_s
 
 
-# tokenizers
+# a real model, and a text
 
-SOURCE: Final = "smollm2-135m"
-"""The model whose tokenizer is taken, where no file is named."""
+REAL: Final = "smollm2-135m"
+"""The model with weights of its own; its tokenizer is taken where no file is named."""
+TEXT: Final = Path(__file__).parents[2] / "tests" / "texts" / "opticks.txt"
+WINDOW_TOKENS: Final = 1024
+
+
+def load_real(device: torch.device) -> Any:
+    """REAL, in float32 on a CPU and bfloat16 on a GPU; fetched first if it is not here. Raises: ModelUnavailable."""
+    # Loaded here: transformers takes seconds to import.
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(resolve(REAL), dtype=choose_dtype("auto", device), local_files_only=True)
+    return model.eval().to(device)
+
+
+def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_TOKENS) -> list[torch.Tensor]:
+    """int64 [num_tokens] each: the first tokens of the text, cut into windows."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(resolve(REAL) / "tokenizer.json"))
+    tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    if len(tokens) < count * num_tokens:
+        raise ValueError(f"{TEXT.name} has {len(tokens)} tokens, fewer than {count} windows of {num_tokens}")
+    return list(torch.tensor(tokens[: count * num_tokens], device=device).view(count, num_tokens))
+
+
+# tokenizers
 
 _DIGITS: Final = 8
 _SEED: Final = 0
@@ -216,14 +262,14 @@ _LONGEST: Final = 12
 
 
 def tokenizer_file(named: Path | None) -> Path:
-    """The tokenizer.json that was named, or SOURCE's. Nothing is fetched: what measures does not wait for a network.
+    """The tokenizer.json that was named, or REAL's. Nothing is fetched: what measures does not wait for a network.
 
     Raises: ValueError if there is no such file, naming what would work.
     """
-    path = named or model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES)) / "tokenizer.json"
+    path = named or model_dir(KNOWN_MODELS[REAL], read_environment(others=VARIABLES)) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f"--tokenizer {path} is no file; name a tokenizer.json, or bring that of {SOURCE} by `vmmkv fetch {SOURCE}`"
+            f"--tokenizer {path} is no file; name a tokenizer.json, or bring that of {REAL} by `vmmkv fetch {REAL}`"
         )
     return path
 
@@ -264,5 +310,5 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         error: Exception = ValueError("its ids have gaps")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as caught:
         error = caught
-    wanted = f"wanted a tokenizer.json of byte pairs (BPE), such as that of {SOURCE}; name one by --tokenizer FILE"
+    wanted = f"wanted a tokenizer.json of byte pairs (BPE), such as that of {REAL}; name one by --tokenizer FILE"
     raise ValueError(f"{path} cannot be padded: {error!r}; {wanted}") from error

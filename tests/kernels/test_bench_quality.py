@@ -12,6 +12,7 @@ import torch
 
 from bench.suites import quality
 from bench.suites.quality import KV_TYPES, Attended, QuantisingAttention
+from bench.systems.models import REAL, load_real, windows_of_text
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment
@@ -27,15 +28,15 @@ FP8, FP8_HEAD, INT8, INT4 = KV_TYPES
 
 @pytest.fixture(scope="module")
 def tokens_N() -> torch.Tensor:
-    if not model_dir(KNOWN_MODELS[quality.MODEL], read_environment()).is_dir():
-        pytest.skip(f"{quality.MODEL} is not here: run `vmmkv fetch {quality.MODEL}`")
+    if not model_dir(KNOWN_MODELS[REAL], read_environment()).is_dir():
+        pytest.skip(f"{REAL} is not here: run `vmmkv fetch {REAL}`")
     pytest.importorskip("transformers")
-    return quality.windows_of_text(torch.device("cpu"), 1, NUM_TOKENS)[0]
+    return windows_of_text(torch.device("cpu"), 1, NUM_TOKENS)[0]
 
 
 @pytest.fixture(scope="module")
 def attention(tokens_N: torch.Tensor) -> QuantisingAttention:
-    attention = QuantisingAttention(quality.load(torch.device("cpu")))
+    attention = QuantisingAttention(load_real(torch.device("cpu")))
     quality.calibrate(attention, tokens_N)
     return attention
 
@@ -53,10 +54,10 @@ def rows(attention: QuantisingAttention, tokens_N: torch.Tensor) -> list[Attende
 
 
 def test_the_text_is_long_enough_for_the_benchmark(tokens_N: torch.Tensor) -> None:
-    windows = quality.windows_of_text(torch.device("cpu"), quality.NUM_WINDOWS)
+    windows = windows_of_text(torch.device("cpu"), quality.NUM_WINDOWS)
     assert sum(window.numel() - 1 for window in windows) >= 20_000
     with pytest.raises(ValueError, match="fewer than 30 windows of 1024"):
-        quality.windows_of_text(torch.device("cpu"), 30)
+        windows_of_text(torch.device("cpu"), 30)
 
 
 def test_exact_kv_gives_the_models_own_losses(

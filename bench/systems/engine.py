@@ -1,156 +1,27 @@
-"""What serves a workload: the engine over one kind of memory, the engine as a user has it, and the checks before timing.
-
-    asks ── Turns: which requests have arrived ──> run ──> ServedRun: tokens of each request, and when they came
-
-All is greedy unless a stage samples, and no token ends an answer before its number of tokens. Nothing is known of any prompt
-before a run.
-
-Random weights make near-ties, and in bfloat16 the rounding of a batch's shape decides them: a sequence alone and in a batch may
-part after some tokens, and both are right. So whole answers are compared between runs that do the same. What batching, chunks
-and sharing do is seen in the log-probabilities of first tokens, against those of the request alone, or of another system. How
-far these may be off follows from how far they move if the prompt is another one.
-"""
+"""The engine: over one kind of memory, beside other systems; and as a user opens it."""
 
 import gc
-import heapq
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
 
-from bench.baselines.backend import SYSTEMS
-from bench.harness import Recorder, Settings, Stopwatch, WrongNumbers, synchronize
-from bench.suites.serve.models import ServedModel, Weights
-from bench.workloads import Ask, TokenIds, Workload, at_once
+from bench.harness import Settings, Stopwatch, WrongNumbers, synchronize
+from bench.systems.models import ServedModel, Weights
+from bench.systems.runs import LIKELIEST, Begin, LogProbs, Served, ServedRun, Turns
+from bench.workloads import TokenIds, Workload, at_once
 from vmmkv.tiers import Tier
 from vmmkv.units import MIB
 from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.engine.kv_backend import OpenBackend, SlotBackend
 from vmmkv_server.engine.loading import Loaded, assemble
 from vmmkv_server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs, Snapshot
 
-OUTSIDE: Final = "transformers StaticCache"
-"""Name of the system that is transformers."""
-LIKELIEST: Final = 20
-"""Tokens whose log-probabilities are compared."""
-
-TOLERANCE: Final = {torch.float32: 0.001, torch.bfloat16: 0.15, torch.float16: 0.15}
-"""Of what another prompt would change, by the type of weights, K and V.
-
-Of four seeds, right systems were off by up to 0.02 % in float32 on a CPU (transformers; engines by less), of one by 6.1 % in
-bfloat16 on an H200. A system that reads zeroes for each sequence's first key is off by 26 %.
-"""
-_LEAST_COMMON: Final = 0.5
-"""Of the likeliest tokens, the share that both must have, for their log-probabilities to be compared."""
-
-LogProbs = Mapping[int, float]
-Begin = tuple[list[int], list[LogProbs]]
-"""Of an answer: its first tokens, and at each the likeliest ones."""
-
-
-# runs
-
-
-@dataclass(slots=True)
-class Served:
-    """What became of one request; seconds from the run's begin."""
-
-    arrival_s: float = 0.0
-    prompt_tokens: int = 0
-    tokens: list[int] = field(default_factory=list)
-    token_s: list[float] = field(default_factory=list)
-    """When each came."""
-
-    @property
-    def first_s(self) -> float:
-        """From its arrival to its first token."""
-        return self.token_s[0] - self.arrival_s
-
-    @property
-    def per_token_s(self) -> float | None:
-        """From its first token to its last, for each behind the first; None if there is one only."""
-        return None if len(self.token_s) < 2 else (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedRun:
-    """Of one run of a workload, in the order of its requests."""
-
-    served: list[Served]
-    seconds: float
-    """From the begin until the last token."""
-    cached_tokens: int = 0
-    """Of all prompts, what the prefix cache had."""
-    cached_by_source: Mapping[str, int] = field(default_factory=dict)
-    """The same by where it was: the device, or a tier's name."""
-    held_bytes: int = 0
-    """By the cache behind the run: of sequences that have ended, and of prefixes."""
-    likeliest: list[LogProbs] = field(default_factory=list)
-    """Of requests for which it was asked: the likeliest first tokens."""
-    broadcasts_s: list[float] = field(default_factory=list)
-    """Of an engine over several ranks, by step: see `watch_broadcasts`."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all requests."""
-        return sum(each.prompt_tokens for each in self.served)
-
-
-class Turns:
-    """Which requests may be served when: as they arrive, a conversation's next turn behind the one before."""
-
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self.asks = asks
-        self.served = [Served(prompt_tokens=len(ask.prompt)) for ask in asks]
-        self.prompts = [ask.prompt.tolist() for ask in asks]
-        """Of later turns, with random tokens in place of an answer until that is there."""
-        self.num_unfinished = len(asks)
-        self._coming = [(ask.arrival_s, index) for index, ask in enumerate(asks) if ask.after is None]
-        heapq.heapify(self._coming)
-        self._followers: dict[int, list[int]] = {}
-        for index, ask in enumerate(asks):
-            if ask.after is not None:
-                self._followers.setdefault(ask.after, []).append(index)
-
-    def arrived(self, now_s: float) -> list[int]:
-        """Requests that have arrived since this was last asked, in order."""
-        arrived: list[int] = []
-        while self._coming and self._coming[0][0] <= now_s:
-            arrival_s, index = heapq.heappop(self._coming)
-            self.served[index].arrival_s = arrival_s
-            arrived.append(index)
-        return arrived
-
-    @property
-    def next_s(self) -> float | None:
-        """When the next one arrives; None if none does before another has ended."""
-        return self._coming[0][0] if self._coming else None
-
-    @property
-    def seconds(self) -> float:
-        """Until the last token of all."""
-        return max(served.token_s[-1] for served in self.served)
-
-    def end(self, index: int) -> None:
-        """A request has all its tokens: its followers may come. Raises: WrongNumbers if they are too many or too few."""
-        served, ask = self.served[index], self.asks[index]
-        if len(served.tokens) != ask.num_out:
-            raise WrongNumbers(f"request {index} has {len(served.tokens)} tokens of {ask.num_out}")
-        self.num_unfinished -= 1
-        for follower in self._followers.get(index, ()):
-            so_far = self.prompts[index] + served.tokens
-            self.prompts[follower] = so_far + self.prompts[follower][len(so_far) :]
-            heapq.heappush(self._coming, (served.token_s[-1] + self.asks[follower].think_s, follower))
-
-
 Said = tuple[int, Sequence[int], bool]
 """Of one request, by its index: new tokens, and whether it has ended."""
-
-
-# systems
 
 
 Options = Mapping[str, Any]
@@ -170,12 +41,19 @@ def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = Fal
 
 
 class EngineSystem:
-    """The engine's loop over one of `SYSTEMS`, each a kind of memory."""
+    """The engine's loop over one kind of memory."""
 
-    def __init__(self, memory: str, weights: Weights, options: Options, *, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        options: Options,
+        *,
+        name: str = "vmmkv",
+        open_memory: OpenBackend = SlotBackend.open,
+        tiers: Sequence[Tier] = (),
+    ) -> None:
         config = replace(weights.config, **options)
-        name = f"{memory} {config.max_tokens}" if memory == "static" else memory
-        self.name: Final = name if config.prefix_cache else "none"
+        self.name: Final = name
         self.dtype: Final = weights.source.dtype
         self._said: deque[FromEngine] = deque()
         self._cached: Counter[str] = Counter()
@@ -184,7 +62,7 @@ class EngineSystem:
         """What else is done behind each step of a run, told what the step has said."""
         self.snapshot: Snapshot | None = None
         """The engine's counts since it was started, at the end of the last run or later."""
-        self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=SYSTEMS[memory], tiers=tiers)
+        self.loaded: Final = assemble(config, weights.source, self._hear, open_memory=open_memory, tiers=tiers)
         self.loop: Final = self.loaded.engine
 
     def run(
@@ -383,80 +261,3 @@ class UserEngine:
     def close(self) -> None:
         """Give its memory back. Idempotent."""
         self._engine.close()
-
-
-# checks
-
-
-def alike(one: LogProbs, other: LogProbs) -> bool:
-    """Whether they have enough tokens in common to be compared."""
-    return len(one.keys() & other.keys()) >= max(1, _LEAST_COMMON * min(len(one), len(other)))
-
-
-def distance(some: Sequence[LogProbs], others: Sequence[LogProbs]) -> float:
-    """Root mean square of the differences, over the tokens that both have."""
-    squares = [
-        (one[token] - other[token]) ** 2 for one, other in zip(some, others, strict=True) for token in one.keys() & other.keys()
-    ]
-    return math.sqrt(sum(squares) / len(squares)) if squares else math.inf
-
-
-def share_off(
-    wanted: Sequence[LogProbs], given: Sequence[LogProbs], others: Sequence[LogProbs], dtype: torch.dtype, what: str
-) -> float:
-    """By how much `given` is off, as a share of what other prompts (`others`) change. Raises: WrongNumbers if too much."""
-    if not all(map(alike, wanted, given)):
-        raise WrongNumbers(f"{what} have other likeliest tokens")
-    # Where other prompts leave nothing in common, log-probabilities of flat distributions still differ by about 1.
-    pairs = [(one, other) for one, other in zip(wanted, others, strict=False) if alike(one, other)]
-    shift = min(1.0, distance(*zip(*pairs, strict=True))) if pairs else 1.0
-    if not shift > 0:
-        raise WrongNumbers("other prompts change nothing: wrong rows would not be seen")
-    off = distance(wanted, given) / shift
-    if not off <= TOLERANCE[dtype]:  # NaN is not
-        raise WrongNumbers(
-            f"{what} are off by {100 * off:.2g} % of what other prompts change, at most {100 * TOLERANCE[dtype]:g} %"
-        )
-    return off
-
-
-def share_same(runs: Sequence[ServedRun], wanted: ServedRun, *, strict: bool) -> float:
-    """The share of requests that have in all runs the tokens of `wanted`. Raises: WrongNumbers if `strict` and not all have.
-
-    On a CPU all is in float32, where a batch's shape decides nothing.
-    """
-    differing = [
-        index for index, served in enumerate(wanted.served) if any(run.served[index].tokens != served.tokens for run in runs)
-    ]
-    if differing and strict:
-        raise WrongNumbers(
-            f"{len(differing)} of {len(wanted.served)} requests have other tokens in another run: {differing[:8]}"
-        )
-    return 1 - len(differing) / len(wanted.served)
-
-
-def take_turns(
-    recorder: Recorder,
-    systems: Sequence[Any],
-    rounds: Sequence[Sequence[Workload]],
-    names: Sequence[str],
-    *,
-    leaves_out: Callable[[str, int, int], bool] = lambda system, round_, place: False,
-) -> list[dict[str, list[ServedRun]]]:
-    """Run every round's workloads on every system. Returns for each of `names` the runs by system.
-
-    Workload i of a round counts to `names[i]`, those beyond the last name to the last. The first workload of a round finds an
-    empty prefix cache, each other what is left. In every other round the systems come backwards, so that a drift of the machine
-    is no system's.
-    """
-    runs: list[dict[str, list[ServedRun]]] = [{system.name: [] for system in systems} for _ in names]
-    for number, round_ in enumerate(rounds):
-        for system in systems if number % 2 == 0 else reversed(systems):
-            for place, workload in enumerate(round_):
-                if leaves_out(system.name, number, place):
-                    continue
-                row = min(place, len(names) - 1)
-                recorder.note(f"{names[row]}, {system.name}")
-                run = system.run(workload, keep=True) if place else system.run(workload)
-                runs[row][system.name].append(run)
-    return runs

@@ -1,7 +1,7 @@
-"""The systems that serve the same requests without the engine: transformers by `generate`, and vLLM.
+"""Systems that serve without the engine: transformers by `generate`, and vLLM.
 
 transformers runs over the engine's own weights, under its names for them. Nothing but weights is kept between two runs, so that
-each has the whole budget. vLLM takes all memory, as its users open it, and has the workloads of `generate`.
+each has the whole budget. vLLM takes all memory, as its users open it.
 """
 
 import gc
@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
 
 from bench.harness import Settings, WrongNumbers, release_memory
-from bench.suites.serve.models import ServedModel, Weights
-from bench.suites.serve.systems import LIKELIEST, OUTSIDE, Begin, LogProbs, Options, Served, ServedRun, Turns, of_users
+from bench.systems.engine import Options, of_users
+from bench.systems.models import ServedModel, Weights
+from bench.systems.runs import LIKELIEST, Begin, LogProbs, Served, ServedRun, Turns
 from bench.workloads import Ask, TokenIds, Workload, at_once
 from vmmkv import KVLayout
 from vmmkv_server.engine.models.decoder import DecoderConfig, Unsupported
@@ -91,15 +92,15 @@ class StaticBatches:
     compiled decode steps; compiling is not timed. A DynamicCache, whose steps are not compiled, has half the speed or less.
     """
 
-    name: Final = OUTSIDE
-
-    def __init__(self, weights: Weights, limits: Options) -> None:
+    def __init__(self, name: str, weights: Weights, limits: Options) -> None:
+        self.name: Final = name
+        self.dtype: Final = weights.source.dtype
         self._model, self._max_tokens = as_transformers(weights), limits["max_tokens"]
         row_bytes = KVLayout.from_config(self._model.config, self._model.dtype).row_bytes
         self._most_rows: Final = min(limits["max_num_seqs"], limits["kv_budget_bytes"] // (self._max_tokens * row_bytes))
 
-    def run(self, workload: Workload) -> ServedRun:
-        """All requests, in order; none waits for another. See EngineSystem."""
+    def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
+        """All requests, in order; none waits for another. There are no prefixes to `keep`. See System."""
         waiting, served = deque(workload.asks), list[Served]()
         num_rows = min(self._most_rows, len(waiting))
         with no_grad(), self._cache() as cache:
@@ -119,7 +120,7 @@ class StaticBatches:
         return ServedRun(served, max(each.token_s[-1] for each in served))
 
     def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
-        """See EngineSystem."""
+        """See SharedSystem."""
         config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, return_dict_in_generate=True, output_scores=True)
         with no_grad(), self._cache() as cache:
             padded = self._padded([prompt.tolist() for prompt in prompts])
@@ -198,28 +199,31 @@ class Vllm:
     then all others at once: that takes no more of the host's time.
     """
 
-    def __init__(self, folder: Path, model: ServedModel, settings: Settings, **options: Any) -> None:
-        """`options`: further ones of `vllm.LLM`."""
+    def __init__(self, model: ServedModel, settings: Settings, **options: Any) -> None:
+        """Open it over the engine's weights. `options`: further ones of `vllm.LLM`."""
         vllm = import_module("vllm")
         self._params: Final = vllm.SamplingParams
         self._tokens: Final = import_module("vllm.inputs").tokens_input
         self._delta: Final = import_module("vllm.sampling_params").RequestOutputKind.DELTA
-        self._llm: Any = vllm.LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            gpu_memory_utilization=0.9,
-            max_model_len=min(model.reach, _VLLM_TOKENS),
-            max_num_seqs=of_users(settings)["max_num_seqs"],
-            seed=settings.seed,
-            stream_interval=_VLLM_TOKENS,
-            **options,
-        )
+        with model.directory() as folder:
+            save_weights(Weights(model, settings), folder)
+            release_memory(settings.device)
+            self._llm: Any = vllm.LLM(
+                str(folder),
+                skip_tokenizer_init=True,
+                gpu_memory_utilization=0.9,
+                max_model_len=min(model.reach, _VLLM_TOKENS),
+                max_num_seqs=of_users(settings)["max_num_seqs"],
+                seed=settings.seed,
+                stream_interval=_VLLM_TOKENS,
+                **options,
+            )
         self.name: Final = f"vLLM {vllm.__version__}"
         self.dtype: Final[torch.dtype] = self._llm.model_config.dtype
         self.num_kv_tokens: Final[int] = self._llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
     def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
-        """See UserEngine. No request has a seed: vLLM draws for each that has one by a kernel of its own."""
+        """See UsersSystem. No request has a seed: vLLM draws for each that has one by a kernel of its own."""
         if not keep:
             self.forget()
         common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": self._delta, **sampling}
@@ -254,7 +258,7 @@ class Vllm:
         return ServedRun(turns.served, turns.seconds, cached_tokens=cached_tokens, likeliest=likeliest)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
-        """See EngineSystem."""
+        """See UsersSystem."""
         return self.run(at_once(prompts, 1), num_scored=len(prompts)).likeliest
 
     def forget(self) -> None:
