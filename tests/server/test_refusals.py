@@ -204,6 +204,27 @@ def test_a_text_that_can_never_fit_is_not_tokenised(server: Running, path: str, 
     assert server.refuses(COMPLETIONS, prompt="a" * most)["code"] == "context_length_exceeded" and sizes == [most]
 
 
+@pytest.mark.parametrize(("before", "behind"), [(256, 64), (64, 256)])
+def test_a_budget_that_changes_while_a_prompt_is_tokenised_counts(
+    before: int, behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(ready=ready_with(pool_tokens=before)) as server:
+        rust = server.tokenizer.rust
+
+        class Resizing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(rust, name)
+
+            def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+                server.client.phase = ready_with(pool_tokens=behind)
+                return rust.encode_batch_fast(texts, **options)
+
+        monkeypatch.setattr(server.tokenizer, "rust", Resizing())
+        response = server.complete(prompt="abc", max_tokens=100)
+        assert response.status_code == (200 if behind > 100 else 400), response.text
+        assert len(server.generates) == (behind > 100)
+
+
 def test_a_text_that_is_only_counted_needs_no_room_unless_it_is_very_long(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

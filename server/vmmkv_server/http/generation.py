@@ -258,7 +258,7 @@ class Job:
     def __init__(self, service: Service, request: Request, body: GenerationRequest) -> None:
         self.state: RequestState = request.state.request
         self.deadline = service.deadline(body.timeout)
-        self.limits, self.tokenizer = service.require(body.model)
+        _, self.tokenizer = service.require(body.model)
         self.prompts: list[list[int]] = []
         """Token ids of each prompt, once it is tokenised."""
         self.params: list[SamplingParams] = []
@@ -274,6 +274,11 @@ class Job:
             why = f"{body.priority} goes before the requests of other keys; send 0, or more to go later"
             raise errors.invalid("priority", why)
 
+    @property
+    def _limits(self) -> Limits:
+        """The limits of now: an operator may give another budget while a prompt is tokenised."""
+        return self._service.require(self._body.model)[0]
+
     async def tokenise(self) -> None:
         """Read the grammar, tokenise the prompts, and check what they ask for."""
         body = self._body
@@ -281,7 +286,7 @@ class Job:
             if body.grammar_param:
                 self._asked = await self.deadline.keep(self._service.grammars.read(body))
             await self.deadline.keep(self._encode())
-            self.params = list(map(self._params_for, self.prompts))
+            self.params = list(map(functools.partial(self._params_for, self._limits), self.prompts))
         except PromptError as error:
             raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
         except InvalidParam as error:
@@ -336,12 +341,12 @@ class Job:
         body, tokenizer = self._body, self.tokenizer
         if isinstance(body, ChatRequest):
             self.prompts = [
-                await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, self.limits, body.wanted_tokens)
+                await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, self._limits, body.wanted_tokens)
             ]
             return
         assert isinstance(body, CompletionRequest)
         num_given = sum(map(len, body.prompt))
-        encode = functools.partial(tokenizer.encode, limits=self.limits, wanted=body.wanted_tokens)
+        encode = functools.partial(tokenizer.encode, limits=self._limits, wanted=body.wanted_tokens)
         self.prompts = prompts = await off_loop(num_given, lambda: list(map(encode, body.prompt)), inline=INLINE_CHARS)
         if body.params.prompt_logprobs is not None:
             _check_prompt_logprobs(body.params, prompts)
@@ -353,9 +358,9 @@ class Job:
             texts = await off_loop(num_given, lambda: list(map(tokenizer.text_of, body.prompt)), inline=INLINE_CHARS)
             self._echoes = [Echo(text, (), ()) for text in texts]
 
-    def _params_for(self, prompt: list[int]) -> SamplingParams:
+    def _params_for(self, limits: Limits, prompt: list[int]) -> SamplingParams:
         """Raises: InvalidParam, RequestRefused for what can never be served here."""
-        body, limits = self._body, self.limits
+        body = self._body
         eviction = limits.eviction(body.params)
         new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens, eviction=eviction)
         params = dataclasses.replace(body.params, max_tokens=new_tokens)
