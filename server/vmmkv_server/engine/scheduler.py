@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
-from vmmkv_server.engine.decode_set import DecodeSet
 from vmmkv_server.engine.feature import Feature, Features
 from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, TokenIds, own
-from vmmkv_server.engine.request import Request, RequestTable, Shape, Status
+from vmmkv_server.engine.request import DecodeSet, Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.waiting import Order, WaitingQueue
