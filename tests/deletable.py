@@ -149,9 +149,9 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="kv_events",
-        paths=(f"{ENGINE}/features/kv_events.py",),
+        paths=(f"{ENGINE}/kv_events.py",),
         lines=(
-            Line(f"{ENGINE}/loading.py", "features.kv_events import KVEventPublisher\n"),
+            Line(f"{ENGINE}/loading.py", "kv_events import KVEventPublisher\n"),
             Line(f"{ENGINE}/loading.py", "publisher = KVEventPublisher(", "raise NotImplementedError("),
         ),
         tests=("tests/engine/test_kv_events.py",),

@@ -851,14 +851,14 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (
-        f"{ENGINE}/features/kv_events.py",
+        f"{ENGINE}/kv_events.py",
         f"{EVENTS}::test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection",
     ): {
         "a request for replay as large as it likes": ("socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)", "pass"),
         "a client of replays that does not read waited for": ("socket.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)", "pass"),
     },
     (
-        f"{ENGINE}/features/kv_events.py",
+        f"{ENGINE}/kv_events.py",
         f"{EVENTS}::test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client",
     ): {
         "replays lost to a client that is slow": (

@@ -27,8 +27,8 @@ from vmmkv.tiers.keys import PageKeys
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_server.config import EngineConfig
-from vmmkv_server.engine.features import kv_events
-from vmmkv_server.engine.features.kv_events import KVEventPublisher, block_hashes
+from vmmkv_server.engine import kv_events
+from vmmkv_server.engine.kv_events import KVEventPublisher, block_hashes
 from vmmkv_server.engine.loading import load
 from vmmkv_server.protocol import BLOCK_TOKENS, Generate, KVEventSource
 from vmmkv_server.sampling_params import SamplingParams

@@ -414,7 +414,7 @@ def open_events(config: EngineConfig, undo: contextlib.ExitStack) -> EventPublis
     """The publisher of KV events, if it was asked for; `undo` closes it. Raises: ValueError."""
     if config.kv_events is None:
         return None
-    from vmmkv_server.engine.features.kv_events import KVEventPublisher
+    from vmmkv_server.engine.kv_events import KVEventPublisher
 
     publisher = KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic or "")
     undo.callback(publisher.close)

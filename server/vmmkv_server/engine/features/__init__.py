@@ -6,7 +6,6 @@ grammars        answers that follow a grammar
 fetches         requests that wait for tiers, and what is stored in these
 compaction      rows that a `kv_policy` drops as requests run
 prefix_groups   the rows of a step that share a prefix, side by side for cascade attention
-kv_events       what the prefix cache gains and loses, published; registered in `loading.py`, as it listens to the memory
 """
 
 from collections.abc import Callable
