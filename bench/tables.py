@@ -10,7 +10,7 @@ Machines drift, so the figures of one line are of one commit: the newest of thos
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 from bench.rows import Recorded, Row, figure
 
 DOCUMENTS: Final = ("README.md", "docs/performance.md")
+LOSSES: Final = "losses"
+"""The mark of the table that the others give."""
 _MARKED: Final = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
 
@@ -29,6 +31,8 @@ class Column(NamedTuple):
     metric: str = ""
     bound: bool = False
     """Shows what the hardware allows instead of what was measured."""
+    is_ours: bool = False
+    """Shows vmmkv: the table of losses has its figures where another column is better."""
 
 
 class Line(NamedTuple):
@@ -49,8 +53,6 @@ class Table(NamedTuple):
     lines: Mapping[str, Line]
     is_contest: bool = True
     """Whether the best figure of a line is bold."""
-    ratio: str = ""
-    """Heading of a last column: how many times as good the first figure is as the second."""
 
 
 MODELS: Final = {"llama-3.1-8b": "Llama-3.1-8B", "qwen3-0.6b": "Qwen3-0.6B"}
@@ -58,7 +60,7 @@ _LLAMA, _QWEN = MODELS
 _BLOCKS: Final = Column("paged 16, FA3")
 _VLLM: Final = Column("vLLM [0-9.]*[0-9]")
 _OFFLOADING: Final = "vLLM *, offloading to the host"
-_OURS: Final = Column("vmmkv")
+_OURS: Final = Column("vmmkv", is_ours=True)
 _SLOTS: Final = "vmmkv, all layers a page"
 
 
@@ -111,10 +113,10 @@ TABLES: Final[Mapping[str, Table]] = {
         is_contest=False,
     ),
     "attention": Table(
-        "us a layer",
+        "decode, us a layer",
         {
             "floor": Column(f"decode, {_SLOTS}", bound=True),
-            "ours": Column(f"decode, {_SLOTS}"),
+            "ours": Column(f"decode, {_SLOTS}", is_ours=True),
             "FA3": Column(f"FA3, {_SLOTS}"),
             "cuDNN": Column(f"SDPA cuDNN, {_SLOTS}"),
             "ours, cudaMalloc": Column("decode, cudaMalloc"),
@@ -122,22 +124,38 @@ TABLES: Final[Mapping[str, Table]] = {
             "ours, blocks": Column("decode, paged 16"),
         },
         {
-            name: Line("kernels", f"{_LLAMA} decode {shape}", "layer")
-            for name, shape in (
-                ("1 sequence of 8,192 tokens", "1x8K"),
-                ("16 of 4,096", "16x4K"),
-                ("64 of 8,192", "64x8K"),
-                ("256 of 2,048", "256x2K"),
-                ("1 of 65,536 among 63 of 1,024", "skewed"),
+            name: Line("kernels", f"{model} decode {shape}", "layer")
+            for name, model, shape in (
+                ("1 sequence of 8,192 tokens", _LLAMA, "1x8K"),
+                ("16 of 4,096", _LLAMA, "16x4K"),
+                ("64 of 2,032", _LLAMA, "64x2032"),
+                ("64 of 8,192", _LLAMA, "64x8K"),
+                ("256 of 2,048", _LLAMA, "256x2K"),
+                ("1 of 65,536 among 63 of 1,024", _LLAMA, "skewed"),
+                ("SmolLM2-135M, 1 of 8,192", "smollm2-135m", "1x8K"),
             )
         },
     ),
-    "memory": Table(
-        "lengths",
+    "prefill": Table(
+        "prefill, TFLOP/s",
         {
-            f"{name}: {system}": Column(pattern, metric)
+            "bound": Column(f"prefill, {_SLOTS}", bound=True),
+            "ours": Column(f"prefill, {_SLOTS}", is_ours=True),
+            "FA3": Column(f"FA3, {_SLOTS}"),
+            "FA3, blocks": Column("FA3, paged 16"),
+            "ours, blocks": Column("prefill, paged 16"),
+        },
+        {
+            name: Line("kernels", f"{model} prefill 2048-of-32768", "throughput")
+            for model, name in (MODELS | {"smollm2-135m": "SmolLM2-135M"}).items()
+        },
+    ),
+    "memory": Table(
+        "memory, by lengths",
+        {
+            f"{name}: {system}": column._replace(metric=metric)
             for name, metric in (("waste, %", "waste, averaged"), ("sequences", "admitted sequences, averaged"))
-            for system, pattern in (("vmmkv", "vmmkv"), ("blocks", "paged 16"), ("static", "static 4096"))
+            for system, column in (("vmmkv", _OURS), ("blocks", Column("paged 16")), ("static", Column("static 4096")))
         },
         {
             name: Line("memory_efficiency", f"{_LLAMA} {part}: *")
@@ -195,14 +213,29 @@ TABLES: Final[Mapping[str, Table]] = {
         )
         for model, name in MODELS.items()
     },
+    "rates": Table(
+        "chats that arrive one by one",
+        {"arrive, requests/s": Column("vmmkv", "rate")}
+        | {
+            f"{unit}: {system}": column._replace(metric=metric)
+            for unit, metric in (("in time, requests/s", "goodput"), ("first token, ms", "first token"))
+            for system, column in (("blocks", _BLOCKS), ("vmmkv", _OURS))
+        },
+        {
+            f"{MODELS[model]}, {offered} offered": Line(
+                "serve", f"{model} rates: chat, {offered} requests/s, Poisson, 16.0 GiB of rows"
+            )
+            for model, offered in ((_LLAMA, 2), (_LLAMA, 8), (_LLAMA, 16), (_QWEN, 8), (_QWEN, 16))
+        },
+    ),
     "first-tokens": Table(
         "Llama-3.1-8B, first token in ms",
         {
             "computed": Column("computed"),
-            "on the device": Column("device"),
-            "host tier": Column("host tier"),
-            "disk": Column("disk tier, loaded"),
-            "Redis": Column("redis tier, loaded"),
+            "on the device": Column("device", is_ours=True),
+            "host tier": Column("host tier", is_ours=True),
+            "disk": Column("disk tier, loaded", is_ours=True),
+            "Redis": Column("redis tier, loaded", is_ours=True),
         },
         {
             f"{tokens:,} tokens": Line("tiers", f"{_LLAMA} first: {tokens} tokens *", "first token")
@@ -211,61 +244,22 @@ TABLES: Final[Mapping[str, Table]] = {
     ),
     "conversations": Table(
         "64 conversations, tok/s",
-        {"no tier": Column("no tier"), "vLLM, offloading": Column(_OFFLOADING), "host tier": Column("host tier")},
+        {"no tier": Column("no tier"), "vLLM, offloading": Column(_OFFLOADING), "host tier": Column("host tier", is_ours=True)},
         {name: _turns(model) for model, name in MODELS.items()},
     ),
     "transformers": Table(
-        "ms a token",
+        "transformers, ms a token",
         {
             "DynamicCache": Column("transformers DynamicCache"),
             "StaticCache": Column("transformers StaticCache"),
-            "VmmCache": Column("vmmkv VmmCache"),
+            "VmmCache": Column("vmmkv VmmCache", is_ours=True),
             "DynamicCache, ours": Column("transformers DynamicCache, vmmkv attention"),
-            "VmmCache, ours": Column("vmmkv VmmCache, vmmkv attention"),
+            "VmmCache, ours": Column("vmmkv VmmCache, vmmkv attention", is_ours=True),
         },
         {
             f"{tokens:,} tokens": Line("transformers", f"{_LLAMA} decode: {tokens} tokens, batch 8", "time per token")
             for tokens in (1024, 8192, 32768)
         },
-    ),
-    "losses": Table(
-        "what",
-        {"vmmkv": _OURS, "the other": _BLOCKS},
-        {
-            "Qwen, 128 that share 2,048 tokens, against blocks, tok/s": _closed(_QWEN, "shared prefix", "throughput"),
-            "their first tokens, ms": _closed(_QWEN, "shared prefix", "first token"),
-            "Qwen, first tokens of 128 at once, against blocks, ms": _closed(_QWEN, "uniform", "first token"),
-            "Qwen, 32 conversations of 4 turns, against blocks, tok/s": _closed(_QWEN, "multi turn", "throughput"),
-            "Llama, goodput of 14.1 chats a second, against blocks, requests/s": Line(
-                "serve", f"{_LLAMA} rates: chat, 16 requests/s, Poisson, 16.0 GiB of rows", "goodput"
-            ),
-            "decode of 64 x 8,192, against FA3 over blocks, us": Line(
-                "kernels", f"{_LLAMA} decode 64x8K", "layer", (f"decode, {_SLOTS}", "FA3, paged 16")
-            ),
-            "decode of 64 x 2,032, against cuDNN, us": Line(
-                "kernels", f"{_LLAMA} decode 64x2032", "layer", (f"decode, {_SLOTS}", f"SDPA cuDNN, {_SLOTS}")
-            ),
-            "SmolLM2, decode of 1 x 8,192, against cuDNN, us": Line(
-                "kernels", "smollm2-135m decode 1x8K", "layer", (f"decode, {_SLOTS}", f"SDPA cuDNN, {_SLOTS}")
-            ),
-            "SmolLM2, prefill of a chunk, against FA3, TFLOP/s": Line(
-                "kernels", "smollm2-135m prefill 2048-of-32768", "throughput", (f"prefill, {_SLOTS}", f"FA3, {_SLOTS}")
-            ),
-            "Qwen, conversations over a host tier, against none, tok/s": _turns(_QWEN, "host tier", "no tier"),
-            "unused memory, chat lengths, against blocks, %": Line(
-                "memory_efficiency", f"{_LLAMA} chat: *", "waste, averaged", ("", "paged 16")
-            ),
-            "transformers at 1,024 tokens, against StaticCache, ms a token": Line(
-                *("transformers", f"{_LLAMA} decode: 1024 tokens, batch 8", "time per token"),
-                ("vmmkv VmmCache, vmmkv attention", "transformers StaticCache"),
-            ),
-            "transformers at 8,192, against DynamicCache, ms a token": Line(
-                *("transformers", f"{_LLAMA} decode: 8192 tokens, batch 8", "time per token"),
-                ("vmmkv VmmCache, vmmkv attention", "transformers DynamicCache, vmmkv attention"),
-            ),
-        },
-        is_contest=False,
-        ratio="times as good",
     ),
 }
 """By the name in a mark."""
@@ -280,20 +274,48 @@ def write(root: Path, rows: Sequence[Recorded]) -> None:
 
 def filled(text: str, rows: Sequence[Recorded]) -> str:
     """A document with the tables that these rows give."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}\n{markdown(TABLES[mark[2]], rows)}\n{mark[3]}", text)
+
+    def table(name: str) -> str:
+        return losses(TABLES.values(), rows) if name == LOSSES else markdown(TABLES[name], rows)
+
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{table(mark[2])}\n{mark[3]}", text)
 
 
 def markdown(table: Table, rows: Sequence[Recorded]) -> str:
     """The table in Markdown."""
-    heads = [table.head, *table.columns, *filter(None, [table.ratio])]
-    text = f"| {' | '.join(heads)} |\n|---{'|---:' * (len(heads) - 1)}|\n"
+    text = f"| {' | '.join([table.head, *table.columns])} |\n|---{'|---:' * len(table.columns)}|\n"
     for label, line in table.lines.items():
         found = measured(table.columns, line, rows)
-        shown = [_shown(column, found, table) for column in table.columns]
-        if table.ratio:
-            shown.append(f"{better(*found.values()):.2f}")
-        text += f"| {' | '.join([label, *shown])} |\n"
+        text += f"| {' | '.join([label, *(_shown(column, found, table) for column in table.columns)])} |\n"
     return text
+
+
+def losses(tables: Iterable[Table], rows: Sequence[Recorded]) -> str:
+    """Figures of vmmkv that another column of their line beats, each beside the best of the others, in Markdown.
+
+    The greatest loss comes first. A figure that two tables show is named as in the later one.
+    """
+    lost: dict[Row, tuple[float, str]] = {}
+    for table in tables:
+        for label, line in table.lines.items() if table.is_contest else ():
+            found = measured(table.columns, line, rows)
+            for column, ours in found.items():
+                others = [name for name in _rivals(column, found, table) if not table.columns[name].is_ours]
+                if not table.columns[column].is_ours or not others:
+                    continue
+                best = max(others, key=lambda name: better(found[name], ours))
+                if not _is_level(ours, found[best]) and (times := better(ours, found[best])) < 1:
+                    metric, _, system = column.rpartition(": ")
+                    cells = (
+                        f"{table.head}: {label}" + (f"; {metric}" if metric else ""),
+                        f"{_text(ours.summary.median)} ({system})",
+                        f"{_text(found[best].summary.median)} ({best.rpartition(': ')[2]})",
+                        f"{times:.2f}",
+                    )
+                    lost[ours] = (times, f"| {' | '.join(cells)} |\n")
+    return "| what | vmmkv | the best other | times as good |\n|---|---:|---:|---:|\n" + "".join(
+        text for _, text in sorted(lost.values())
+    )
 
 
 def better(ours: Row, theirs: Row) -> float:
@@ -333,11 +355,25 @@ def _text(value: float) -> str:
     return figure(value) if abs(value) >= 100 or value == int(value) else f"{value:#.3g}"
 
 
+def _is_level(one: Row, other: Row) -> bool:
+    """Whether both figures are printed alike."""
+    return _text(one.summary.median) == _text(other.summary.median)
+
+
+def _rivals(column: str, found: Mapping[str, Row], table: Table) -> dict[str, Row]:
+    """Measured figures of the line that are compared with this one."""
+    return {
+        name: row
+        for name, row in found.items()
+        if name != column and row.metric == found[column].metric and not table.columns[name].bound
+    }
+
+
 def _shown(column: str, found: Mapping[str, Row], table: Table) -> str:
     row = found.get(column)
     if row is None or table.columns[column].bound:
         return "" if row is None or row.bound is None else _text(row.bound)
     text = _text(row.summary.median)
-    others = [other for name, other in found.items() if other.metric == row.metric and not table.columns[name].bound]
-    is_best = len(others) > 1 and all(better(row, other) >= 1 or _text(other.summary.median) == text for other in others)
+    rivals = _rivals(column, found, table).values()
+    is_best = rivals and all(better(row, other) >= 1 or _is_level(row, other) for other in rivals)
     return f"**{text}**" if table.is_contest and is_best else text

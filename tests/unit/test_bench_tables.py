@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from bench.rows import Recorded, Row, exact
-from bench.tables import Column, Line, Table, better, filled, markdown
+from bench.tables import Column, Line, Table, better, filled, losses, markdown
 from tests.unit.recorded import provenance
 
-COLUMNS = {"theirs": Column("vLLM"), "ours": Column("vmmkv")}
+COLUMNS = {"theirs": Column("vLLM"), "ours": Column("vmmkv", is_ours=True)}
 
 
 def one(system: str, value: float, *, commit: str = "new", date: str = "2026-01-02", unit: str = "tok/s") -> Recorded:
@@ -38,7 +38,23 @@ def test_the_best_figure_is_bold_by_the_direction_of_its_unit() -> None:
 
 def test_a_ratio_above_one_is_better_in_either_direction() -> None:
     assert better(one("a", 4).row, one("b", 2).row) == better(one("a", 2, unit="s").row, one("b", 4, unit="s").row) == 2
-    assert lines([one("vLLM", 2), one("vmmkv", 4)], ratio="times", is_contest=False) == ["| a | 2 | 4 | 0.50 |"]
+
+
+@pytest.mark.parametrize("unit", ["tok/s", "s"])
+def test_losses_are_the_figures_that_another_beats_the_worst_first(unit: str) -> None:
+    table = Table("what", COLUMNS, {name: Line("serve", f"{name} *", "speed") for name in "abcd"})
+    rows = []
+    for name, ours, theirs in (("a", 3, 4), ("b", 4, 4), ("c", 5, 4), ("d", 2, 4)):
+        if unit == "s":
+            ours, theirs = 60 // ours, 60 // theirs
+        for system, value in (("vmmkv", ours), ("vLLM", theirs)):
+            made = one(system, value, unit=unit)
+            rows.append(replace(made, row=replace(made.row, workload=f"{name} mixed")))
+    again = Table("again", {"speed: ours": COLUMNS["ours"], "speed: theirs": COLUMNS["theirs"]}, {"a": table.lines["a"]})
+    assert [line.split(" | ")[::3] for line in losses([table, again], rows).splitlines()[2:]] == [
+        ["| what: d", "0.50 |"],
+        ["| again: a; speed", "0.75 |"],
+    ]
 
 
 def test_a_line_without_a_row_is_refused_by_name() -> None:
