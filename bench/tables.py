@@ -73,7 +73,7 @@ def _served(model: str) -> dict[str, Line]:
         "first token of 8,192, ms": Line("serve", f"{model} first: *", "first token"),
         "8 requests of 32,768 in, 256 out, s": Line("serve", f"{model} long: *", "total"),
         "128 requests that share 4,096 tokens, s": Line("serve", f"{model} shared cold: *", "total"),
-        "new requests behind the same 4,096, s": Line("serve", f"{model} shared warm: *", "total"),
+        "128 new requests after them, with the same 4,096, s": Line("serve", f"{model} shared warm: *", "total"),
     }
 
 
@@ -93,7 +93,7 @@ TABLES: Final[Mapping[str, Table]] = {
         {"vLLM 0.25.1": _VLLM, "blocks": _BLOCKS, "vmmkv": _OURS},
         _served(_LLAMA)
         | {
-            "64 conversations, memory for a quarter, host memory behind, tok/s": _turns(_LLAMA, _OFFLOADING, "", "host tier"),
+            "64 conversations, a quarter fits on the GPU, tok/s": _turns(_LLAMA, _OFFLOADING, "", "host tier"),
             "128 requests in 16 GiB of KV, tok/s": _closed(_LLAMA, "uniform", "throughput"),
             "128 that share 2,048 tokens in 16 GiB, tok/s": _closed(_LLAMA, "shared prefix", "throughput"),
         },
@@ -150,6 +150,27 @@ TABLES: Final[Mapping[str, Table]] = {
             for model, name in (MODELS | {"smollm2-135m": "SmolLM2-135M"}).items()
         },
     ),
+    "quantised": Table(
+        "KV in",
+        {
+            name: Column(f"decode {kv}, {_SLOTS}")
+            for name, kv in (
+                ("bf16", "bfloat16"),
+                ("fp8", "fp8 token scales at the end"),
+                ("int8", "int8 token scales at the end"),
+                ("int4", "int4 token scales at the end"),
+            )
+        },
+        {
+            "Llama-3.1-8B, decode of 16 x 4,096, us a layer": Line("kernels", f"{_LLAMA} quantised 16x4K", "layer"),
+            "Llama-3.1-8B, decode of 64 x 8,192, us a layer": Line("kernels", f"{_LLAMA} quantised 64x8K", "layer"),
+            "SmolLM2-135M, perplexity above that with bf16, %": Line(
+                *("quality", "smollm2-135m in bfloat16, *", "perplexity above exact"),
+                ("", *(f"{kv}, scales by token" for kv in ("fp8", "int8", "int4"))),
+            ),
+        },
+        is_contest=False,
+    ),
     "memory": Table(
         "memory, by lengths",
         {
@@ -190,6 +211,19 @@ TABLES: Final[Mapping[str, Table]] = {
         )
         for model, name in MODELS.items()
     },
+    "gpus": Table(
+        "Llama-3.1-8B",
+        {"one GPU": Column("vmmkv"), "two": Column("vmmkv, TP 2")},
+        {f"tensor parallel: {label}": line for label, line in list(_served(_LLAMA).items())[:4:2]}
+        | {"tensor parallel: first token of 8,192, ms": Line("serve", f"{_LLAMA} first: *", "first token")}
+        | {
+            "replicas: 256 requests for each GPU, twice, tok/s": Line(
+                *("serve", f"{_LLAMA} replicas: *, for each replica", "throughput"),
+                ("vmmkv, replicas: 1", "vmmkv, replicas: 2"),
+            )
+        },
+        is_contest=False,
+    ),
     **{
         f"blocks-{model}": Table(
             name,
