@@ -30,10 +30,10 @@ from vmmkv.prefix.transfers import PrefixListener
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
-from vmmkv_server.engine.features.kv_events import KVEventPublisher
 from vmmkv_server.engine.features.prefix_groups import BatchOrder
 from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
 from vmmkv_server.engine.kv_backend import PARKED_SLOTS, BackendConfig, SlotBackend, Slots
+from vmmkv_server.engine.kv_events import KVEventPublisher
 from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.scheduler import Scheduler
