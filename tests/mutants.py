@@ -197,7 +197,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/cache.py", "tests/unit/test_cache.py::test_forks_and_cuts_know_which_tokens_their_rows_hold"): {
         "a fork that forgets which tokens its rows hold": (
-            "                forks[-1].positions = parent.positions\n",
+            "        fork.positions = parent.positions\n",
             "",
         ),
     },

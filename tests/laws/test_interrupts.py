@@ -16,12 +16,14 @@ import pytest
 import torch
 
 import vmmkv
+from tests.laws.faulty_tier import FaultyTier
 from tests.laws.test_failures import OPERATIONS, PROMPT
 from vmmkv import DriverError, KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
 from vmmkv.memory.slots import Slots
 from vmmkv.saved import Offloaded
 from vmmkv.testing.fake_driver import FakeDriver, Launch
+from vmmkv.tiers import DiskTier, Get, HostTier, KeyChain, Put, Store, Tier, Transfer
 from vmmkv.units import PAGE_BYTES
 
 LIBRARY = str(Path(vmmkv.__file__).parent)
@@ -177,6 +179,63 @@ def test_a_cache_that_is_interrupted_as_it_is_made_is_closed(samples: int | None
         return lines
 
     interrupt_at_lines(make, samples)
+
+
+class Lender(FaultyTier):
+    """A tier that counts what it gets back."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier, 0, ())
+        self.returned: list[Transfer] = []
+
+    def finished(self, transfer: Transfer) -> None:
+        self.returned.append(transfer)
+        super().finished(transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        self.returned.append(transfer)
+        super().drop(transfer)
+
+
+@at_lines
+def test_an_interrupted_store_gives_memory_of_tiers_back_once_and_goes_on(tmp_path: Path, samples: int | None) -> None:
+    keys = KeyChain("model", every=1).of(range(4)).keys()
+    folders = itertools.count()
+
+    def use(number: int | None, signal_number: int) -> int:
+        host = Lender(HostTier(2 * 4096, record_bytes=4096))
+        disk = Lender(DiskTier(tmp_path / str(next(folders)), 8 * 4096, record_bytes=4096))
+        store, buffers = Store([host, disk]), [torch.full((4096,), each, dtype=torch.uint8) for each in range(9)]
+
+        def put(each: int) -> Put:
+            return store.put(keys[each], [(buffers[each].data_ptr(), 4096)])
+
+        def get(each: int) -> Get:
+            return store.get(keys[each], [(buffers[4 + each].data_ptr(), 4096)])
+
+        def act() -> None:
+            _, two, three = put(1), put(2), put(3)
+            two.give_up()
+            store.flush()
+            assert three.done
+            _, one = get(0), get(1)
+            store.poll()
+            one.give_up()
+            put(2)
+            store.close()
+
+        put(0)
+        assert store.flush()
+        lines = run_with_interrupt(act, number, signal_number)
+        assert get(0) and store.flush() and torch.equal(buffers[0], buffers[4])
+        store.close()
+        for tier in (host, disk):
+            assert not tier.lent and len({*tier.returned}) == len(tier.returned) > 0
+            tier.close()
+        assert not store.errors
+        return lines
+
+    interrupt_at_lines(use, samples)
 
 
 @pytest.fixture

@@ -2,13 +2,17 @@
 
 import contextlib
 import ctypes
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
-from vmmkv.tiers import DiskTier, HostTier, KeyChain, Refusal, Store
+from vmmkv.driver.base import DONE
+from vmmkv.tiers import DiskTier, HostTier, KeyChain, Put, Refusal, Store
 
 SIZE = 3 * 4096
 KEYS = KeyChain("model", every=16).of(range(16 * 40)).keys()
@@ -157,6 +161,58 @@ def test_keys_are_those_of_the_tokens_that_were_given_whatever_becomes_of_their_
     tokens[:48] = 2
     assert first.grown(tokens[:48]) is None, "it goes on from other tokens"
     assert first.keys() == root.of([1] * 32).keys()
+
+
+def test_an_announcement_that_raises_costs_no_memory_of_tiers(host, disk):
+    faulty = [FaultyTier(host, 0, ()), FaultyTier(disk, 0, ())]
+
+    class Announced(Put):
+        def portions(self, tier, has):
+            for portion in super().portions(tier, has):
+                yield portion._replace(announce=lambda numbers: 1 // 0)
+
+    store = Store(faulty)
+    store.queue(Announced(store, faulty, KEYS[0], spans(block(1)), DONE, math.inf), faulty)
+    for _ in faulty:
+        with pytest.raises(ZeroDivisionError):
+            store.poll()
+    assert not store.poll() and not any(tier.lent for tier in faulty)
+    store.put(KEYS[0], spans(block(1)))
+    assert store.flush() and store.lookup(KEYS[:1]) == [True]
+    store.close()
+
+
+def test_what_one_tier_gives_is_brought_to_others_before_its_memory_goes_back(host, disk):
+    with Store([disk]) as one:
+        one.put(KEYS[0], spans(block(1)))
+        assert one.flush()
+    lent = FaultyTier(disk, 0, ())
+    host_store = host.store
+
+    def store_while_lent(key):
+        assert [transfer.key for transfer in lent.lent] == [key]
+        return host_store(key)
+
+    with Store([host, lent]) as store:
+        host.store = store_while_lent
+        store.get(KEYS[0], spans(block(2)))
+        assert store.flush() and host.lookup(KEYS[:1]) == [True]
+
+
+def test_threads_share_a_store(host, disk):
+    with Store([host, disk]) as store, ThreadPoolExecutor(4) as threads:
+
+        def wait(for_):
+            while not for_.done:
+                store.poll(0)
+                time.sleep(1e-3)
+
+        def use(number):
+            wait(store.put(KEYS[number], spans(block(number))))
+            wait(get := store.get(KEYS[number], spans(got := block(99))))
+            return get.found and torch.equal(got[3], block(number)[3])
+
+        assert all(threads.map(use, [0, 1, 2, 3] * 4))  # as many as the host keeps
 
 
 def test_a_worth_that_raises_costs_no_memory_of_tiers(host, disk):

@@ -1,4 +1,4 @@
-"""The lock of a pool and its caches: `with pool.lock:` stands around every operation.
+"""The lock of a pool and its caches, or of a store: `with pool.lock:` stands around every operation.
 
 The books and the driver are out of step in the middle of an operation. So until it ends
 
@@ -29,15 +29,18 @@ _Handler = Callable[[int, FrameType | None], Any]
 class TransactionLock:
     """Used by `with`. Cost: 1.5 us; in the main thread 1 us more for each of these signals that has a Python handler.
 
+    `owner` and `others` name what it guards, for messages.
+
     A handler or finalizer can run between any two lines here, and use the pool. So the lock knows its owner as soon as it is
     taken, and a transaction gives back only the handlers that it held back itself.
 
     Python sets a handler and `signal.siginterrupt` together and does not tell the latter: these signals always interrupt.
     """
 
-    __slots__ = ("_arrived", "_first", "_handlers", "_lock", "_main_thread", "_pid")
+    __slots__ = ("_arrived", "_first", "_handlers", "_lock", "_main_thread", "_others", "_owner", "_pid")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "pool", others: str = "caches") -> None:
+        self._owner, self._others = owner, others
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._main_thread = threading.main_thread().ident
@@ -52,8 +55,8 @@ class TransactionLock:
         """Check that this process made the lock. Raises: ForkedProcess in a child. Cost: under 0.1 us."""
         if os.getpid() != self._pid:
             raise ForkedProcess(
-                f"this pool and its caches belong to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "
-                "which has none of their memory; start the child with spawn or forkserver",
+                f"this {self._owner} and its {self._others} belong to process {self._pid}, and this is {os.getpid()}, a child "
+                "made by fork(), which has none of their memory; start the child with spawn or forkserver",
                 call="lock",
                 code="EPERM",
             )
@@ -62,8 +65,9 @@ class TransactionLock:
         self.check_process()
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise Reentered(
-                "this pool is in the middle of another operation of the same thread, which a finalizer or a signal handler "
-                "interrupted; let it set a flag, and call the pool or its caches when the operation is over"
+                f"this {self._owner} is in the middle of another operation of the same thread, which a finalizer or a signal "
+                f"handler interrupted; let it set a flag, and call the {self._owner} or its {self._others} when the operation "
+                "is over"
             )
         first = None
         if threading.get_ident() == self._main_thread:

@@ -379,17 +379,10 @@ class PrefixCache:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""
-        until_s, transfers = time.monotonic() + timeout_s, self._transfers
-        while self.poll():
-            if time.monotonic() > until_s:
-                return False
-            with self.cache.pool.lock:
-                fence = None if transfers is None else transfers.oldest_fence()
-            if fence is None:
-                time.sleep(1e-4)  # a tier is at work
-            else:
-                fence.wait()
-        return transfers is None or transfers.mover.flush_tiers(until_s)
+        transfers = self._transfers
+        if transfers is None:
+            return True
+        return transfers.mover.flush_by(self.cache.pool.lock, self.poll, transfers.oldest_fence, timeout_s)
 
     # what an earlier process left
 

@@ -62,9 +62,10 @@ class HostTier:
                     f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
                     f"take {format_bytes(free_bytes)}; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
                 )
-            self._memory = host_memory(self.budget_bytes, device)
-            first = self._memory.data_ptr()
+            memory = host_memory(self.budget_bytes, device)
+            first = memory.data_ptr()
             self._free = [*range(first, first + self.budget_bytes, self.record_bytes)]
+            self._memory = memory  # last: by it the tier is open
 
     @property
     def address(self) -> int:

@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -289,21 +290,43 @@ class Mover(Generic[B]):
         self.finish()
         return not self.is_idle
 
-    def flush_tiers(self, until_s: float) -> bool:
-        """Wait for tiers to keep what they were given, until a time of time.monotonic() at most."""
-        return all(self.ask(True, tier.flush, max(0.0, until_s - time.monotonic())) for tier in self.tiers)
+    def flush_by(
+        self,
+        lock: AbstractContextManager[object],
+        poll: Callable[[], bool],
+        oldest_fence: Callable[[], Fence | None],
+        timeout_s: float,
+    ) -> bool:
+        """Wait until `poll` has nothing left to do, and tiers keep what they were given; False if the time is over first.
+
+        `poll` takes the owner's lock itself; `oldest_fence` is called with it. Tiers are asked under it, and do not wait: what
+        a signal handler raises within `ask` would pass for a tier's error.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            is_more = poll()
+            with lock:
+                fence = oldest_fence()
+                if not is_more and all(self.ask(True, tier.flush, 0.0) for tier in self.tiers):
+                    return True
+            if time.monotonic() > until_s:
+                return False
+            if fence is None:
+                time.sleep(1e-4)  # a tier is at work
+            else:
+                fence.wait()
 
     def finish(self) -> None:
         """Give back the memory of tiers behind copies that have ended."""
         for copy in [copy for copy in self._copies if copy.fence.done()]:
             self._copies.remove(copy)
-            for move in copy.moves:
-                self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
-            copy.of.num_under_way -= 1
             try:
                 for move in copy.moves if not copy.failed else ():
                     copy.of.copied(move)
             finally:
+                for move in copy.moves:
+                    self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
+                copy.of.num_under_way -= 1
                 if isinstance(copy.of, Load):
                     copy.of.failed |= copy.failed
                     self._end_if_over(copy.of)
@@ -424,8 +447,7 @@ class Mover(Generic[B]):
                     has_room = answer not in (Refusal.NO_ROOM, Refusal.NOT_NOW)
                     has.update([key] if has_room else [])
             if moves:
-                portion.announce([move.offset_bytes // self.record_bytes for move in moves])
-                self._launch(portion.buffer, moves, source)
+                self._launch(portion.buffer, moves, source, portion.announce)
             if moves or not has_room or self._is_over:
                 yield has_room
         if 0 < num_held < len(has):
@@ -447,12 +469,19 @@ class Mover(Generic[B]):
 
     # both
 
-    def _launch(self, buffer: B, moves: list[Move], of: Source[B] | Load[B]) -> None:
-        """Copy records between a buffer and tiers; into it for a load."""
+    def _launch(
+        self,
+        buffer: B,
+        moves: list[Move],
+        of: Source[B] | Load[B],
+        announce: Callable[[list[int]], object] = lambda numbers: None,
+    ) -> None:
+        """Copy records between a buffer and tiers; into it for a load. If this raises, memory of tiers goes back behind it."""
         self._has_worked = True
         copy, is_load = _Launched(DONE, moves, of, failed=True), isinstance(of, Load)
         of.num_under_way += 1
         try:
+            announce([move.offset_bytes // self.record_bytes for move in moves])
             copy.fence = self._copier.copy(buffer, _runs(moves, self.record_bytes), is_load=is_load)
             copy.failed = False
         except BaseException:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from vmmkv.driver import Driver, open_driver
 from vmmkv.driver.base import Fence
+from vmmkv.memory.transaction import TransactionLock
 from vmmkv.tiers.mover import Load, Move, Mover, Portion, Run, Source
 from vmmkv.tiers.record import KEY_BYTES
 from vmmkv.tiers.tier import Refusal, Tier, Transfer
@@ -85,7 +86,8 @@ class Put(Source[Spans]):
 
     def give_up(self) -> None:
         """Give the put up in tiers where it has not begun. It is done when the copies under way have ended."""
-        self._store.withdraw(self)
+        with self._store.lock:
+            self._store.withdraw(self)
 
 
 class Get(Load[Spans]):
@@ -138,10 +140,11 @@ class Get(Load[Spans]):
 
     def give_up(self) -> None:
         """Give the get up. It is done at once, or when the copies under way have ended."""
-        self._left = []
-        self._store.drop(self)
-        if self._store.end_search(self):
-            self.found = False
+        with self._store.lock:
+            self._left = []
+            self._store.drop(self)
+            if self._store.end_search(self):
+                self.found = False
 
 
 class Store(Mover[Spans]):
@@ -154,13 +157,15 @@ class Store(Mover[Spans]):
     Keys have 32 bytes, as those of a `KeyChain`. Each tier takes what is put when it has room, the oldest first; of more than
     1,024 puts that wait for one, the oldest is given up. What one tier gives is copied to those that lack it. `store.worth`, if
     set, is asked by a tier's name whether it is worth it to store a record there; not of tiers that other engines load from.
-    `lookup` and `stats` may be called from any thread, all else by one at a time. The caller closes the tiers, after the store.
+    Threads may share a store: every operation but `lookup` and `stats` takes its lock, behind which signal handlers wait, as
+    behind a pool's (`vmmkv.memory.transaction`). The caller closes the tiers, after the store.
     Cost: opening the tiers.
     Raises: ValueError for no tier, or tiers with records of different sizes; as `Tier.open`; DriverUnavailable.
     """
 
     def __init__(self, tiers: Sequence[Tier], device: "str | torch.device" = "cpu") -> None:
         self._driver: Final = open_driver(device)
+        self.lock: Final = TransactionLock("store", "puts and gets")
         super().__init__(tiers, SpanCopier(self._driver))
         for tier in tiers:
             tier.open(self._driver.device)
@@ -172,10 +177,12 @@ class Store(Mover[Spans]):
         have no room.
         Raises: ValueError for a key or spans of another size.
         """
-        tiers = self.tiers_worth_it()
-        put = Put(self, tiers, *self._checked(key, spans), self._driver.fence(), time.monotonic() + timeout_s)
-        self.queue(put, tiers)
-        return put
+        checked = self._checked(key, spans)
+        with self.lock:
+            tiers = self.tiers_worth_it()
+            put = Put(self, tiers, *checked, self._driver.fence(), time.monotonic() + timeout_s)
+            self.queue(put, tiers)
+            return put
 
     def get(self, key: bytes, spans: Spans, *, timeout_s: float = math.inf) -> Get:
         """Load a record into spans, in `poll`. Nothing that is launched later may use them until the get is done.
@@ -183,29 +190,36 @@ class Store(Mover[Spans]):
         `timeout_s`: how long to wait for tiers. Where one misses a record that it was thought to have, the others are asked.
         Raises: ValueError for a key or spans of another size.
         """
-        get = Get(self, *self._checked(key, spans), self._driver.fence(), time.monotonic() + timeout_s)
-        self.search(get)
-        return get
+        checked = self._checked(key, spans)
+        with self.lock:
+            get = Get(self, *checked, self._driver.fence(), time.monotonic() + timeout_s)
+            self.search(get)
+            return get
+
+    def poll(self, budget_us: float = math.inf) -> bool:
+        """Go on for about `budget_us`, as Mover.poll. Any thread may; a signal handler that raises does so behind it.
+
+        What `worth` raises comes out of it, and the memory that tiers have lent goes back.
+        """
+        with self.lock:
+            return super().poll(budget_us)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all that was put and asked for is done, and kept by the tiers; False if the time is over first."""
-        until_s = time.monotonic() + timeout_s
-        while self.poll():
-            if time.monotonic() > until_s:
-                return False
-            if (fence := self.oldest_fence()) is not None:
-                fence.wait()
-            else:
-                time.sleep(1e-4)  # a tier is at work
-        return self.flush_tiers(until_s)
+        return self.flush_by(self.lock, self.poll, self.oldest_fence, timeout_s)
 
     def close(self) -> None:
         """Give up what is under way, and wait for copies that were launched. Idempotent."""
-        for get in [each for each in (*self._searches, *self._loads) if isinstance(each, Get)]:
+        with self.lock:
+            gets = [each for each in (*self._searches, *self._loads) if isinstance(each, Get)]
+        for get in gets:
             get.give_up()
-        for fence in self.give_up():
+        with self.lock:
+            fences = self.give_up()
+        for fence in fences:
             fence.wait()
-        self.finish()
+        with self.lock:
+            self.finish()
 
     def __enter__(self) -> Self:
         return self

@@ -230,10 +230,11 @@ class ThreadedTier(ABC):
         """Allocate the buffers and start the threads, unless that is done. See Tier.open."""
         with self.lock:
             if self._memory is None:
-                self._memory = host_memory(self._num_buffers * self.record_bytes, device)
-                first = self._memory.data_ptr()
+                memory = host_memory(self._num_buffers * self.record_bytes, device)
+                first = memory.data_ptr()
                 self._buffers = [first + index * self.record_bytes for index in range(self._num_buffers)]
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"vmmkv-{self.name}")
+                self._memory = memory  # last: by it the tier is open
 
     def store(self, key: bytes) -> Transfer | Refusal:
         """Lend a buffer for a record's bytes, or say why not. At most half are lent for stores: requests wait for loads."""
