@@ -352,17 +352,12 @@ class _Empty(Exception):
     """No value satisfies a goal."""
 
 
-class _Reader:
-    """Reader of goals of a schema: the values that satisfy them."""
+class _Validator:
+    """Validator of values that are there by a schema, which counts the steps that reading the schema takes."""
 
     def __init__(self, root: Any) -> None:
         self.schema = _Schema(root)
-        self._kinds: dict[frozenset[_Part], list[_Kind]] = {}
-        self._branches: dict[frozenset[_Part], list[Goal]] = {}
-        self._working: set[frozenset[_Part]] = set()
         self._num_steps = self._num_places = 0
-        self._string = self.schema.made({"type": "string"}, "").value
-        self._any_object = self.schema.made({"type": "object"}, "").value
 
     def _count(self, num_steps: int = 1) -> None:
         self._num_steps += num_steps
@@ -378,6 +373,127 @@ class _Reader:
         self._num_places += num_places
         if self._num_places > MAX_PLACES:
             raise SchemaRefused("its names or values take too long to compare with its patterns; make them fewer or shorter")
+
+    def holds(self, value: Any, schema: Any, place: str, depth: int = 0) -> bool | None:
+        """Does a schema allow a value? None if that is not known."""
+        node = self.schema.node(schema, place)
+        if isinstance(node, bool):
+            return node
+        self._count()
+        if depth > 2 * MAX_DEPTH:
+            return None
+        said = node.value
+        if "$ref" in said:
+            target = self.holds(value, *self.schema.referred(node), depth + 1)
+            beside = self._holds_beside(value, said, place, depth)
+            return target if beside or target is False else None
+        return self._holds_beside(value, said, place, depth)
+
+    def _holds_beside(self, value: Any, said: dict[str, Any], place: str, depth: int) -> bool | None:
+        found: list[bool | None] = [self.holds_directly(value, said, place, depth)]
+        for index, part in enumerate(said.get("allOf", ())):
+            found.append(self.holds(value, part, f"{place}/allOf/{index}", depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in said:
+                each = [
+                    self.holds(value, part, f"{place}/{keyword}/{index}", depth + 1) for index, part in enumerate(said[keyword])
+                ]
+                if keyword == "oneOf":
+                    found.append(None if None in each else each.count(True) == 1)
+                else:
+                    found.append(True if True in each else None if None in each else False)
+        if "not" in said:
+            inner = self.holds(value, said["not"], f"{place}/not", depth + 1)
+            found.append(None if inner is None else not inner)
+        if said.keys() & {"dependentSchemas", "dependentRequired", "dependencies"} and isinstance(value, dict):
+            found.append(None)
+        return False if False in found else None if None in found else True
+
+    def holds_directly(self, value: Any, said: dict[str, Any], place: str, depth: int) -> bool | None:
+        """The same of a node's own keywords."""
+        found: list[bool | None] = []
+        kind = type_of(value)
+        if "type" in said:
+            types = said["type"] if isinstance(said["type"], list) else [said["type"]]
+            is_right = kind in types or (kind == "integer" and "number" in types)
+            # Draft 4 calls 1.0 no integer.
+            found.append(
+                None if is_right and isinstance(value, float) and kind == "integer" and "number" not in types else is_right
+            )
+        if "enum" in said:
+            found.append(_key(value) in [_key(one) for one in said["enum"]])
+        if "const" in said:
+            is_equal = _key(value) == _key(said["const"])
+            found.append(is_equal if is_equal or self.schema.draft > 4 else None)
+        if kind == "string":
+            found.append(said.get("minLength", 0) <= len(value) <= said.get("maxLength", math.inf))
+            if "pattern" in said:
+                found.append(self._matches(self.pattern(said["pattern"], place), value))
+            if (form := said.get("format")) in FORMATS:
+                found.append(True if self._matches(text.of_format(form), value) else None)
+            elif form in UNSERVED_FORMATS or "contentEncoding" in said:
+                found.append(None)
+        elif kind in ("integer", "number"):
+            found.append(_interval(said).has(_exact(value)))
+            if "multipleOf" in said:
+                found.append((_exact(value) / _exact(said["multipleOf"])).denominator == 1)
+        elif kind == "array":
+            found += self._holds_items(value, said, place, depth)
+        elif kind == "object":
+            found += self._holds_properties(value, said, place, depth)
+        return False if False in found else None if None in found else True
+
+    def _holds_items(self, value: list[Any], said: dict[str, Any], place: str, depth: int) -> Iterator[bool | None]:
+        yield said.get("minItems", 0) <= len(value) <= said.get("maxItems", math.inf)
+        if said.get("uniqueItems"):
+            yield len({_key(item) for item in value}) == len(value)
+        if "unevaluatedItems" in said:
+            yield None
+        prefix, rest = _items(said)
+        for index, item in enumerate(value):
+            yield self.holds(item, prefix[index] if index < len(prefix) else rest, f"{place}/items", depth + 1)
+
+    def _holds_properties(self, value: dict[str, Any], said: dict[str, Any], place: str, depth: int) -> Iterator[bool | None]:
+        yield said.get("minProperties", 0) <= len(value) <= said.get("maxProperties", math.inf)
+        yield value.keys() >= set(said.get("required", ()))
+        if "unevaluatedProperties" in said:
+            yield None
+        for name, part in value.items():
+            for schema, inner in self._of_name(name, said, place):
+                yield self.holds(part, schema, inner, depth + 1)
+            if "propertyNames" in said:
+                yield self.holds(name, said["propertyNames"], f"{place}/propertyNames", depth + 1)
+
+    def _of_name(self, name: str, said: dict[str, Any], place: str) -> list[tuple[Any, str]]:
+        """The schemas that a node has for a property, with their places."""
+        found = []
+        if name in said.get("properties", {}):
+            found.append((said["properties"][name], f"{place}/properties/{name}"))
+        for pattern, schema in said.get("patternProperties", {}).items():
+            if self._matches(self.pattern(pattern, place), name):
+                found.append((schema, f"{place}/patternProperties/{pattern}"))
+        if not found and (keyword := _further_keyword(said)) is not None:
+            found.append((said[keyword], f"{place}/{keyword}"))
+        return found
+
+    def pattern(self, pattern: str, place: str) -> text.Node:
+        """Raises: SchemaRefused."""
+        try:
+            return text.read(pattern)
+        except PatternRefused as error:
+            raise SchemaRefused(f"{place or 'the schema'} has pattern {pattern!r}: {error}") from error
+
+
+class _Reader(_Validator):
+    """Reader of goals of a schema: the values that satisfy them."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._kinds: dict[frozenset[_Part], list[_Kind]] = {}
+        self._branches: dict[frozenset[_Part], list[Goal]] = {}
+        self._working: set[frozenset[_Part]] = set()
+        self._string = self.schema.made({"type": "string"}, "").value
+        self._any_object = self.schema.made({"type": "object"}, "").value
 
     def closure(self, *schemas: tuple[Any, str], parts: Goal = ()) -> Goal | None:
         """The goal of values that satisfy all these schemas, each with its place, and parts. None if there is none."""
@@ -597,117 +713,6 @@ class _Reader:
     def _may_be(self, kind: _Text, value: str) -> bool:
         fits = kind.minimum <= len(value) and (kind.maximum is None or len(value) <= kind.maximum)
         return fits and (kind.pattern is None or self._matches(kind.pattern, value))
-
-    # Does a schema allow a value?
-
-    def holds(self, value: Any, schema: Any, place: str, depth: int = 0) -> bool | None:
-        """Does a schema allow a value? None if that is not known."""
-        node = self.schema.node(schema, place)
-        if isinstance(node, bool):
-            return node
-        self._count()
-        if depth > 2 * MAX_DEPTH:
-            return None
-        said = node.value
-        if "$ref" in said:
-            target = self.holds(value, *self.schema.referred(node), depth + 1)
-            beside = self._holds_beside(value, said, place, depth)
-            return target if beside or target is False else None
-        return self._holds_beside(value, said, place, depth)
-
-    def _holds_beside(self, value: Any, said: dict[str, Any], place: str, depth: int) -> bool | None:
-        found: list[bool | None] = [self.holds_directly(value, said, place, depth)]
-        for index, part in enumerate(said.get("allOf", ())):
-            found.append(self.holds(value, part, f"{place}/allOf/{index}", depth + 1))
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in said:
-                each = [
-                    self.holds(value, part, f"{place}/{keyword}/{index}", depth + 1) for index, part in enumerate(said[keyword])
-                ]
-                if keyword == "oneOf":
-                    found.append(None if None in each else each.count(True) == 1)
-                else:
-                    found.append(True if True in each else None if None in each else False)
-        if "not" in said:
-            inner = self.holds(value, said["not"], f"{place}/not", depth + 1)
-            found.append(None if inner is None else not inner)
-        if said.keys() & {"dependentSchemas", "dependentRequired", "dependencies"} and isinstance(value, dict):
-            found.append(None)
-        return False if False in found else None if None in found else True
-
-    def holds_directly(self, value: Any, said: dict[str, Any], place: str, depth: int) -> bool | None:
-        """The same of a node's own keywords."""
-        found: list[bool | None] = []
-        kind = type_of(value)
-        if "type" in said:
-            types = said["type"] if isinstance(said["type"], list) else [said["type"]]
-            is_right = kind in types or (kind == "integer" and "number" in types)
-            # Draft 4 calls 1.0 no integer.
-            found.append(
-                None if is_right and isinstance(value, float) and kind == "integer" and "number" not in types else is_right
-            )
-        if "enum" in said:
-            found.append(_key(value) in [_key(one) for one in said["enum"]])
-        if "const" in said:
-            is_equal = _key(value) == _key(said["const"])
-            found.append(is_equal if is_equal or self.schema.draft > 4 else None)
-        if kind == "string":
-            found.append(said.get("minLength", 0) <= len(value) <= said.get("maxLength", math.inf))
-            if "pattern" in said:
-                found.append(self._matches(self.pattern(said["pattern"], place), value))
-            if (form := said.get("format")) in FORMATS:
-                found.append(True if self._matches(text.of_format(form), value) else None)
-            elif form in UNSERVED_FORMATS or "contentEncoding" in said:
-                found.append(None)
-        elif kind in ("integer", "number"):
-            found.append(_interval(said).has(_exact(value)))
-            if "multipleOf" in said:
-                found.append((_exact(value) / _exact(said["multipleOf"])).denominator == 1)
-        elif kind == "array":
-            found += self._holds_items(value, said, place, depth)
-        elif kind == "object":
-            found += self._holds_properties(value, said, place, depth)
-        return False if False in found else None if None in found else True
-
-    def _holds_items(self, value: list[Any], said: dict[str, Any], place: str, depth: int) -> Iterator[bool | None]:
-        yield said.get("minItems", 0) <= len(value) <= said.get("maxItems", math.inf)
-        if said.get("uniqueItems"):
-            yield len({_key(item) for item in value}) == len(value)
-        if "unevaluatedItems" in said:
-            yield None
-        prefix, rest = _items(said)
-        for index, item in enumerate(value):
-            yield self.holds(item, prefix[index] if index < len(prefix) else rest, f"{place}/items", depth + 1)
-
-    def _holds_properties(self, value: dict[str, Any], said: dict[str, Any], place: str, depth: int) -> Iterator[bool | None]:
-        yield said.get("minProperties", 0) <= len(value) <= said.get("maxProperties", math.inf)
-        yield value.keys() >= set(said.get("required", ()))
-        if "unevaluatedProperties" in said:
-            yield None
-        for name, part in value.items():
-            for schema, inner in self._of_name(name, said, place):
-                yield self.holds(part, schema, inner, depth + 1)
-            if "propertyNames" in said:
-                yield self.holds(name, said["propertyNames"], f"{place}/propertyNames", depth + 1)
-
-    def _of_name(self, name: str, said: dict[str, Any], place: str) -> list[tuple[Any, str]]:
-        """The schemas that a node has for a property, with their places."""
-        found = []
-        if name in said.get("properties", {}):
-            found.append((said["properties"][name], f"{place}/properties/{name}"))
-        for pattern, schema in said.get("patternProperties", {}).items():
-            if self._matches(self.pattern(pattern, place), name):
-                found.append((schema, f"{place}/patternProperties/{pattern}"))
-        if not found and (keyword := _further_keyword(said)) is not None:
-            found.append((said[keyword], f"{place}/{keyword}"))
-        return found
-
-    def pattern(self, pattern: str, place: str) -> text.Node:
-        """Raises: SchemaRefused."""
-        try:
-            return text.read(pattern)
-        except PatternRefused as error:
-            raise SchemaRefused(f"{place or 'the schema'} has pattern {pattern!r}: {error}") from error
 
     # The kinds of values of a goal without `anyOf` and `oneOf`.
 
