@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from vmmkv.errors import LogDamaged
 from vmmkv.holder.log import LogContents, Sealed
-from vmmkv.holder.sealed import check_seal
+from vmmkv.holder.sealed import add_sealed, check_seal
 from vmmkv.holder.source import LenderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Match, Piece, piece_place
+from vmmkv.prefix.radix_tree import Match, piece_place
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +71,9 @@ class BorrowedPrefixes:
             return 0, 0
         if not self._make_room(match, sum(seal.num_pages for seal in seals), room_pages):
             return num_tokens, 0
-        borrowed, extents = [], []
-        for seal in seals:
-            extents.append(self._source.borrow(seal.serial, seal.num_pages))
-            self._pool.take_in(extents[-1])
-            borrowed.append(Piece(seal.end_token, Placed(seal.page, extents[-1], seal.first_token), seal.group))
-        borrowed.sort(key=piece_place)
-        self._index.add(namespace, tokens[: borrowed[-1].end_token], borrowed)
-        for extent in extents:
-            self._pool.drop(extent)  # the tree holds it
-        return num_tokens, sum(extent.size_bytes for extent in extents)
+        borrowed = {self._source.borrow(seal.serial, seal.num_pages): seal for seal in seals}
+        add_sealed(self._index, self._pool, namespace, tokens, borrowed)
+        return num_tokens, sum(extent.size_bytes for extent in borrowed)
 
     def _make_room(self, match: Match[Placed], num_pages: int, room_pages: int) -> bool:
         """Make room, but not by evicting what matches."""

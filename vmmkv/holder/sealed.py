@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vmmkv.arguments import label
 from vmmkv.driver.base import Fence
@@ -121,19 +122,11 @@ class SealedPrefixes(IndexFollower):
 
     def _insert_path(self, seals: dict[int, Sealed], places: list[int]) -> None:
         path = [seals[place] for place in _places_to(seals, places[-1])]
-        namespace, tokens = _namespace(path[0]), b"".join(seal.tokens for seal in path)
-        pieces: list[Piece[Placed]] = []
-        place_of: dict[Extent, int] = {}
-        for seal in (seals[place] for place in places):
-            extent = self._source.kept(seal.serial, seal.num_pages)
-            self._pool.take_in(extent)
-            place_of[extent] = places[len(pieces)]
-            pieces.append(Piece(seal.end_token, Placed(seal.page, extent, seal.first_token), seal.group))
-        pieces.sort(key=piece_place)
-        self._index.add(namespace, np.frombuffer(tokens, np.int32), pieces)
-        self._places |= {extent: place for extent, place in place_of.items() if extent.shared}
-        for extent in place_of:
-            self._pool.drop(extent)  # the tree holds it, or has others in its place
+        tokens = np.frombuffer(b"".join(seal.tokens for seal in path), np.int32)
+        place_of = {self._source.kept(seals[place].serial, seals[place].num_pages): place for place in places}
+        sealed = {extent: seals[place] for extent, place in place_of.items()}
+        held = add_sealed(self._index, self._pool, _namespace(path[0]), tokens, sealed)
+        self._places |= {extent: place_of[extent] for extent in held}
 
     # to the log
 
@@ -243,6 +236,22 @@ class SealedPrefixes(IndexFollower):
             found[serial] = path[-1]._replace(parent=None, namespace=path[0].namespace, tokens=tokens)
         assert found == wanted, "the log says something else of an extent than the tree"
         assert all(extent.sealed for extent in self._places), "an extent does not know that it is sealed"
+
+
+def add_sealed(
+    index: PrefixIndex, pool: Pool, namespace: Hashable, tokens: npt.NDArray[np.int32], extents: Mapping[Extent, Sealed]
+) -> list[Extent]:
+    """Add extents that another process has sealed to a tree, for these tokens. Returns those that it holds now."""
+    pieces: list[Piece[Placed]] = []
+    for extent, seal in extents.items():
+        pool.take_in(extent)
+        pieces.append(Piece(seal.end_token, Placed(seal.page, extent, seal.first_token), seal.group))
+    pieces.sort(key=piece_place)
+    index.add(namespace, tokens[: pieces[-1].end_token], pieces)
+    held = [extent for extent in extents if extent.shared]
+    for extent in extents:
+        pool.drop(extent)
+    return held
 
 
 def _seal(piece: Piece[Placed], parent: int | None, namespace: Hashable, tokens: bytes) -> Sealed:

@@ -140,7 +140,7 @@ def open_source(
         source = LenderSource(driver, client)
     try:
         source.check_budget(budget_bytes)
-    except BudgetError:
+    except BaseException:
         source.close()
         raise
     num_extents, most = budget_bytes // PAGE_BYTES, most_descriptors() - SPARE_DESCRIPTORS
