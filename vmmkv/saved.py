@@ -240,22 +240,13 @@ def restore(
     buffer = host_memory(_CHUNK_BYTES, slots.pool.device)
     with open(path, "rb") as file:
         header = _read_header(file, path, slots, fingerprint)
-        num_tokens = header.num_tokens
-        copies: list[_Copy] = []
         with slots.pool.lock:
             end = slots.check_end(max_tokens)
             slots.check_capture()
-            if num_tokens > end:
-                raise SequenceTooLong(f"{path} has {counted(num_tokens, 'token')}, for a sequence of max_tokens={end}")
-            slot = slots.clear_run(1)
-            slots.table.begin(slot, header.starts)
-            bare: list[Pages] = [{} for _ in header.starts]
-            live = slots.open_with(
-                slot, end, tenant, num_tokens, bare, lambda group, _, *rest: copies.append(_Copy(group, *rest))
-            )
-            begun.append(live)
-            live.positions = header.positions
-        _read_rows(file, path, live, copies, buffer)
+            if header.num_tokens > end:
+                raise SequenceTooLong(f"{path} has {counted(header.num_tokens, 'token')}, for a sequence of max_tokens={end}")
+            begun.append(slots.open_at(slots.clear_run(1), end, tenant))
+        _read_rows(file, path, begun[-1], header, buffer)
 
 
 def read_batches_header(file: BinaryIO, path: Path) -> Any:
@@ -272,35 +263,26 @@ def fill_batches(file: BufferedReader, path: Path, batches: Sequence[tuple[Seque
     buffer = host_memory(_CHUNK_BYTES, batches[0][0][0].slots.pool.device)
     wanted = [(live, num_tokens) for batch, num_tokens in batches for live in batch]
     for place, (live, num_tokens) in enumerate(wanted):
-        slots, copies = live.slots, list[_Copy]()
-        header = _read_header(file, path, slots, fingerprint, is_last=place + 1 == len(wanted))
+        header = _read_header(file, path, live.slots, fingerprint, is_last=place + 1 == len(wanted))
         if header.num_tokens != num_tokens:
             raise ValueError(f"{path} is damaged: sequence {place} has {header.num_tokens} tokens, and not {num_tokens}")
         if num_tokens > live.max_tokens:
             raise SequenceTooLong(
                 f"{path} has {counted(num_tokens, 'token')} of each sequence, for sequences of max_tokens={live.max_tokens}"
             )
-        with slots.pool.lock:
-            slots.check_running(live)
-            slots.check_capture()
-            slots.table.begin(live.slot, header.starts)
-            bare: list[Pages] = [{} for _ in header.starts]
-            slots.fill(live.slot, num_tokens, bare, lambda group, _, *rest, into=copies: into.append(_Copy(group, *rest)))
-            live.positions = header.positions
-        _read_rows(file, path, live, copies, buffer)
+        _read_rows(file, path, live, header, buffer)
 
 
-class _Copy(NamedTuple):
-    """Rows to be read from a file, without the lock."""
-
-    group: int
-    size_bytes: int
-    target: int
-    """Address."""
-
-
-def _read_rows(file: BufferedReader, path: Path, live: LiveSlot, copies: Sequence[_Copy], buffer: torch.Tensor) -> None:
-    slots = live.slots
+def _read_rows(file: BufferedReader, path: Path, live: LiveSlot, header: "_Header", buffer: torch.Tensor) -> None:
+    """Give a sequence without tokens the rows that follow in a file. They are read without the lock."""
+    slots, copies = live.slots, list[tuple[int, int, int]]()
+    bare: list[Pages] = [{} for _ in header.starts]
+    with slots.pool.lock:
+        slots.check_running(live)
+        slots.check_capture()
+        slots.table.begin(live.slot, header.starts)
+        slots.fill(live.slot, header.num_tokens, bare, lambda group, _, size, target: copies.append((group, size, target)))
+        live.positions = header.positions
     for group, size_bytes, target in copies:
         for at, chunk_bytes in _chunks(0, size_bytes):
             data = buffer[:chunk_bytes].numpy().data

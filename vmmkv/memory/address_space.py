@@ -186,10 +186,10 @@ def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
         raise ValueError(f"addresses of device {str(device)!r} cannot be wrapped; only those of cpu and cuda")
     if device.type == "cuda" and device.index is None:
         raise ValueError("device 'cuda' does not say which GPU these addresses are of; write 'cuda:0'")
-    pointer = _malloc(_STRUCTURE.size)
-    if not pointer:
-        raise MemoryError(f"malloc of {_STRUCTURE.size} bytes failed")
+    pointer, capsule = _malloc(_STRUCTURE.size), None
     try:
+        if not pointer:
+            raise MemoryError(f"malloc of {_STRUCTURE.size} bytes failed")
         structure = _STRUCTURE.pack(
             *(address, _DEVICE_TYPES[device.type], device.index or 0, 1, *_UINT8),
             *(pointer + _SHAPE_OFFSET, pointer + _STRIDE_OFFSET, 0, 0, _FREE_ADDRESS),
@@ -197,14 +197,10 @@ def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
         )
         ctypes.memmove(pointer, structure, len(structure))
         capsule = _new_capsule(pointer, _CAPSULE_NAME, None)
-    except BaseException:
-        _free(pointer)
-        raise
-    try:
         return from_dlpack(capsule)
     finally:
         # The capsule never leaves this function, so it needs no destructor: if torch did not take it, it is ours to free.
-        if _is_capsule(capsule, _CAPSULE_NAME):
+        if capsule is None or _is_capsule(capsule, _CAPSULE_NAME):
             _free(pointer)
 
 

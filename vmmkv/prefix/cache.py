@@ -370,12 +370,12 @@ class PrefixCache:
         """
         with self.cache.pool.lock:
             transfers = self._transfers
-            if transfers is None or transfers.is_idle:
+            if transfers is None or transfers.mover.is_idle:
                 return False
             self._slots.check_open()
             self._slots.check_capture()
             transfers.poll(budget_us)
-            return not transfers.is_idle
+            return not transfers.mover.is_idle
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""

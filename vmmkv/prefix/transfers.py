@@ -246,11 +246,6 @@ class Transfers(IndexFollower):
             self.cache.collect(budget_us)
         self.mover.poll(budget_us - (time.perf_counter_ns() - began_ns) / 1e3)
 
-    @property
-    def is_idle(self) -> bool:
-        """Is there nothing to go on with?"""
-        return self.mover.is_idle
-
     def oldest_fence(self) -> Fence | None:
         """Fence of the oldest copies, or else of the work that writes what is to be stored; None if nothing is waited for."""
         return self.mover.oldest_fence() or (None if self._writing is None else self._writing[1])
