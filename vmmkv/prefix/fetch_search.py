@@ -1,8 +1,8 @@
 """Fetches: what tiers have of a prompt past what the device has, found out piece by piece.
 
-    START ──> NEXT ──> HASHING <──> ASKING ──> CHOOSING ──> ENDED
-               │ none has the next records        │ not worth it, or another fetch loads them
-               └──────────────────────────────────┴─────────> ENDED, with nothing to load
+    start ──> ask_next ──> hash <──> ask ──> choose ──> ended
+                  │ none has the next records   │ not worth it, or another fetch loads them
+                  └─────────────────────────────┴─────> ended, with nothing to load
 
 No step waits for a tier, and the cost of those between the first and the last does not grow with the prompt.
 """
@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Final
 
 from vmmkv.layout import KVLayout
@@ -67,19 +66,8 @@ class Fetch:
         return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
 
 
-class FetchState(Enum):
-    """Next step of a search."""
-
-    START = "match the prompt in the tree, and lock what the fetch goes on from"
-    NEXT = "ask whether tiers have the first records that the device lacks"
-    HASHING = "hash some keys"
-    ASKING = "ask one tier about them"
-    CHOOSING = "take as much as is worth it"
-    ENDED = "nothing: `places`, `other`, or neither say what was found"
-
-
 class FetchSearch:
-    """The search of a fetch: which records to load, and from which tiers."""
+    """The search of a fetch: which records to load, and from which tiers. At its end `places`, `other` or neither say that."""
 
     def __init__(
         self,
@@ -95,7 +83,8 @@ class FetchSearch:
     ) -> None:
         self.fetch: Final = fetch
         self.chain: Final = chain
-        self.state = FetchState.START
+        self._step: Callable[[Callable[[], bool]], bool] | None = self._start
+        """The next step. It returns whether another one may follow in this poll. None when the search has ended."""
         self.places: list[tuple[int, range]] = []
         """Group and pages of the extents to load, when it has ended."""
         self.other: Fetch | None = None
@@ -129,15 +118,15 @@ class FetchSearch:
     def advance(self, may_go_on: Callable[[], bool]) -> bool:
         """Do a step, and more while `may_go_on` says so. Is there more to find? An error ends the search without places."""
         try:
-            while self.state is not FetchState.ENDED and _STEPS[self.state](self, may_go_on):
+            while self._step is not None and self._step(may_go_on):
                 pass
         except BaseException:
             self._end([])
             self._ended()
             raise
-        if self.state is FetchState.ENDED:
+        if self._step is None:
             self._ended()
-        return self.state is not FetchState.ENDED
+        return self._step is not None
 
     def tiers_of(self, index: int, pages: range) -> list[tuple[int, bytes]]:
         """The number of the tier that has each of these pages of a group, and its key."""
@@ -147,9 +136,10 @@ class FetchSearch:
         """Flags of the pages that were on the device, by group and page: 1 or 0."""
         return [pages.translate(_IS_ON_DEVICE) for pages in self._have]
 
-    # Each step returns whether another one may follow in this poll.
+    # the steps
 
     def _start(self, may_go_on: Callable[[], bool]) -> bool:
+        """Match the prompt in the tree, and lock what the fetch goes on from."""
         chain, tree = self.chain, self._index.tree
         match = tree.match(chain.namespace, chain.tokens)
         known = itertools.chain.from_iterable(node.pieces for node in match.path)
@@ -168,29 +158,31 @@ class FetchSearch:
         self._nexts = [
             chain.key(index, self._firsts[index]) for index in self._whole if self._firsts[index] < len(self._have[index])
         ]
-        self.state = FetchState.NEXT
+        self._step = self._ask_next
         return True
 
     def _ask_next(self, may_go_on: Callable[[], bool]) -> bool:
-        """Nearly no new prompt gets further."""
+        """Ask whether tiers have the first records that the device lacks. Nearly no new prompt gets further."""
         found = self._mover.lookup(self._nexts) if self._nexts else []
         if found is None:
             return False
         if not all(found) or self._is_loaded_by_other(self._nexts):
             return self._end([])
         self.chain.skip(self._firsts)
-        self.state = FetchState.HASHING
+        self._step = self._hash
         return True
 
     def _hash(self, may_go_on: Callable[[], bool]) -> bool:
+        """Hash some keys."""
         some = self.chain.hash_some(MOST_KEYS)
         self._new += some
         self._is_more = len(some) == MOST_KEYS
         if not self._is_more or len(self._new) >= _MOST_ASKED:
-            self.state = FetchState.ASKING
+            self._step = self._ask
         return not self._is_more or may_go_on()
 
     def _ask(self, may_go_on: Callable[[], bool]) -> bool:
+        """Ask one tier about them."""
         tier, place = self._mover.tiers[self._num_asked], self._num_asked + _TIER
         if not self._is_waiting:
             self._lacking = [(index, page) for index, page in self._new if not self._have[index][page]]
@@ -207,10 +199,11 @@ class FetchSearch:
         if self._num_asked == len(self._mover.tiers):
             self._num_asked, self._new = 0, []
             all_there = all(len(self.chain.by_group[index]) <= _first_lacking(self._have[index]) for index in self._whole)
-            self.state = FetchState.HASHING if self._is_more and all_there else FetchState.CHOOSING
+            self._step = self._hash if self._is_more and all_there else self._choose
         return True
 
     def _choose(self, may_go_on: Callable[[], bool]) -> bool:
+        """Take as much as is worth it."""
         fetch, have = self.fetch, self._have
         while (num_tokens := reach(self._layout, have, len(self.chain.tokens) - 1)) - fetch.known_tokens >= self._least_tokens:
             fetch.num_tokens, fetch.bytes_by_tier = num_tokens, Counter()
@@ -233,7 +226,7 @@ class FetchSearch:
         return self._end([])
 
     def _end(self, places: list[tuple[int, range]]) -> bool:
-        self.state, self.places, self._worth = FetchState.ENDED, places, None
+        self._step, self.places, self._worth = None, places, None
         return False
 
     def _is_loaded_by_other(self, keys: Sequence[bytes]) -> bool:
@@ -253,15 +246,6 @@ class FetchSearch:
                 if pages[page] != _DEVICE:
                     yield index, run
                 page = run.stop
-
-
-_STEPS: Final[Mapping[FetchState, Callable[[FetchSearch, Callable[[], bool]], bool]]] = {
-    FetchState.START: FetchSearch._start,
-    FetchState.NEXT: FetchSearch._ask_next,
-    FetchState.HASHING: FetchSearch._hash,
-    FetchState.ASKING: FetchSearch._ask,
-    FetchState.CHOOSING: FetchSearch._choose,
-}
 
 
 def needed(layout: KVLayout, index: int, num_tokens: int) -> range:
