@@ -98,42 +98,45 @@ class GenerationProgress:
         self._progress.refresh()
 
 
+_DEFERRED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+"""Signals whose handlers often raise, as of the lock of a pool."""
+
+
 class DeferredInterrupt:
-    """A block in which Ctrl-C waits for the next `check`, or for the block's end. A second Ctrl-C does not wait.
+    """A block in which handlers of signals wait for the next `check`, or for the block's end. A second Ctrl-C does not wait.
 
     Works in the main thread, where Python runs signal handlers; elsewhere it does nothing.
     """
 
     def __init__(self) -> None:
-        self._previous: Callable[[int, FrameType | None], Any] | None = None
-        self._came = False
+        self._previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._came: dict[int, None] = {}
 
     def __enter__(self) -> Self:
-        handler = signal.getsignal(signal.SIGINT)
-        # SIG_IGN and SIG_DFL are not callable, and stay.
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._previous = handler
-            signal.signal(signal.SIGINT, self._note)
+        for number in _DEFERRED if threading.current_thread() is threading.main_thread() else ():
+            handler = signal.getsignal(number)
+            if callable(handler):  # SIG_IGN and SIG_DFL are not, and stay
+                self._previous[number] = handler
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            if error is None:
-                self.check()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if error is not None:
+            self._came.pop(signal.SIGINT, None)
+        self.check()
 
     def check(self) -> None:
-        """Call the previous handler if Ctrl-C was pressed. Raises: KeyboardInterrupt, from Python's own handler."""
-        if self._came:
-            self._came = False
-            assert self._previous is not None
-            self._previous(signal.SIGINT, None)
+        """Call the handlers of signals that came. Raises: KeyboardInterrupt, from Python's own handler of Ctrl-C."""
+        while self._came:
+            number, _ = self._came.popitem()
+            self._previous[number](number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
-            assert self._previous is not None
-            self._previous(number, frame)
-        self._came = True
+        if number == signal.SIGINT and number in self._came:
+            self._previous[number](number, frame)
+        self._came[number] = None
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -255,7 +255,8 @@ class LLM(Closing):
         prompt; lower ones run first. `progress` shows a bar on stderr; by default on a terminal.
 
         If a request fails, its output's `error` says why; the others go on. Ctrl-C ends all after the running step, and
-        the LLM can be used again. A second Ctrl-C does not wait for the step: then the LLM can only be closed.
+        the LLM can be used again. So do handlers of SIGTERM, SIGHUP and SIGALRM that raise. A second Ctrl-C does not wait for
+        the step: then the LLM can only be closed.
 
         Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
         RuntimeError if another thread generates; EngineDied if the device or another rank is lost, or after a second Ctrl-C.

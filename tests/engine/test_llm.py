@@ -328,6 +328,35 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGHUP])
+def test_a_handler_that_raises_waits_for_the_step_and_leaves_no_sequence(
+    engine: LLM, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    class Alarm(Exception):
+        """Like a timeout's. It is no interrupt by its type: within a step it would pass for an error of the request."""
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    memory = engine._open().memory
+    attach, before = memory.attach, signal.signal(number, ring)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        attached = attach(*arguments, **options)
+        signal.raise_signal(number)
+        return attached
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(Alarm):
+            patch.setattr(memory, "attach", interrupted)
+            engine.generate([[each] for each in range(4)], GREEDY)
+        assert signal.getsignal(number) is ring
+    finally:
+        signal.signal(number, before)
+    assert not engine._open().engine.has_work and not memory.stats().num_sequences
+    assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
+
+
 @pytest.mark.parametrize("place", ["a sequence that no request has", "slots that the device alone has", "a parked slot"])
 def test_an_interrupt_within_a_step_ends_the_engine_and_close_gives_all_back(
     directory: Path, monkeypatch: pytest.MonkeyPatch, place: str
