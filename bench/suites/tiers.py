@@ -460,11 +460,13 @@ def _compare(
                 recorder.samples(name, system, "same answers as the first system", "%", [100 * each for each in same])
             first, last[system] = first or runs, runs[-1]
             assert engine.snapshot is not None, "it tells after each run"
-            recorder.figure(name, system, "preempted", "requests", engine.snapshot.preemptions / len(runs), len(runs))
-            for how, num_requests in sorted(engine.snapshot.fetches.items()):
+            counts, fetches = engine.snapshot.scheduler, engine.snapshot.features["fetches"]
+            assert isinstance(fetches, dict), "by outcome"
+            recorder.figure(name, system, "preempted", "requests", counts.preemptions / len(runs), len(runs))
+            for how, num_requests in sorted(fetches.items()):
                 recorder.figure(name, system, f"waits for tiers, {how}", "requests", num_requests / len(runs), len(runs))
-            num_lost = sum(engine.snapshot.resumed_tokens.values())
-            for source, num_tokens in engine.snapshot.resumed_tokens.items():
+            num_lost = sum(counts.resumed_tokens.values())
+            for source, num_tokens in counts.resumed_tokens.items():
                 recorder.figure(name, system, f"rows of preempted requests, {source}", "%", 100 * num_tokens / num_lost)
     return last
 

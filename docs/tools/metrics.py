@@ -22,13 +22,14 @@ def filled(text: str) -> str:
 
 def _families() -> Iterator[Metric]:
     """Metrics of a server that has tiers and a holder."""
-    from tests.server.fake_engine import FakeEngine
+    from tests.server.fake_engine import READY, FakeEngine, with_features
     from vmmkv_server.engine_client import EngineClient
     from vmmkv_server.metrics import Metrics
 
-    engine, client = FakeEngine("ipc://nowhere"), EngineClient("ipc://nowhere")
+    ready = with_features(READY)
+    engine, client = FakeEngine("ipc://nowhere", ready=ready), EngineClient("ipc://nowhere")
     engine.holder_is_gone = False
-    client.snapshot = engine._snapshot()
+    client.snapshot, client.feature_metrics = engine._snapshot(), ready.feature_metrics
     metrics = Metrics(client, "model")
     for source in (metrics, metrics.requests, metrics.refused):
         yield from source.collect()

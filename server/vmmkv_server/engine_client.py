@@ -16,7 +16,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, TypeAlias
 
 import msgspec
@@ -50,6 +50,7 @@ from vmmkv_server.protocol import (
     decode_from_engine,
     encode,
 )
+from vmmkv_server.statistics import Metric
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ class EngineClient:
         self.snapshot: Snapshot | None = None
         self.snapshot_s = 0.0
         """Arrival of the last snapshot, by time.monotonic."""
+        self.feature_metrics: Mapping[str, Metric] = {}
+        """Metrics of the engine's features, by name. An engine that has died keeps them, as it keeps its last snapshot."""
         self.maps = MemoryMaps(self._send)
         self.first_token_times = Times(
             "time_to_first_token", "Time from a request's arrival to its first token.", REQUEST_BOUNDS_S
@@ -391,6 +394,7 @@ class EngineClient:
                 self._on_loading(message)
             case Ready():
                 self.was_ready = True
+                self.feature_metrics = message.feature_metrics
                 if isinstance(self.phase, Loading):
                     self.phase = message
                     self._settled.set()
@@ -419,10 +423,8 @@ class EngineClient:
 
 def _has_moved(before: Snapshot, now: Snapshot) -> bool:
     """Has the engine computed anything in between, or is it idle? A beam search shows only in `kv_tokens` before its end."""
-    is_idle = not now.running and not now.waiting
-    return is_idle or any(
-        getattr(before, name) != getattr(now, name) for name in ("prompt_tokens", "generated_tokens", "kv_tokens")
-    )
+    is_idle = not now.scheduler.requests_running and not now.scheduler.requests_waiting
+    return is_idle or before.answers != now.answers or before.memory.kv_tokens != now.memory.kv_tokens
 
 
 # Memory maps.

@@ -171,7 +171,7 @@ class LLM(Closing):
         self._loaded: Loaded | None = None
         config = _config_of(model, options)
         self.snapshot: Snapshot | None = None
-        """The engine's counts of requests and memory, at the end of the last `generate` or later."""
+        """The statistics of the engine's parts, at the end of the last `generate` or later."""
         self._model = config.model
         self._random = random.Random(config.seed)
         self._numbers = itertools.count()
@@ -227,12 +227,12 @@ class LLM(Closing):
             return f"<LLM of {self._model}, closed>"
         if self._broken is not None:
             return f"<LLM of {self._model}, to be closed: {self._broken}>"
-        ready, now = self._loaded.ready, self.snapshot
+        ready, scheduler, memory = self._loaded.ready, self.snapshot.scheduler, self.snapshot.memory
         most = counted(ready.limits.max_sequences, "sequence")
-        free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_pending_reclaim_bytes
+        taken_bytes = memory.kv_used_bytes + memory.kv_cached_bytes + memory.kv_pending_reclaim_bytes
         return (
-            f"<LLM of {self._model} on {ready.device}: {now.running} of {most} running, "
-            f"{format_bytes(free_bytes)} of {format_bytes(now.kv_budget_bytes)} free>"
+            f"<LLM of {self._model} on {ready.device}: {scheduler.requests_running} of {most} running, "
+            f"{format_bytes(memory.kv_budget_bytes - taken_bytes)} of {format_bytes(memory.kv_budget_bytes)} free>"
         )
 
     @property

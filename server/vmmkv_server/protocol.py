@@ -10,6 +10,15 @@ import numpy.typing as npt
 from vmmkv.memory.states import SlotMap
 from vmmkv.units import MIB
 from vmmkv_server.sampling_params import Limits, SamplingParams
+from vmmkv_server.statistics import (
+    AnswerStatistics,
+    MemoryStatistics,
+    Metric,
+    PrefixStatistics,
+    SchedulerStatistics,
+    TierStatistics,
+    Value,
+)
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -121,6 +130,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """Tokens that end an answer."""
     kv_events: KVEventSource | None = None
     """Addresses of KV events; None if they are off."""
+    feature_metrics: dict[str, Metric] = {}
+    """Metrics of the engine's features by name: the numbers are in each `Snapshot`."""
 
     @property
     def num_blocks(self) -> int:
@@ -274,55 +285,16 @@ class Managed(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """The engine's counts, sent at least once a second while it is busy, and when it becomes idle."""
+    """The statistics of the engine's parts, sent at least once a second while it is busy, and when it becomes idle."""
 
-    running: int
-    waiting: int
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    kv_tokens: int
-    kv_mapped_bytes: int
-    kv_free_bytes: int
-    kv_cached_bytes: int = 0
-    kv_pending_reclaim_bytes: int
-    kv_created_bytes: int
-    kv_budget_bytes: int
-    kv_compactions: int = 0
-    """Compactions of requests by their `kv_policy`, since the start."""
-    kv_kept_rows: int = 0
-    """Rows kept, summed over compactions."""
-    kv_dropped_rows: int = 0
-    """Rows dropped by compactions."""
-    stalls: int
-    stall_us: float
-    driver_calls: dict[str, int]
-    prefix_hit_tokens: int = 0
-    """Prompt tokens found in the prefix cache, since the start."""
-    prefix_missed_tokens: int = 0
-    """Prompt tokens looked for and not found, since the start."""
-    prefix_pages: int = 0
-    """Pages that the prefix cache holds now."""
-    kv_used_bytes: int = 0
-    """Physical memory of running sequences; shared memory counts once."""
-    attached: dict[str, int] = {}
-    """Sequences by the method that they came to their prefix by, since the start."""
-    attach_us: dict[str, float] = {}
-    """Total time of attaching, by method."""
-    hit_tokens: dict[str, int] = {}
-    """Prompt tokens found in the prefix cache, by where they were, since the start."""
-    resumed_tokens: dict[str, int] = {}
-    """Rows that preempted requests had, by where they came back from: as `hit_tokens`, or `RECOMPUTED`."""
-    fetches: dict[str, int] = {}
-    """Loads that requests waited for, by how that ended: see `Fetches.counts`."""
-    fetch_wait_us: float = 0.0
-    """Total time of these waits, in microseconds."""
-    tiers: dict[str, dict[str, int]] = {}
-    """Counts of `vmmkv.TierStats`, by the tier's name."""
-    tier_errors: int = 0
-    """Calls of tiers that raised, beside the errors that they count themselves."""
-    holder_is_gone: bool | None = None
-    """Has the process ended that owns the KV memory, or lends it? None if the engine owns it all."""
+    scheduler: SchedulerStatistics
+    answers: AnswerStatistics
+    memory: MemoryStatistics
+    prefix: PrefixStatistics
+    tiers: dict[str, TierStatistics] = {}
+    """Statistics of each tier, by its name."""
+    features: dict[str, Value] = {}
+    """Numbers of all features, by the name of the metric, which `Ready` has."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):

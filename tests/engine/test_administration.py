@@ -54,7 +54,7 @@ def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harn
         assert one.said(prompt) == one.expected(prompt)
     one.engine.report()
     last = one.sent[-1]
-    assert isinstance(last, Snapshot) and last.holder_is_gone
+    assert isinstance(last, Snapshot) and last.memory.holder_up is False
     assert one.pool.created_bytes == created_bytes and not one.failures()
     refused = manage(Loaded(one.engine, READY, one.memory), Sleep())
     assert "start a holder, and then this server anew" in str(refused.error)
@@ -156,9 +156,9 @@ def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Ma
     one.ask("b", prompt, 2)
     one.run()
     last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
-    assert sum(last.attached.values()) == 2 and last.attached["compute"] == 1
-    assert last.prefix_hit_tokens + last.prefix_missed_tokens == 2 * len(prompt)
-    assert last.kv_used_bytes == 0
+    assert sum(last.prefix.attaches.values()) == 2 and last.prefix.attaches["compute"] == 1
+    assert last.prefix.prefix_hit_tokens + last.prefix.prefix_missed_tokens == 2 * len(prompt)
+    assert last.memory.kv_used_bytes == 0
 
 
 def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
@@ -265,7 +265,7 @@ def test_asleep_it_holds_nothing_and_awake_it_answers_as_before(
             assert pool.created_bytes == 0
             assert pool.driver.calls["create"] - pool.driver.calls["release"] == 1, "the null page"
         last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
-        assert (last.kv_budget_bytes, last.kv_created_bytes, last.prefix_pages) == (0, 0, 0)
+        assert (last.memory.kv_budget_bytes, last.memory.kv_created_bytes, last.prefix.prefix_pages) == (0, 0, 0)
         assert "wake it up" in str(manage(loaded, Resize(budget_bytes=32 * PAGE_BYTES)).error)
         one.cache.check()
         for _ in range(2):

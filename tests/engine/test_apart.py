@@ -77,7 +77,7 @@ def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
         engine = one._open().engine
         outputs = one.generate([prompts[0], prompts[0] + [7]], GREEDY)
         assert one.snapshot is not None
-        assert one.snapshot.hit_tokens == {"lender": 4096, "device": 4500}, "it is borrowed once"
+        assert one.snapshot.scheduler.hit_tokens == {"lender": 4096, "device": 4500}, "it is borrowed once"
         num_steps, step = itertools.count(), engine.step
 
         def step_and_kill() -> None:
@@ -103,7 +103,7 @@ def test_a_request_waits_for_room_to_borrow_rather_than_compute(
     with LLM(directory, **{**OPTIONS, "kv_budget_bytes": 8 * MIB, "kv_lender": socket}) as one:
         outputs = one.generate([[1, 2, 3], PROMPT], GREEDY)
         assert one.snapshot is not None
-        assert one.snapshot.hit_tokens["lender"] == 4096, "there was room for its three pages, and none besides"
+        assert one.snapshot.scheduler.hit_tokens["lender"] == 4096, "there was room for its three pages, and none besides"
     assert [output.outputs[0].token_ids for output in outputs] == [expected(directory, each) for each in ([1, 2, 3], PROMPT)]
 
 

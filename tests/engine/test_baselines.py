@@ -95,7 +95,7 @@ def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Calla
     for name, prompt in prompts.items():
         one.ask(name, prompt, 120)
     finish(one)
-    assert one.engine._scheduler.num_preempted > 0
+    assert one.engine._scheduler.counts.preemptions > 0
     one.assert_expected(prompts, 120)
 
 

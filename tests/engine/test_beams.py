@@ -271,7 +271,7 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
     searches = {"search": prompt_of(230, 3), "another": prompt_of(20, 4)}
     one.serve(searches, 60, beam_width=4)
     assert not one.failures()
-    assert 1 <= one.engine._scheduler.num_preempted < 10, "a preempted search waits until another request has ended"
+    assert 1 <= one.engine._scheduler.counts.preemptions < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
         check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
     one.assert_expected(older, 300)
@@ -387,7 +387,7 @@ def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness:
     one.step(2)
     assert running(one) == ["pressing"]
     one.run()
-    assert one.engine._scheduler.num_preempted == 1
+    assert one.engine._scheduler.counts.preemptions == 1
     assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
     check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 

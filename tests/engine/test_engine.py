@@ -21,6 +21,7 @@ from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.request import RequestTable
 from vmmkv_server.engine.step import Readback
 from vmmkv_server.protocol import Abort, Snapshot
+from vmmkv_server.statistics import AnswerStatistics
 
 REFUSED = Mock(side_effect=DriverError("not now", call="map", code="TEST"))
 """A driver's call that fails."""
@@ -34,8 +35,9 @@ def test_memory_follows_the_tokens_and_comes_back(harness: MakeHarness) -> None:
     assert one.cache.stats().num_tokens == 4000
     one.run()
     last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
-    assert (last.running, last.waiting, last.kv_mapped_bytes, last.kv_pending_reclaim_bytes) == (0, 0, 0, 0)
-    assert last.generated_tokens == 4 and last.prompt_tokens == 4000
+    assert (last.scheduler.requests_running, last.scheduler.requests_waiting) == (0, 0)
+    assert (last.memory.kv_mapped_bytes, last.memory.kv_pending_reclaim_bytes) == (0, 0)
+    assert last.answers == AnswerStatistics(prompt_tokens=4000, generation_tokens=4)
 
 
 def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: MakeHarness) -> None:
@@ -210,7 +212,7 @@ def test_windows_slide_before_any_preemption(harness: MakeHarness) -> None:
     one.ask("a", prompt_of(120), 200)
     one.ask("b", prompt_of(125, 1), 200)
     one.run()
-    assert one.engine._scheduler.num_preempted == 0
+    assert one.engine._scheduler.counts.preemptions == 0
 
 
 def test_a_token_that_the_device_had_no_room_for_is_no_answer(harness: MakeHarness) -> None:

@@ -115,7 +115,7 @@ def of_engine(one: Harness) -> Fetches:
 
 
 def ended(one: Harness) -> Counter[str]:
-    return of_engine(one).counts
+    return of_engine(one).counts.fetches
 
 
 # tokens are those without tiers
@@ -192,11 +192,12 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_b
             assert answers(again) == expected
             hits = [each.cached_tokens_details for each in again]
             assert hits == [{"disk": len(prompt) // 64 * 64} for prompt in PROMPTS]
-            assert llm.snapshot is not None and llm.snapshot.hit_tokens == {"disk": sum(each["disk"] for each in hits)}
+            assert llm.snapshot is not None
+            assert llm.snapshot.scheduler.hit_tokens == {"disk": sum(each["disk"] for each in hits)}
     with monkeypatch.context() as patch, LLM(directory, **disk) as llm:
         patch.setattr(DiskTier, "read_at", lambda *_: os.pread(-1, 1, 0))  # raises OSError
         assert answers(llm.generate(PROMPTS, GREEDY)) == expected
-        assert llm.snapshot is not None and llm.snapshot.tiers["disk"]["errors"] and not llm.snapshot.hit_tokens
+        assert llm.snapshot is not None and llm.snapshot.tiers["disk"].errors and not llm.snapshot.scheduler.hit_tokens
     changed = wide_rows()
     with torch.no_grad():
         changed.model.layers[1].mlp.down_proj.weight[3, 3] += 1
@@ -215,7 +216,7 @@ def test_an_engine_hits_what_another_computed_over_one_store(directory: Path, ex
             again = second.generate(PROMPTS, GREEDY)
             assert answers(again) == expected
             assert [each.cached_tokens_details for each in again] == [{"redis": len(prompt) // 64 * 64} for prompt in PROMPTS]
-            assert second.snapshot is not None and second.snapshot.tiers["redis"]["loaded_bytes"]
+            assert second.snapshot is not None and second.snapshot.tiers["redis"].loaded_bytes
             server.kill()
             assert answers(second.generate(PROMPTS, GREEDY)) == expected
 
@@ -254,7 +255,7 @@ def test_a_tier_whose_stats_raise_is_left_out_of_the_metrics_and_used_all_the_sa
     assert one.said(PROMPT) == tokens and one.outputs("alone")[-8].cached == (("host", 448),)
     one.engine.report()
     (snapshot,) = one.sent[-1:]
-    assert isinstance(snapshot, Snapshot) and snapshot.tiers == {} and snapshot.tier_errors
+    assert isinstance(snapshot, Snapshot) and snapshot.tiers == {} and snapshot.prefix.tier_call_errors
     assert one.prefix.has_tiers
     tier.close()
 
@@ -365,7 +366,7 @@ def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: M
     one.step(2)
     assert ended(one) == {} and slow.lent
     one.step(160)  # it needs an eighth page
-    assert ended(one)["given_up"] and one.engine._scheduler.num_preempted == 0
+    assert ended(one)["given_up"] and one.engine._scheduler.counts.preemptions == 0
     slow.hurry()
     slow.faults.clear()
     one.run()
@@ -446,7 +447,7 @@ def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness, tier: 
     one.step(20)
     one.ask("pressing", PROMPTS[4], 4)
     one.run()
-    assert one.engine._scheduler.num_preempted == 1
+    assert one.engine._scheduler.counts.preemptions == 1
     assert ended(one) == {"done": 1} and tier.stats().loaded_bytes == 7 * PAGE_BYTES
     assert one.tokens("low") == one.expected(PROMPT, 30)
     assert one.tokens("pressing") == one.expected(PROMPTS[4], 4)
@@ -565,9 +566,11 @@ def test_what_preempted_requests_generated_comes_back_from_a_tier(
     roomy, plain, swapping = crowded(harness, budget_pages=64), crowded(harness), crowded(harness, [tier])
     for name in CROWD:
         assert plain.tokens(name) == swapping.tokens(name) == roomy.tokens(name)
-    assert plain.engine._scheduler.resumed_tokens.keys() == {"recomputed"}
-    num_preempted, resumed = swapping.engine._scheduler.num_preempted, swapping.engine._scheduler.resumed_tokens
-    assert num_preempted and resumed["recomputed"] <= 16 * num_preempted < resumed["host"], "one page each was not stored yet"
+    assert plain.engine._scheduler.counts.resumed_tokens.keys() == {"recomputed"}
+    counts = swapping.engine._scheduler.counts
+    num_lost, num_kept = counts.resumed_tokens["recomputed"], counts.resumed_tokens["host"]
+    assert counts.preemptions and num_lost <= 16 * counts.preemptions < num_kept, "one page each was not stored yet"
+    assert counts.hit_tokens == {}, "no prompt was known when its request first began"
     swapping.cache.close()
 
 
@@ -645,7 +648,7 @@ def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch:
     one, requests, now_s = started(monkeypatch, fetch)
     fetch.end(0.1)
     now_s[0] = 3.0
-    assert one.released() == requests and one.counts == {"done": 1}
+    assert one.released() == requests and one.counts.fetches == {"done": 1}
     assert one._loads["host"].per_s == pytest.approx(10_000)
 
 
@@ -658,7 +661,7 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     now_s[0] = 0.8
     assert not one.released(), "the second one is the oldest since 0.4 s"
     now_s[0] = 1.0
-    assert one.released() == requests[1:2] and one.counts == {"done": 1, "late": 1}
+    assert one.released() == requests[1:2] and one.counts.fetches == {"done": 1, "late": 1}
     now_s[0] = 1.4
     assert not one.released()
     fetches[2].end(1.45)
@@ -678,7 +681,7 @@ def test_a_fetch_is_late_a_step_after_computing_and_its_tier_as_fast_as_what_cam
     now_s[0] = 0.74
     assert not one.released()
     now_s[0] = 0.76
-    assert one.released() == requests and one.counts == {"late": 1}
+    assert one.released() == requests and one.counts.fetches == {"late": 1}
     assert one._loads["disk"].per_s == pytest.approx(measured * PAGE_BYTES / 0.76)
     assert not one._loads["host"]._units
 

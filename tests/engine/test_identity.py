@@ -122,5 +122,5 @@ def test_in_a_batch_of_64(harness: MakeHarness, share: bool, ours: bool) -> None
     while one.engine.has_work:
         one.step()
         most = max(most, len(one.engine._scheduler.running))
-    assert most == 64 and one.engine._scheduler.num_preempted == 0
+    assert most == 64 and one.engine._scheduler.counts.preemptions == 0
     assert {name: one.tokens(name) for name in SAMPLING} == wanted

@@ -52,7 +52,8 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
     if "engine" in request.fixturenames:
         one = request.getfixturevalue("engine")
         assert one.snapshot is not None
-        assert (one.snapshot.running, one.snapshot.waiting, one.snapshot.kv_mapped_bytes) == (0, 0, 0)
+        scheduler, memory = one.snapshot.scheduler, one.snapshot.memory
+        assert (scheduler.requests_running, scheduler.requests_waiting, memory.kv_mapped_bytes) == (0, 0, 0)
         one._open().memory.cache.check()
 
 
@@ -82,7 +83,7 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(
     with LLM(directory, **options) as one:
         first = one.generate([prompt], GREEDY)
         assert one.snapshot is not None
-        assert one.snapshot.kv_budget_bytes == 64 * MIB, "all that the holder may own"
+        assert one.snapshot.memory.kv_budget_bytes == 64 * MIB, "all that the holder may own"
     monkeypatch.setattr(loading, "_PREPARE_S", 0.0)
     with LLM(directory, **options) as one:
         second = one.generate([prompt], GREEDY)

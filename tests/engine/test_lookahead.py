@@ -183,7 +183,7 @@ def test_a_step_in_flight_may_make_the_room_that_is_missing(harness: MakeHarness
     one = harness(wide_rows(), budget_pages=2, lookahead=3, ours=True)
     asks["older"].options["stop_token_ids"] = [tokens[at]]
     ask_all(one, asks, every=2)
-    assert one.engine._scheduler.num_preempted == 0
+    assert one.engine._scheduler.counts.preemptions == 0
     assert one.tokens("older") == tokens[:at] and one.tokens("newer") == free.tokens("newer")
 
 

@@ -227,7 +227,7 @@ def test_preempted_requests_have_the_tokens_of_one_rank(model_impl: str, tmp_pat
         with LLM(path, **options) as llm:
             long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
             outputs = checked(llm, threads).generate([[seed] * 60 for seed in range(1, 4)], long)
-            assert llm.snapshot is not None and llm.snapshot.preemptions
+            assert llm.snapshot is not None and llm.snapshot.scheduler.preemptions
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
 
@@ -466,7 +466,7 @@ def test_smollm2_has_the_tokens_of_one_rank_in_processes(num_ranks: int, model_i
             llm.generate([shared], GREEDY)
             outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
             assert outputs[0].cached_tokens > 50
-            assert llm.snapshot is not None and llm.snapshot.preemptions
+            assert llm.snapshot is not None and llm.snapshot.scheduler.preemptions
             found.append([[each.token_ids for each in output.outputs] for output in outputs])
     assert found[0] == found[1]
 

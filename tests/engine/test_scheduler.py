@@ -36,7 +36,7 @@ def test_the_newest_of_the_lowest_priority_gives_its_slot(harness: MakeHarness, 
     one.step(2)
     assert running(one) == ["old", "first", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted == 1
+    assert not one.failures() and one.engine._scheduler.counts.preemptions == 1
     names = [output.request_id for output in one.outputs() if output.finish_reason]
     assert names.index("pressing") < names.index("second")
 
@@ -59,7 +59,7 @@ def test_as_many_lower_priorities_are_preempted_as_it_takes(
     one.step()
     assert running(one) == ["0", "1", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted == 2
+    assert not one.failures() and one.engine._scheduler.counts.preemptions == 2
     for index in range(4):
         assert one.tokens(str(index)) == one.expected(prompt_of(40, index), 20)
     assert one.tokens("pressing") == one.expected(prompt_of(100, 7), 20)
@@ -74,7 +74,7 @@ def test_equal_priorities_never_preempt_each_other(harness: MakeHarness, options
     one.ask("c", prompt_of(30, 2), 12)
     one.ask("d", prompt_of(30, 3), 12, priority=5)
     one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted == 0
+    assert not one.failures() and one.engine._scheduler.counts.preemptions == 0
 
 
 def test_no_preemption_while_a_step_in_flight_makes_room(harness: MakeHarness) -> None:
@@ -85,7 +85,7 @@ def test_no_preemption_while_a_step_in_flight_makes_room(harness: MakeHarness) -
     assert running(one) == ["ends"], "its last token is on its way"
     one.ask("pressing", prompt_of(30, 1), 4)
     one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted == 0
+    assert not one.failures() and one.engine._scheduler.counts.preemptions == 0
 
 
 @SHARES
@@ -97,7 +97,21 @@ def test_no_preemption_while_sliding_windows_makes_room(harness: MakeHarness, sh
     one.step(2)
     assert running(one) == ["long", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted == 0
+    assert not one.failures() and one.engine._scheduler.counts.preemptions == 0
+
+
+def test_a_cached_prompt_is_a_hit_once_and_resumed_tokens_are_counted_apart(harness: MakeHarness) -> None:
+    one = harness(wide_rows(), share=True, max_sequences=1)
+    prompt, counts = prompt_of(150), one.engine._scheduler.counts
+    one.ask("first", prompt, 2)
+    one.run()
+    one.ask("again", prompt, 20, priority=1)
+    one.step(3)
+    assert counts.hit_tokens == {"device": 149} and counts.resumed_tokens == {}
+    one.ask("pressing", prompt_of(30, 7), 5)
+    one.run()
+    assert not one.failures() and counts.preemptions == 1
+    assert counts.hit_tokens == {"device": 149} and counts.resumed_tokens["device"] > 100
 
 
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: MakeHarness) -> None:
@@ -111,7 +125,7 @@ def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: 
     one.ask("large", prompt_of(4 * rows - 300, 9), 5)
     for _ in range(6):
         one.step()
-    assert one.engine._scheduler.num_preempted == 0 and sorted(running(one)) == ["equal", "low 0", "low 1"]
+    assert one.engine._scheduler.counts.preemptions == 0 and sorted(running(one)) == ["equal", "low 0", "low 1"]
     one.run()
     assert not one.failures() and len(one.tokens("large")) == 5
 

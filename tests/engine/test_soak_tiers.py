@@ -60,7 +60,7 @@ def test_every_request_ends_once_with_a_tier_that_fails(
     monkeypatch.setattr(fetches, "time", SimpleNamespace(perf_counter=lambda: float(next(steps))))  # time is counted in looks
     tier = FaultyTier(HostTier(40 * PAGE_BYTES), 1)
     try:
-        counts = soak(count, seed, 2, tick=tier.advance, tiers=[tier]).of(Fetches).counts
+        counts = soak(count, seed, 2, tick=tier.advance, tiers=[tier]).of(Fetches).counts.fetches
         assert not tier.lent
     finally:
         tier.close()

@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers_while_a_request_decodes_beside_loads(k
     assert not one.failures()
     stats = one.prefix.stats()
     # The request beside them grows into the memory of some fetches, which are given up: of how many is a matter of the pace.
-    counts = one.engine.features.of(Fetches).counts
+    counts = one.engine.features.of(Fetches).counts.fetches
     assert counts["done"] and stats.fetched_tokens >= 7 * 64, counts
     assert not stats.tier_errors and not any(tier.errors for tier in stats.tiers)
     assert sum(tier.loaded_bytes for tier in stats.tiers) >= stats.fetched_tokens // 64 * PAGE_BYTES

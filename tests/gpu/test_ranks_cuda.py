@@ -64,7 +64,7 @@ def test_preempted_requests_have_the_tokens_of_one_gpu(tmp_path: Path) -> None:
         options = OPTIONS | {"kv_budget_bytes": num_pages * 2 * MIB, "max_num_batched_tokens": 128}
         with LLM(path, tensor_parallel_size=num_ranks, **options) as llm:
             outputs = llm.generate([[seed] * 60 for seed in range(1, 9)], long)
-            assert llm.snapshot is not None and llm.snapshot.preemptions
+            assert llm.snapshot is not None and llm.snapshot.scheduler.preemptions
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
 

@@ -47,12 +47,19 @@ from vmmkv_server.protocol import (
     encode,
 )
 from vmmkv_server.sampling_params import Limits
+from vmmkv_server.statistics import (
+    AnswerStatistics,
+    MemoryStatistics,
+    PrefixStatistics,
+    SchedulerStatistics,
+    TierStatistics,
+    Value,
+)
 
 FAIL_SEED, SILENT_SEED = 1001, 1002
 """A request with one of these fails, or gets no answer."""
 SILENT_SEEDS = range(2000, 3000)
 """Nor do these, of which a request has several."""
-_TIER_NUMBERS = ("stored_bytes", "loaded_bytes", "evicted_records", "missed_records", "refused_records", "errors")
 
 READY = Ready(
     model="tiny",
@@ -68,6 +75,14 @@ READY = Ready(
 def ready_with(**limits: Any) -> Ready:
     """READY with other limits."""
     return msgspec.structs.replace(READY, limits=dataclasses.replace(READY.limits, **limits))
+
+
+def with_features(ready: Ready) -> Ready:
+    """The same engine with the metrics of the real engine's features, whose modules import torch."""
+    from vmmkv_server.engine.engine import FEATURES
+    from vmmkv_server.engine.feature import metrics_of
+
+    return msgspec.structs.replace(ready, feature_metrics=metrics_of(FEATURES))
 
 
 def echo(request: Generate) -> list[int]:
@@ -234,29 +249,31 @@ class FakeEngine:
         return cached if isinstance(cached, tuple) else (("device", cached),) if cached else ()
 
     def _snapshot(self) -> Snapshot:
+        unused: dict[str, Value] = {name: {} if metric.label else 0 for name, metric in self._ready.feature_metrics.items()}
         return Snapshot(
-            running=len(self._running),
-            waiting=0,
-            preemptions=0,
-            prompt_tokens=0,
-            generated_tokens=self._num_tokens,
-            kv_tokens=sum(len(generated) for _, generated in self._running.values()),
-            kv_mapped_bytes=len(self._running) << 21,
-            kv_free_bytes=0,
-            kv_pending_reclaim_bytes=0,
-            kv_created_bytes=len(self._running) << 21,
-            kv_budget_bytes=0 if self.is_asleep else self._ready.limits.budget_bytes,
-            stalls=2,
-            stall_us=1500.0,
-            driver_calls={"create": 3, "map": 4},
-            prefix_hit_tokens=5,
-            prefix_pages=6,
-            hit_tokens={"device": 1, "host": 4},
-            resumed_tokens={"recomputed": 3},
-            fetches={"done": 2},
-            fetch_wait_us=3000.0,
-            tiers={"host": dict.fromkeys(_TIER_NUMBERS, 7) | {"budget_bytes": 1 << 30, "held_bytes": 1 << 21}},
-            holder_is_gone=self.holder_is_gone,
+            scheduler=SchedulerStatistics(
+                requests_running=len(self._running),
+                hit_tokens={"device": 1, "host": 4},
+                resumed_tokens={"recomputed": 3},
+            ),
+            answers=AnswerStatistics(generation_tokens=self._num_tokens),
+            memory=MemoryStatistics(
+                kv_tokens=sum(len(generated) for _, generated in self._running.values()),
+                kv_mapped_bytes=len(self._running) << 21,
+                kv_created_bytes=len(self._running) << 21,
+                kv_budget_bytes=0 if self.is_asleep else self._ready.limits.budget_bytes,
+                stalls=2,
+                stall_seconds=0.0015,
+                driver_calls={"create": 3, "map": 4},
+                holder_up=None if self.holder_is_gone is None else not self.holder_is_gone,
+            ),
+            prefix=PrefixStatistics(prefix_hit_tokens=5, prefix_pages=6),
+            tiers={
+                "host": TierStatistics(
+                    **(dict.fromkeys(TierStatistics.metrics(), 7) | {"budget_bytes": 1 << 30, "held_bytes": 1 << 21})
+                )
+            },
+            features=unused | {"fetches": {"done": 2}, "fetch_wait_seconds": 0.003},
         )
 
     def _send(self, message: Message) -> None:

@@ -18,7 +18,7 @@ import openai
 import pytest
 import uvicorn
 
-from tests.server.fake_engine import READY, FakeEngine
+from tests.server.fake_engine import READY, FakeEngine, with_features
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import Answers, EngineClient
@@ -181,7 +181,7 @@ def running_server(
 ) -> Iterator[Running]:  # fmt: skip
     """Start all of it, and stop all of it; nothing is left of either. With `sockets` uvicorn serves it."""
     with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory:
-        engine = FakeEngine(f"ipc://{directory}/engine", ready=ready)
+        engine = FakeEngine(f"ipc://{directory}/engine", ready=with_features(ready))
         running: Future[Running] = Future()
         stop = asyncio.Event()
 

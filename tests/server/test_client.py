@@ -14,6 +14,7 @@ from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
 from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv_server.protocol import Abort, FromEngine, Generate, Loading, Output, Shutdown
 from vmmkv_server.sampling_params import SamplingParams
+from vmmkv_server.statistics import AnswerStatistics, MemoryStatistics, SchedulerStatistics
 
 pytestmark = pytest.mark.anyio
 
@@ -108,7 +109,7 @@ async def test_what_the_engine_sent_before_it_died_still_counts(
         assert (await every(answers))[-1].finish_reason == "stop"
         assert not ending.done()
         ending.cancel()
-    await until(lambda: client.snapshot is not None and client.snapshot.generated_tokens == 3)  # the last message
+    await until(lambda: client.snapshot is not None and client.snapshot.answers.generation_tokens == 3)  # the last message
 
 
 async def test_a_message_that_cannot_be_read_ends_the_connection(client: EngineClient) -> None:
@@ -159,7 +160,8 @@ async def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_lef
     monkeypatch.setattr("vmmkv_server.engine_client.time", clock)
     client = EngineClient("ipc:///not/there")
     client.phase = READY
-    working = msgspec.structs.replace(FakeEngine("ipc:///not/there")._snapshot(), running=1)
+    idle = FakeEngine("ipc:///not/there")._snapshot()
+    working = msgspec.structs.replace(idle, scheduler=SchedulerStatistics(requests_running=1))
     client._handle(working)
     assert client.silent_s() == 0
     answers = client.submit([request("a")])
@@ -167,7 +169,11 @@ async def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_lef
     clock.now_s += 5
     client._handle(working)
     assert client.silent_s() == 5
-    for change in ({"kv_tokens": 1}, {"prompt_tokens": 1}, {"generated_tokens": 1}):
+    for change in (
+        {"memory": MemoryStatistics(kv_tokens=1)},
+        {"answers": AnswerStatistics(prompt_tokens=1)},
+        {"answers": AnswerStatistics(generation_tokens=1)},
+    ):
         clock.now_s += 2
         assert client.silent_s() > 0
         working = msgspec.structs.replace(working, **change)  # type: ignore[arg-type]
@@ -176,5 +182,5 @@ async def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_lef
     answers.close()  # the abort is work too
     clock.now_s += 2
     assert client.silent_s() == 2
-    client._handle(msgspec.structs.replace(working, running=0))
+    client._handle(msgspec.structs.replace(working, scheduler=idle.scheduler))
     assert client.silent_s() == 0

@@ -13,6 +13,7 @@ from tests.server.support import Running
 from vmmkv_server import logs, metrics
 from vmmkv_server.metrics import Rates
 from vmmkv_server.protocol import Snapshot
+from vmmkv_server.statistics import AnswerStatistics, MemoryStatistics, PrefixStatistics, SchedulerStatistics
 
 
 @pytest.fixture(autouse=True)
@@ -91,18 +92,17 @@ def test_a_request_that_ends_has_its_id_in_the_log(server: Running) -> None:
     assert line["tokens"][0] == answer.json()["usage"]["prompt_tokens"]
 
 
-def snapshot(**changes: Any) -> Snapshot:
-    counts = dict.fromkeys(("running", "waiting", "preemptions", "prompt_tokens", "generated_tokens", "kv_tokens"), 0)
-    sizes = dict.fromkeys(("kv_mapped_bytes", "kv_free_bytes", "kv_pending_reclaim_bytes", "kv_created_bytes"), 0)
-    rest: dict[str, Any] = {"kv_budget_bytes": 1000, "stalls": 0, "stall_us": 0.0, "driver_calls": {}}
-    return Snapshot(**{**counts, **sizes, **rest, **changes})
+def snapshot(*, running: int = 0, generated: int = 0, prompt: int = 0, hits: int = 0, missed: int = 0) -> Snapshot:
+    return Snapshot(
+        scheduler=SchedulerStatistics(requests_running=running),
+        answers=AnswerStatistics(prompt_tokens=prompt, generation_tokens=generated),
+        memory=MemoryStatistics(kv_budget_bytes=1000),
+        prefix=PrefixStatistics(prefix_hit_tokens=hits, prefix_missed_tokens=missed),
+    )
 
 
 def test_rates_are_differences() -> None:
-    old, new = (
-        snapshot(prefix_hit_tokens=10),
-        snapshot(generated_tokens=50, prompt_tokens=8, prefix_hit_tokens=40, prefix_missed_tokens=10),
-    )
+    old, new = snapshot(hits=10), snapshot(generated=50, prompt=8, hits=40, missed=10)
     assert Rates.between(old, new, 2.0) == Rates(generated_per_s=25.0, prompt_per_s=4.0, hit_rate=0.75)
     assert Rates.between(new, new, 2.0).hit_rate is None
 
@@ -126,7 +126,7 @@ def test_the_line_comes_only_while_something_happens(caplog: pytest.LogCaptureFi
     async def live() -> list[int]:
         counts = []
         telling = asyncio.create_task(metrics.log_rates(engine, every_s=0.02))  # type: ignore[arg-type]
-        for now in (None, snapshot(), snapshot(running=1), snapshot(generated_tokens=9), snapshot(generated_tokens=9)):
+        for now in (None, snapshot(), snapshot(running=1), snapshot(generated=9), snapshot(generated=9)):
             engine.now = now
             before, looks = len(caplog.messages), engine.num_looks
             async with asyncio.timeout(60):

@@ -121,7 +121,7 @@ def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..
     for name in "ab":
         one.ask(name, token_ids("x" * 1900), 1200, grammar=of(schema), temperature=1.0, seed=ord(name))
     one.run()
-    assert one.engine._scheduler.num_preempted >= 1 and one.failures() == {}
+    assert one.engine._scheduler.counts.preemptions >= 1 and one.failures() == {}
     for name in "ab":
         assert jsonschema_rs.is_valid(schema, json.loads(text(one, name))), name
 

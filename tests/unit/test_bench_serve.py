@@ -89,7 +89,7 @@ def test_a_cache_is_full_before_requests_are_served_over_a_full_cache() -> None:
         engine.run(filling(model, SETTINGS, engine.num_kv_tokens))
         snapshot = engine._engine.snapshot
         assert snapshot is not None
-        assert snapshot.kv_cached_bytes == snapshot.kv_budget_bytes
+        assert snapshot.memory.kv_cached_bytes == snapshot.memory.kv_budget_bytes
     finally:
         engine.close()
 

@@ -21,6 +21,7 @@ from tests.unit.recorded import SETTINGS, found, measured, recorder_in
 from vmmkv.memory.address_space import wrap
 from vmmkv.tiers import HostTier, Transfer
 from vmmkv.units import GIB
+from vmmkv_server.statistics import SchedulerStatistics
 
 
 def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_another_answer_over_a_tier_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorder_in(tmp_path, "tiers", SETTINGS)
-    engine = SimpleNamespace(snapshot=SimpleNamespace(preemptions=0, fetches={}, resumed_tokens={}))
+    engine = SimpleNamespace(snapshot=SimpleNamespace(scheduler=SchedulerStatistics(), features={"fetches": {}}))
     monkeypatch.setattr(tiers, "_engine", lambda *_: nullcontext(engine))
     answers = iter([[1, 2], [1, 2], [1, 3]])
 

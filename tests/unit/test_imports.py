@@ -42,7 +42,10 @@ LAYERS = (
     ("vmmkv.adapters",),
     ("vmmkv.testing",),
     ("vmmkv_server.kv_policy",),
-    ("vmmkv_server.sampling_params", "vmmkv_server.config", "vmmkv_server.logs", "vmmkv_server.latencies"),
+    (
+        *("vmmkv_server.sampling_params", "vmmkv_server.config", "vmmkv_server.logs"),
+        *("vmmkv_server.latencies", "vmmkv_server.statistics"),
+    ),
     ("vmmkv_server.protocol",),
     ("vmmkv_server.console",),
     ("vmmkv_server.models",),

@@ -12,6 +12,7 @@ from vmmkv_server.engine.sampler import NOT_A_NUMBER
 from vmmkv_server.engine.scheduler import Scheduler
 from vmmkv_server.engine.step import Chunk, Logprobs, Results, Step
 from vmmkv_server.protocol import Failed, FinishReason, FromEngine, Output, Outputs
+from vmmkv_server.statistics import AnswerStatistics
 
 _REFUSED: Final = NOT_A_NUMBER - 1000
 """Number in place of a token that a feature refuses."""
@@ -26,7 +27,7 @@ class Answers:
     def __init__(
         self, scheduler: Scheduler, features: Features, send: Callable[[FromEngine], None], eos_ids: frozenset[int]
     ) -> None:
-        self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.counts: Final = AnswerStatistics()
         self._scheduler = scheduler
         self._table = scheduler.table
         self._features = features
@@ -69,7 +70,7 @@ class Answers:
 
     def forced(self, request: Request, tokens: list[int]) -> Output:
         """The message with tokens of a request that no step has sampled."""
-        self.num_generated_tokens += len(tokens)
+        self.counts.generation_tokens += len(tokens)
         return self.output(request, tuple(tokens))
 
     def output(
@@ -98,7 +99,7 @@ class Answers:
         num_prompt, end = len(request.prompt), chunk.end + request.num_dropped
         num_new = min(end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
         confirmed[chunk.slot] = end
-        self.num_prompt_tokens += num_new
+        self.counts.prompt_tokens += num_new
         if num_new and is_number:
             self._scheduler.insert_prefix(request)
 
@@ -113,7 +114,7 @@ class Answers:
             stops[index] |= request is not None and int(tokens[index]) in request.stop_ids
         is_kept = ~((tokens < 0) | stops)
         table.append(slots[is_kept], tokens[is_kept])
-        self.num_generated_tokens += int(is_kept.sum())
+        self.counts.generation_tokens += int(is_kept.sum())
         ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
         refused, continued = Followed({}, [])
         for feature in self._features.having(Feature.sampled):

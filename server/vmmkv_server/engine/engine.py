@@ -14,18 +14,16 @@ launched ahead as any other; then the earlier steps are read, which makes the ma
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from vmmkv import DriverError
-from vmmkv.tiers import TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 from vmmkv_server.engine.answers import Answers
 from vmmkv_server.engine.errors import EngineDied
@@ -51,6 +49,7 @@ from vmmkv_server.protocol import (
     Snapshot,
 )
 from vmmkv_server.sampling_params import KV_POLICY_REACH, Limits
+from vmmkv_server.statistics import MemoryStatistics, PrefixStatistics, TierStatistics, Value
 from vmmkv_server.structured_output.matcher import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -462,40 +461,18 @@ class Engine:
         if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
             return
         self._reported_s = now_s
-        stats, scheduler = self.memory.stats(), self._scheduler
         prefix = self.memory.prefix_stats()
-        statistics: dict[str, Any] = {}
+        features: dict[str, Value] = {}
         for feature in self.features.having(Feature.statistics):
-            statistics |= feature.statistics()
+            features |= feature.statistics().values()
         self._send(
             Snapshot(
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting) + len(scheduler.held),
-                preemptions=scheduler.num_preempted,
-                prompt_tokens=self.answers.num_prompt_tokens,
-                generated_tokens=self.answers.num_generated_tokens,
-                kv_tokens=stats.num_tokens,
-                kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
-                kv_free_bytes=stats.pool_free_bytes,
-                kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.pending_reclaim_bytes),
-                kv_pending_reclaim_bytes=stats.pending_reclaim_bytes,
-                kv_created_bytes=stats.pool_created_bytes,
-                kv_budget_bytes=stats.pool_budget_bytes,
-                stalls=stats.blocked_steps,
-                stall_us=stats.blocked_us,
-                driver_calls=stats.driver_calls,
-                prefix_hit_tokens=0 if prefix is None else prefix.hit_tokens,
-                prefix_missed_tokens=0 if prefix is None else prefix.missed_tokens,
-                prefix_pages=0 if prefix is None else prefix.held_bytes // PAGE_BYTES,
-                kv_used_bytes=stats.pool_used_bytes,
-                attached={} if prefix is None else prefix.attached,
-                attach_us={} if prefix is None else prefix.attach_us,
-                hit_tokens=dict(scheduler.hit_tokens),
-                resumed_tokens=dict(scheduler.resumed_tokens),
-                tiers={} if prefix is None else {tier.name: _numbers(tier) for tier in prefix.tiers},
-                tier_errors=0 if prefix is None else prefix.tier_errors,
-                holder_is_gone=self.holder_is_gone,
-                **statistics,
+                scheduler=self._scheduler.statistics(),
+                answers=self.answers.counts.copy(),
+                memory=MemoryStatistics.of(self.memory.stats(), holder_is_gone=self.holder_is_gone),
+                prefix=PrefixStatistics.of(prefix),
+                tiers={} if prefix is None else {tier.name: TierStatistics.of(tier) for tier in prefix.tiers},
+                features=features,
             )
         )
 
@@ -513,9 +490,3 @@ def _limits(runner: Runner, memory: KVBackend, max_sequences: int | None, kv_pol
         kv_policy_refusal=runner.kv_policy_refusal,
         kv_policy_again_refusal=runner.kv_policy_again_refusal,
     )
-
-
-def _numbers(tier: TierStats) -> dict[str, int]:
-    numbers = dataclasses.asdict(tier)
-    del numbers["name"]
-    return numbers

@@ -7,8 +7,8 @@ the loop in the hooks that it defines. To those of others it costs nothing, to a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.step import Chunk, Results, Step
 from vmmkv_server.engine.uploads import TokenMasks
 from vmmkv_server.protocol import Generate
+from vmmkv_server.statistics import Metric, Statistics
 
 
 class Need(NamedTuple):
@@ -168,9 +169,17 @@ class Feature:
     def check(self) -> None:
         """Recount its tables, as tests do between steps. Raises: AssertionError."""
 
-    def statistics(self) -> Mapping[str, Any]:
-        """Fields of the next `Snapshot`."""
-        return {}
+    def statistics(self) -> Statistics:
+        """Numbers of the feature, for each snapshot. The return type in the annotation declares their metrics."""
+        return Statistics()
+
+
+def metrics_of(features: Iterable[type[Feature]]) -> dict[str, Metric]:
+    """The metrics of features by name, as their `statistics` declare them."""
+    metrics: dict[str, Metric] = {}
+    for feature in features:
+        metrics |= get_type_hints(feature.statistics)["return"].metrics()
+    return metrics
 
 
 class Features:

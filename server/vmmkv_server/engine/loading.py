@@ -27,6 +27,7 @@ from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
 from vmmkv_server.engine.engine import FEATURES, Engine
+from vmmkv_server.engine.feature import metrics_of
 from vmmkv_server.engine.kv_backend import (
     BackendConfig,
     KVBackend,
@@ -257,6 +258,7 @@ def _ready(
         limits=limits,
         end_tokens=sorted(source.end_tokens),
         kv_events=None if events is None else events.source,
+        feature_metrics=metrics_of(type(feature) for feature in engine.features.every),
     )
 
 

@@ -20,6 +20,7 @@ from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.waiting import Order, WaitingQueue
 from vmmkv_server.protocol import DEVICE, RECOMPUTED
+from vmmkv_server.statistics import SchedulerStatistics, add_counts
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,10 @@ class Scheduler:
         self.running: dict[Request, None] = {}
         """Running requests, in order of admission."""
         self.table: Final = RequestTable(memory.num_slots, most_tokens or memory.max_tokens)
-        self.num_preempted = 0
+        self.counts: Final = SchedulerStatistics()
+        """Counts since the start: see `statistics`."""
         self.held: dict[Request, None] = {}
         """Requests that a feature holds, with their slots reserved."""
-        self.hit_tokens: Counter[str] = Counter()
-        """Tokens of prompts that were cached when their requests began, by where they were."""
-        self.resumed_tokens: Counter[str] = Counter()
-        """Rows that preempted requests had, by where they were when these began again; `RECOMPUTED` if nowhere."""
         self._memory = memory
         self._sampler = sampler
         self._step_tokens = step_tokens
@@ -124,6 +122,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Is any request waiting or running?"""
         return bool(self.waiting or self.running or self.held)
+
+    def statistics(self) -> SchedulerStatistics:
+        """The counts, and the requests that run and wait now."""
+        counts = self.counts.copy()
+        counts.requests_running, counts.requests_waiting = len(self.running), len(self.waiting) + len(self.held)
+        return counts
 
     def add(self, request: Request) -> None:
         """A request comes, and waits."""
@@ -372,11 +376,13 @@ class Scheduler:
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
         """A waiting request runs from now on."""
         if (preempted := self._preempted.pop(request, None)) is None:
-            request.cached = tuple(self._sources(request, min(num_known, len(request.prompt))).items())
+            sources = self._sources(request, min(num_known, len(request.prompt)))
+            request.cached = tuple(sources.items())
+            add_counts(self.counts.hit_tokens, sources)
         else:
             num_kept, num_lost = min(num_known, preempted.num_rows), preempted.num_rows
-            self.resumed_tokens += self._sources(request, num_kept) + Counter({RECOMPUTED: num_lost - num_kept})
-        self.hit_tokens += self._sources(request, num_known)
+            sources = self._sources(request, num_kept) + Counter({RECOMPUTED: num_lost - num_kept})
+            add_counts(self.counts.resumed_tokens, sources)
         self.waiting.begin(request)
         request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
@@ -521,4 +527,4 @@ class Scheduler:
         self._stop(request, Status.WAITING, self._memory.release)
         self._reshape(request)
         self.waiting.add(request, -next(self._places))
-        self.num_preempted += 1
+        self.counts.preemptions += 1

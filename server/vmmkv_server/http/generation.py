@@ -210,7 +210,7 @@ class Service:
                     return Health(status="stuck", reason=complaint)
                 if self.tokenizer is None:
                     return Health(status="loading", reason="the tokenizer")
-                is_cut_off = self.engine.snapshot is not None and self.engine.snapshot.holder_is_gone
+                is_cut_off = self.engine.snapshot is not None and self.engine.snapshot.memory.holder_up is False
                 return Health(status="ok", reason=_CUT_OFF if is_cut_off else None)
 
     def check_name(self, model: str | None) -> None:

@@ -79,7 +79,7 @@ class Beams(Feature):
             if results.tokens[row] == NOT_A_NUMBER:
                 core.answers.fail([request], NO_NUMBERS)
             elif (found := self._groups[request].take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
-                core.answers.num_generated_tokens += sum(len(beam.token_ids) for beam in found)
+                core.answers.counts.generation_tokens += sum(len(beam.token_ids) for beam in found)
                 name, cached, queued_us = request.ask.request_id, request.cached, request.queued_us
                 core.send(Answer(request_id=name, beams=found, cached=cached, queued_us=queued_us))
                 core.scheduler.finish(request)

@@ -13,10 +13,10 @@ to the model and the sampler: steps know rows alone, and nothing but `num_droppe
 positions, keys stay as they are, and the model's positions are rows plus `num_dropped`: see `DeviceState.shifts_S`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -33,6 +33,15 @@ from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import to_host
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.protocol import Compacted, Generate
+from vmmkv_server.statistics import Statistics, counter
+
+
+class CompactionStatistics(Statistics):
+    """Compactions of all requests."""
+
+    kv_compactions: Annotated[int, counter("Compactions by a kv_policy.")] = 0
+    kv_kept_rows: Annotated[int, counter("Rows kept, summed over compactions.")] = 0
+    kv_dropped_rows: Annotated[int, counter("Rows dropped by compactions.")] = 0
 
 
 class Compaction(Feature):
@@ -140,14 +149,9 @@ class Compaction(Feature):
             ranked.append(self._running[request].ranked(slot, int(lengths[slot]), int(lengths[slot]) + 1))
         step.ranked = list(filter(None, ranked))
 
-    def statistics(self) -> Mapping[str, Any]:
+    def statistics(self) -> CompactionStatistics:
         """Compactions, and the rows that they have kept and dropped."""
-        compactor = self.compactor
-        return {
-            "kv_compactions": compactor.num_compactions,
-            "kv_kept_rows": compactor.num_rows_kept,
-            "kv_dropped_rows": compactor.num_rows_dropped,
-        }
+        return self.compactor.counts
 
     def _set_end(self, kept: "KeptRows") -> None:
         self._scheduler.table.ends[kept.request.memory.slot] = NO_END if kept.end is None else kept.end
@@ -157,7 +161,7 @@ class Compactor:
     """Compacts the sequences of one engine, and counts what it keeps and drops."""
 
     def __init__(self, runner: Runner, send: Callable[[Compacted], None]) -> None:
-        self.num_compactions = self.num_rows_kept = self.num_rows_dropped = 0
+        self.counts = CompactionStatistics()
         self._keys, self._state, self._uploads = runner.keys, runner.state, runner.uploads
         self._send = send
 
@@ -183,9 +187,9 @@ class Compactor:
             self._keys.turn(sequence.slot, first, back_T)
         self._state.lengths_S[sequence.slot].fill_(len(rows))
         kept.chosen = None
-        self.num_compactions += 1
-        self.num_rows_kept += len(rows)
-        self.num_rows_dropped += num_dropped
+        self.counts.kv_compactions += 1
+        self.counts.kv_kept_rows += len(rows)
+        self.counts.kv_dropped_rows += num_dropped
         self._send(Compacted(request_id=request.ask.request_id, kept_rows=len(rows), dropped_rows=request.num_dropped))
 
     def release(self, slot: int) -> None:

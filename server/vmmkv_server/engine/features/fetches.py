@@ -14,10 +14,11 @@ bandwidth a little, so that now and then a fetch measures it again. Little is st
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Final
+
+import msgspec
 
 from vmmkv import PAGE_BYTES
 from vmmkv.prefix import Borrowed, Fetch
@@ -28,6 +29,7 @@ from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.waiting import URGENCY
 from vmmkv_server.protocol import DEVICE
+from vmmkv_server.statistics import Statistics, counter
 
 LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a fetch takes a step at least."""
@@ -105,11 +107,23 @@ class _Asked:
     num_fetches: int = 0
     """Times that it has waited for tiers."""
     unfetched: str = "unknown"
-    """Reason that its last question to tiers led to no fetch, if so: as in `Fetches.counts`."""
+    """Reason that its last question to tiers led to no fetch, if so: as in `FetchStatistics.fetches`."""
     declined: set[str] = field(default_factory=set)
     """Tiers that take longer to load from than computing, as was found."""
     fetched: list[Fetch | Borrowed] = field(default_factory=list)
     """Fetches of the request that were done, and what was borrowed."""
+
+
+class FetchStatistics(Statistics):
+    """Counts of fetches, and the time that they took requests."""
+
+    fetches: Annotated[Counter[str], counter("Loads from tiers for prompts, by outcome.", "outcome")] = msgspec.field(
+        default_factory=Counter
+    )
+    """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
+    to tiers, with `no_room` on the device, or `given_up` for other requests or by the client. A request that is computed
+    since there was `no_room` to begin one, or to borrow, counts too."""
+    fetch_wait_seconds: Annotated[float, counter("Time that requests waited for tiers.")] = 0.0
 
 
 class Fetches(Feature):
@@ -117,11 +131,7 @@ class Fetches(Feature):
 
     def __init__(self, core: Core) -> None:
         self.waiting: dict[Request, _Wait] = {}
-        self.counts: Counter[str] = Counter()
-        """Fetches that were `declined`, since computing is faster; and the waits that ended, by how: `done`, `late`, `unknown`
-        to tiers, with `no_room` on the device, or `given_up` for other requests or by the client. A request that is computed
-        since there was `no_room` to begin one, or to borrow, counts too."""
-        self.waited_s = 0.0
+        self.counts = FetchStatistics()
         self._asked: defaultdict[Request, _Asked] = defaultdict(_Asked)
         self._prefix, self._scheduler, self._layout = core.memory.prefixes, core.scheduler, core.memory.layout
         self._has_windows = any(group.window is not None for group in self._layout.groups)
@@ -150,7 +160,7 @@ class Fetches(Feature):
         spare_pages = ceil_div(num_running * _SPARE_TOKENS * self._layout.row_bytes, PAGE_BYTES)
         is_held = self._load(request, self._layout.pages_for(request.shape.num_first_rows) + spare_pages)
         if is_held is None and not (num_running or self.waiting):
-            self.counts["no_room"] += 1
+            self.counts.fetches["no_room"] += 1
             return False
         return is_held
 
@@ -187,9 +197,9 @@ class Fetches(Feature):
             request = max(found, key=URGENCY)
             scheduler.insert(request, request.confirmed_tokens)
 
-    def statistics(self) -> Mapping[str, Any]:
-        """Counts of how fetches have ended, and the time that requests have waited for them in microseconds."""
-        return {"fetches": dict(self.counts), "fetch_wait_us": self.waited_s * 1e6}
+    def statistics(self) -> FetchStatistics:
+        """Fetches by outcome, and the time that requests have waited for them."""
+        return self.counts
 
     def check(self) -> None:
         """Exactly the requests that are held wait for a fetch, and each fetch under way is waited for."""
@@ -224,7 +234,7 @@ class Fetches(Feature):
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
             if asked.unfetched == "declined":
-                self.counts["declined"] += 1
+                self.counts.fetches["declined"] += 1
             return None if asked.unfetched == "no_room" else False
         asked.num_fetches += 1
         now_s = time.perf_counter()
@@ -305,8 +315,8 @@ class Fetches(Feature):
         fetch.give_up()
         if fetch.done:
             self._forget(fetch, came_bytes, fetch.ended_s if how == "done" else now_s)
-        self.counts[how] += 1
-        self.waited_s += now_s - wait.began_s
+        self.counts.fetches[how] += 1
+        self.counts.fetch_wait_seconds += now_s - wait.began_s
 
     def _forget(self, fetch: Fetch, came_bytes: Counter[str], ended_s: float) -> None:
         """A fetch is under way no longer. Take its slowest tier to have had all of the time."""

@@ -169,14 +169,18 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, Any] | None:
     """Physical memory by use, what each tier holds and has given, and how many sequences run and wait."""
     if snapshot is None:
         return None
-    names = [name for name in Snapshot.__struct_fields__ if name.startswith("kv_")]
-    memory = {name.removeprefix("kv_"): getattr(snapshot, name) for name in names}
+    numbers, scheduler = snapshot.memory.values() | snapshot.features, snapshot.scheduler
+    memory = {name.removeprefix("kv_"): number for name, number in numbers.items() if name.startswith("kv_")}
     tiers = {
-        name: {key: tier[f"{key}_bytes"] for key in ("held", "budget", "loaded")}
-        | {"hit_tokens": snapshot.hit_tokens.get(name, 0)}
+        name: {
+            "held": tier.held_bytes,
+            "budget": tier.budget_bytes,
+            "loaded": tier.loaded_bytes,
+            "hit_tokens": scheduler.hit_tokens.get(name, 0),
+        }
         for name, tier in snapshot.tiers.items()
     }
-    return memory | {"tiers": tiers, "running": snapshot.running, "waiting": snapshot.waiting}
+    return memory | {"tiers": tiers, "running": scheduler.requests_running, "waiting": scheduler.requests_waiting}
 
 
 def routes(service: Service) -> APIRouter:
