@@ -141,7 +141,7 @@ def read(config: Any) -> ModelConfig:
     layers = _layers(fields)
     fields.check_all_read()
     if not isinstance(config, Mapping):
-        dtype = fields.get("dtype") if (given := fields.get("torch_dtype")) is None else given
+        dtype = fields.get("torch_dtype" if fields.own.get("torch_dtype") is not None else "dtype")
     return ModelConfig(
         family=fields.family,
         layers=layers,
@@ -445,6 +445,11 @@ class _Fields:
         raise LayoutError(f"the configuration{of_family} {reason}{hint}")
 
     @property
+    def own(self) -> Mapping[str, Any]:
+        """The fields by name, without what a class computes from others."""
+        return self._config if isinstance(self._config, Mapping) else vars(self._config)
+
+    @property
     def is_file(self) -> bool:
         """Are these the fields of a file alone, without defaults of a class?"""
         return isinstance(self._config, Mapping)
@@ -465,7 +470,7 @@ class _Fields:
             known |= {"attention_chunk_size", "index_head_dim", "indexer_types"}  # those of kinds that no layer has
         if self.flag("attention_k_eq_v"):
             known.add("num_global_key_value_heads")
-        own = self._config if isinstance(self._config, Mapping) else vars(self._config)
+        own = self.own
         telling = _TELLING
         if not self.of_transformers:
             if _RECURRENT_NAMES.search(self.family or ""):

@@ -279,11 +279,12 @@ def test_a_plan_says_why_the_engine_refuses_a_model_in_the_same_words(name: str 
     ("file", "fields", "reason"),
     [
         ("hf_quant_config.json", MODELOPT, "are quantised (modelopt), and neither"),
+        ("hf_quant_config.json", ["fp8"], "hf_quant_config.json holds no JSON object but a list"),
         ("generation_config.json", {"eos_token_id": "x"}, "is 'x'; wanted a token id, a list of them, or null"),
     ],
 )
 def test_files_beside_the_configuration_are_read_for_a_plan(
-    file: str, fields: dict[str, Any], reason: str, plan: Plan, tmp_path: Path
+    file: str, fields: Any, reason: str, plan: Plan, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / file).write_text(json.dumps(fields))

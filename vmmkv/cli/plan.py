@@ -553,7 +553,7 @@ def _refusal(model: str, config: ModelConfig) -> str | None:
             servable.check_layers(config, on_gpu=True)
         else:
             servable.check_directory(path.parent if path.name == "config.json" else path)
-    except VmmkvError as error:
+    except (VmmkvError, ValueError) as error:
         return str(error)
     return None
 
