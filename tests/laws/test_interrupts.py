@@ -34,7 +34,10 @@ at_lines = pytest.mark.parametrize("samples", [8, pytest.param(None, marks=pytes
 
 
 class Alarm(Exception):
-    """Raised by the handler of SIGALRM, where that of SIGINT raises KeyboardInterrupt, which is no Exception."""
+    """Raised by the handler of SIGHUP, where that of SIGINT raises KeyboardInterrupt, which is no Exception.
+
+    SIGALRM is pytest's own: it ends a test that takes too long.
+    """
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +45,9 @@ def alarm() -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Alarm
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGHUP, ring)
     yield
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGHUP, before)
 
 
 def run_with_interrupt(act: Callable[[], object], number: int | None, signal_number: int = signal.SIGINT) -> int:
@@ -74,7 +77,7 @@ def run_with_interrupt(act: Callable[[], object], number: int | None, signal_num
 def interrupt_at_lines(interrupt: Callable[[int | None, int], int], samples: int | None) -> None:
     """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines, by either signal in turn; None for
     all, by both."""
-    lines, signals = interrupt(None, signal.SIGINT), (signal.SIGINT, signal.SIGALRM)
+    lines, signals = interrupt(None, signal.SIGINT), (signal.SIGINT, signal.SIGHUP)
     if samples is None:
         for number, signal_number in itertools.product(range(lines), signals):
             interrupt(number, signal_number)
