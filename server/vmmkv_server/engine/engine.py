@@ -128,8 +128,6 @@ class Engine:
         )
         self.features.plug_in(make(core) for make in FEATURES)
         self._table = self._scheduler.table
-        self._budget_bytes = memory.stats().pool_budget_bytes
-        """The KV budget when it was last read: `stats` counts everything, which takes a while."""
         self._lookahead = lookahead
         self._eos_ids = eos_ids
         self._send = send
@@ -220,9 +218,6 @@ class Engine:
         if num_suppressed == self.limits.vocabulary_size:
             given = f"min_tokens={ask.params.min_tokens}"
             return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
-        if self._why_never_fits(ask) is None:
-            return None
-        self._budget_bytes = self.memory.stats().pool_budget_bytes  # it can have been raised since
         return self._why_never_fits(ask)
 
     def _why_never_fits(self, ask: Generate) -> str | None:
@@ -230,7 +225,7 @@ class Engine:
 
         A request that may stop early counts as if it stopped as soon as it may. Nothing attends to the last token.
         """
-        params, layout, budget_bytes = ask.params, self.memory.layout, self._budget_bytes
+        params, layout, budget_bytes = ask.params, self.memory.layout, self.memory.budget_bytes
         may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
         num_new = params.min_tokens if may_stop else params.max_tokens
         need = Need(max(0, min(num_new, params.max_tokens - 1)), attaches=self.memory.shares_prefixes)
@@ -450,8 +445,7 @@ class Engine:
         self.settle()
 
     def budget_changed(self) -> None:
-        """The memory has another budget: new requests are held against it."""
-        self._budget_bytes = self.memory.stats().pool_budget_bytes
+        """The memory has another budget: there may be room for requests that found none."""
         self._scheduler.waiting.memory_changed()
         self.report()
 
