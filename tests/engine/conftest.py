@@ -36,14 +36,14 @@ PAGE_TOKENS = 2048
 @pytest.fixture
 def slow_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features are told that a prompt takes longer than a second a token, so that anything is faster than to compute it."""
-    tell, now_s = Engine.measure_prefill, 0.0
+    tell, now_s = Engine.prefilled, 0.0
 
     def told(engine: Engine, num_tokens: int, began_s: float, ended_s: float) -> None:
         nonlocal now_s
         began_s, now_s = now_s, now_s + (num_tokens << 20)
         tell(engine, num_tokens << 20, began_s, now_s)
 
-    monkeypatch.setattr(Engine, "measure_prefill", told)
+    monkeypatch.setattr(Engine, "prefilled", told)
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
