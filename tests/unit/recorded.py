@@ -3,11 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from bench import cli, report
 from bench.harness import SHAPES, Recorder, Settings
 from bench.rows import Provenance, Row, RowFile
-from bench.suites import load
+from bench.suites import Suite, load
 
 SETTINGS = Settings(device=torch.device("cpu"), shape=SHAPES["wide"], quick=True)
 
@@ -18,6 +20,13 @@ def provenance(date: str = "2026-01-01", *, device: str = "H200", quick: bool = 
 
 def recorder_in(folder: Path, suite: str = "append", settings: Settings = SETTINGS) -> Recorder:
     return Recorder(suite, settings, RowFile(folder, provenance(quick=True)))
+
+
+def register(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
+    """Let there be these suites, and no others."""
+    for module in (cli, report):
+        monkeypatch.setattr(module, "SUITES", {name: Suite(f"what {name} measures") for name in modules})
+        monkeypatch.setattr(module, "load", modules.__getitem__)
 
 
 def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:

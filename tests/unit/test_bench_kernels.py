@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.cli import main
 from bench.harness import SHAPES, Shape, WrongNumbers
 from bench.suites.kernels import Queries, memories
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
@@ -37,3 +38,9 @@ def test_sequences_of_a_shared_memory_have_the_same_rows(kind: str) -> None:
     first, *others = [rows_of(memory, 0, index, 96) for index in range(3)]
     assert all(torch.equal(one, other) for rows in others for one, other in zip(first, rows, strict=True))
     memory.close()
+
+
+def test_a_case_is_named_as_its_rows_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["kernels", "--device", "cpu", "--cases", "9x9"])
+    assert "no case 9x9: decode has 2x96, skewed" in capsys.readouterr().err

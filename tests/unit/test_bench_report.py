@@ -1,24 +1,42 @@
 """The report: one page of rows with answers first, figures that are legible on any ground, and the documents' figures."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import tables
-from bench.report import DOCS, answers, figures, main, trends, write
+from bench.figures import Drawing, Question
+from bench.report import DOCS, answers, main, trends, write
 from bench.rows import Row, RowFile, Summary, exact, read
-from tests.unit.recorded import provenance
+from tests.unit.recorded import provenance, register
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
+QUESTIONS = (
+    Question("All at once", "throughput", "paged *", part="closed"),
+    Question("First tokens", "first token", "paged *", part="rates"),
+)
+FIGURES = (
+    Drawing("closed", "All at once", ("throughput",), "(?P<by>.+?) closed: (?P<group>.+)"),
+    Drawing("rates", "At rates", ("first token",), r"(?P<by>.+), (?P<x>\d+) requests/s, Poisson", "requests/s"),
+)
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be one suite."""
+    register(monkeypatch, speed=SimpleNamespace(QUESTIONS=QUESTIONS, FIGURES=FIGURES))
+
+
 def row(system: str, p50: float, *, workload: str = "m closed: chat", metric: str = "throughput", unit: str = "tok/s") -> Row:
     summary = Summary(p20=0.99 * p50, p50=p50, p80=1.01 * p50, p99=p50, n=5)
-    return Row(suite="serve", workload=workload, system=system, metric=metric, unit=unit, summary=summary)
+    return Row(suite="speed", workload=workload, system=system, metric=metric, unit=unit, summary=summary)
 
 
+@pytest.mark.usefixtures("speed")
 def test_an_answer_counts_workloads_and_lists_losses_beyond_the_spread() -> None:
     rows = [row("vmmkv", 200), row("paged 16", 100)]
     rows += [row(system, p50, workload="m closed: uniform") for system, p50 in (("vmmkv", 90), ("paged 16", 100))]
@@ -28,6 +46,7 @@ def test_an_answer_counts_workloads_and_lists_losses_beyond_the_spread() -> None
     assert [(workload, ratio) for workload, ratio, _, _ in answer.losses] == [("m closed: uniform", 0.9)]
 
 
+@pytest.mark.usefixtures("speed")
 def test_of_several_block_tables_the_best_of_each_workload_is_compared() -> None:
     rows = [row(*each) for each in (("vmmkv", 90), ("paged 16", 50), ("paged 16, FA3", 100), ("paged 128", 75))]
     rows += [row(*each, workload="m closed: ragged") for each in (("vmmkv", 90), ("paged 16", 50), ("paged 128", 75))]
@@ -36,29 +55,7 @@ def test_of_several_block_tables_the_best_of_each_workload_is_compared() -> None
     assert [other.system for _, _, _, other in answer.losses] == ["paged 16, FA3"]
 
 
-def test_vllm_of_any_version_is_compared_in_each_workload_of_users() -> None:
-    names = ("mixed", "shared warm", "full")
-    rows = [row(*each, workload=f"m {name}: x") for name in names for each in (("vmmkv", 110), ("vLLM 0.25.1", 100))]
-    (answer,) = answers(rows)
-    assert (answer.question.other, list(answer.ratios.values())) == ("vLLM", [1.1] * len(names))
-    (drawn,) = figures("serve", rows, "h200")
-    assert all(name in drawn.alt for name in (*names, "vmmkv", "vLLM 0.25.1"))
-
-
-def test_first_tokens_are_drawn_by_length_and_source_and_held_against_computing() -> None:
-    rows = [
-        replace(
-            row(system, p50 * tokens, metric="first token", unit="ms", workload=f"m first: {tokens} tokens in, 1 out"),
-            suite="tiers",
-        )
-        for system, p50 in (("computed", 4), ("device", 1), ("host tier", 2))
-        for tokens in (4096, 8192)
-    ]
-    assert {(each.question.ours, each.median) for each in answers(rows)} == {("device", 4), ("host tier", 2)}
-    (drawn,) = figures("tiers", rows, "h200")
-    assert "m in ms, against tokens, for computed, device, host tier" in drawn.alt
-
-
+@pytest.mark.usefixtures("speed")
 def test_less_is_better_for_times() -> None:
     rows = [
         row(system, p50, metric="first token", unit="ms", workload="m rates: chat, 8 requests/s, Poisson")
@@ -68,15 +65,16 @@ def test_less_is_better_for_times() -> None:
     assert answer.median == 2.0
 
 
+@pytest.mark.usefixtures("speed")
 def test_the_page_needs_nothing_else_and_names_what_failed(tmp_path: Path) -> None:
     file = RowFile(tmp_path, provenance(quick=True))
     for each in (row("vmmkv", 200), row("paged 16", 100), row("vmmkv", 1, metric="first token", unit="ms")):
         file.append(each)
-    file.append(Row(suite="append", workload="a <b>", system="-", metric="failed", unit="runs", summary=exact(1, 1)))
+    file.append(Row(suite="gone", workload="a <b>", system="-", metric="failed", unit="runs", summary=exact(1, 1)))
     page = write([tmp_path], tmp_path / "out").read_text()
     assert page.index('id="answers"') < page.index('id="losses"') < page.index('id="section-1"')
     assert "1 failed" in page
-    assert "append: a &lt;b&gt;" in page
+    assert "gone: a &lt;b&gt;" in page
     assert "Quick rows." in page
     assert not re.search(r'(?:src|href)="(?!#|figures/|data:)', page)
     assert "<script" not in page
@@ -98,6 +96,7 @@ def test_the_committed_rows_make_the_documents_figures(tmp_path: Path, capsys: p
     assert "not written" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("speed")
 def test_a_figure_moves_from_commit_to_commit_by_the_last_row_of_each(tmp_path: Path) -> None:
     days = {"aaa": (100, "2026-01-01"), "bbb": (50, "2026-01-02"), "ccc": (200, "2026-01-03")}
     for commit, (p50, date) in days.items():
@@ -113,6 +112,7 @@ def test_a_figure_moves_from_commit_to_commit_by_the_last_row_of_each(tmp_path: 
     )
 
 
+@pytest.mark.usefixtures("speed")
 def test_what_has_one_commit_or_no_question_has_no_trend(tmp_path: Path) -> None:
     for commit in ("aaa", "bbb"):
         RowFile(tmp_path, provenance(commit=commit)).append(row("paged 16", 100))

@@ -3,16 +3,16 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench import cli
 from bench.cli import main
 from bench.compare import compare
 from bench.compare import main as compare_main
-from bench.harness import Recorder, WrongNumbers
+from bench.harness import Recorder, Settings, WrongNumbers
 from bench.rows import FAILED, Provenance, Recorded, Row, RowFile, Summary, exact, newest, read, summarize
-from tests.unit.recorded import provenance, recorder_in
+from tests.unit.recorded import provenance, recorder_in, register
 
 
 def recorded(
@@ -106,21 +106,28 @@ def test_compare_names_what_is_worse_and_exits_with_1_if_told(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing"], "no suite or command nothing; suites: driver_calls, append"),
-        (["append", "--device", "tpu"], "no such device; there are cpu, cuda"),
-        (["append", "--steps", "0"], "argument --steps: 0 is less than 1"),
-        (["append", "--parts", "decode"], "--parts: append have none"),
-        (["kernels", "--parts", "x"], "no part x; kernels has decode"),
-        (["kernels", "--cases", "9x9"], "no case 9x9: decode has 2x96, skewed"),
-        (["serve", "--parts", "closed", "--cases", "x"], "no case x: closed has uniform, chat"),
+        (["nothing"], "no suite or command nothing; suites: whole, divided, all; commands: report, compare"),
+        (["whole", "--device", "tpu"], "no such device; there are cpu, cuda"),
+        (["whole", "--steps", "0"], "argument --steps: 0 is less than 1"),
+        (["whole", "--parts", "decode"], "--parts: whole have none"),
+        (["divided", "--parts", "x"], "no part x; divided has decode"),
+        (["divided", "--cases", "9x9"], "no case 9x9: decode has 2x96, skewed"),
+        (["divided", "--repeat", "3"], "it is repeated 3 times"),
         (["compare", "absent", "absent"], "absent: no such file or folder"),
         (["report", "absent"], "absent: no such file or folder"),
-        (["append", "--frob"], "unrecognized arguments: --frob"),
+        (["whole", "--frob"], "unrecognized arguments: --frob"),
     ],
 )
 def test_a_wrong_command_line_is_answered_in_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def check(settings: Settings) -> None:
+        if settings.repeat == 3:
+            raise ValueError("it is repeated 3 times")
+
+    cases = {"decode": ["2x96", "skewed"]}
+    divided = SimpleNamespace(PARTS=("decode",), cases_of=lambda settings: cases, check=check)
+    register(monkeypatch, whole=SimpleNamespace(), divided=divided)
     where = (
         [] if arguments[0] in ("compare", "report") or "--device" in arguments else ["--device", "cpu", "--out", str(tmp_path)]
     )
@@ -132,7 +139,7 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["append", "--help"], ["compare", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["whole", "--help"], ["compare", "--help"]])
 def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main(arguments) == 0
@@ -141,34 +148,27 @@ def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: " in capsys.readouterr().out
 
 
-class Suites:
-    """Stand-ins for modules of suites."""
-
-    def __init__(self, run: object) -> None:
-        self.run = run
-
-
 def test_a_failed_suite_has_a_row_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(recorder: Recorder) -> None:
-        if recorder.suite == "append":
+        if recorder.suite == "one":
             with recorder.guarded("one workload", "a system"):
                 raise WrongNumbers("two and two are five")
             raise OSError("no disk")
         recorder.figure("w", "s", "m", "us", 1.0)
 
-    monkeypatch.setattr(cli, "load", lambda name: Suites(run))
-    assert main(["append", "resize", "--device", "cpu", "--out", str(tmp_path)]) == 1
-    failed = [json.loads(line) for line in (tmp_path / "append.jsonl").read_text().splitlines()]
+    register(monkeypatch, one=SimpleNamespace(run=run), other=SimpleNamespace(run=run))
+    assert main(["one", "other", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    failed = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
     assert [(row["workload"], row["system"], row["metric"]) for row in failed] == [
         ("one workload", "a system", FAILED),
-        ("append", "-", FAILED),
+        ("one", "-", FAILED),
     ]
-    assert (tmp_path / "resize.jsonl").exists()
+    assert (tmp_path / "other.jsonl").exists()
     printed = capsys.readouterr().out
     assert "two and two are five" in printed
-    assert "FAILED: one workload; append" in printed
+    assert "FAILED: one workload; one" in printed
 
 
 def test_what_was_measured_before_an_interruption_is_kept_and_printed(
@@ -178,9 +178,9 @@ def test_what_was_measured_before_an_interruption_is_kept_and_printed(
         recorder.figure("w", "s", "m", "us", 12.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load", lambda name: Suites(run))
+    register(monkeypatch, one=SimpleNamespace(run=run))
     with pytest.raises(KeyboardInterrupt):
-        main(["append", "--device", "cpu", "--out", str(tmp_path)])
+        main(["one", "--device", "cpu", "--out", str(tmp_path)])
     assert "12.5" in capsys.readouterr().out
     assert len(read([tmp_path])) == 1
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli import main
 from bench.harness import SHAPES, Recorder, Settings, WrongNumbers
-from bench.rows import Row
+from bench.report import answers, figures
+from bench.rows import Row, exact
 from bench.suites import serve
 from bench.suites.serve import steps
 from bench.suites.serve.steps import KernelSpan, steps_of
@@ -75,6 +77,8 @@ def test_ranks_are_refused_for_parts_that_have_none() -> None:
         (("outside",), (), GENERATED),
         (("mixed", "full", "outside"), (), ("mixed", "full")),
         (("outside",), ("uniform", "single"), ("single",)),
+        (("mixed", "outside"), ("mixed", "full"), ("mixed", "full")),
+        (("outside",), ("uniform",), ()),
         (("closed", "outside"), (), GENERATED),
     ],
 )
@@ -180,6 +184,25 @@ def test_decode_steps_have_whole_batches(tmp_path: Path) -> None:
         f"batch {batch}, context {rows}" for batch, rows in ((1, 64), (4, 64), (2, 512))
     }
     assert all(row.summary.n >= 12 for row in rows)
+
+
+def test_vllm_of_any_version_is_compared_in_each_workload_of_users() -> None:
+    names = ("mixed", "shared warm", "full")
+    rows = [speed(*each, f"m {name}: x") for name in names for each in (("vmmkv", 110), ("vLLM 0.25.1", 100))]
+    (answer,) = answers(rows)
+    assert (answer.question.other, list(answer.ratios.values())) == ("vLLM", [1.1] * len(names))
+    (drawn,) = figures("serve", rows, "h200")
+    assert all(name in drawn.alt for name in (*names, "vmmkv", "vLLM 0.25.1"))
+
+
+def speed(system: str, p50: float, workload: str) -> Row:
+    return Row("serve", workload, system, "throughput", "tok/s", exact(p50, 1))
+
+
+def test_a_case_that_no_part_has_is_answered_by_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--device", "cpu", "--parts", "closed", "--cases", "x"])
+    assert "no case x: closed has uniform, chat" in capsys.readouterr().err
 
 
 def kernel(name: str, start_us: float, end_us: float) -> KernelSpan:

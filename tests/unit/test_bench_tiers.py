@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench.harness import SHAPES
-from bench.rows import FAILED
+from bench.report import answers, figures
+from bench.rows import FAILED, Row, exact
 from bench.suites import tiers
 from bench.systems import Context
 from bench.systems.runs import Served, ServedRun
@@ -101,3 +102,14 @@ def lies(tier: HostTier, transfer: Transfer, real: Callable[..., None] = HostTie
     if transfer.is_store:
         wrap(transfer.address, 1, torch.device("cpu")).bitwise_not_()
     real(tier, transfer)
+
+
+def test_first_tokens_are_drawn_by_length_and_source_and_held_against_computing() -> None:
+    rows = [
+        Row("tiers", f"m first: {tokens} tokens in, 1 out", system, "first token", "ms", exact(p50 * tokens, 1))
+        for system, p50 in (("computed", 4), ("device", 1), ("host tier", 2))
+        for tokens in (4096, 8192)
+    ]
+    assert {(each.question.ours, each.median) for each in answers(rows)} == {("device", 4), ("host tier", 2)}
+    (drawn,) = figures("tiers", rows, "h200")
+    assert "m in ms, against tokens, for computed, device, host tier" in drawn.alt

@@ -135,9 +135,9 @@ def run(context: Context, part: str) -> None:
 
 
 def parts_of_vllm(settings: Settings) -> list[str]:
-    """The parts that vLLM serves, if `outside` is wanted: all, as far as no other is named by `--parts` or `--cases`."""
-    named = [part for part in GENERATED if part in settings.parts]
-    return [part for part in named or GENERATED if settings.wants_case(part)]
+    """The parts that vLLM serves, if `outside` is wanted: those that `--cases` names, else those of `--parts`, else all."""
+    named = settings.cases or settings.parts
+    return [part for part in GENERATED if part in named] or ([] if settings.cases else list(GENERATED))
 
 
 Alone = tuple[list[LogProbs], list[LogProbs]]
