@@ -315,7 +315,7 @@ def test_families_give_the_tokens_of_transformers(harness: MakeHarness, family: 
     ("family", "ours"), [("llama 3 scaling", True), ("mistral, window of 16", True), ("mistral, window of 16", False)]
 )
 def test_and_with_what_is_shared(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, family: str, ours: bool) -> None:
-    monkeypatch.setattr(waiting, "_MIN_AWAITED", 2)  # so that so little is waited for
+    monkeypatch.setattr(waiting, "MIN_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
     prompts = {str(index): [*shared, *prompt_of(3 + index, index)] for index in range(4)}
