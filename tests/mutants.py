@@ -40,6 +40,7 @@ ADMINISTRATION_UNIT = "tests/engine/test_administration.py"
 LLM_UNIT = "tests/engine/test_llm.py"
 DAMAGE = "tests/unit/test_holder_damage.py"
 EVENTS = "tests/engine/test_kv_events.py"
+SCHEDULER_MACHINE = "tests/laws/test_scheduler_machine.py::TestScheduler"
 
 
 class Mutant(NamedTuple):
@@ -57,6 +58,7 @@ SEQUENCE, SOURCE = "vmmkv/sequence.py", "vmmkv/holder/source.py"
 SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
 COMPACTION = f"{ENGINE}/features/compaction.py"
+SCHEDULER = f"{ENGINE}/scheduler.py"
 TRANSFERS, KEYS, SHARED = "vmmkv/prefix/transfers.py", "vmmkv/tiers/keys.py", "vmmkv/tiers/shared.py"
 MOVER, FETCH_SEARCH = "vmmkv/tiers/mover.py", "vmmkv/prefix/fetch_search.py"
 THREADED, HOST, DISK = "vmmkv/tiers/tier.py", "vmmkv/tiers/host.py", "vmmkv/tiers/disk.py"
@@ -423,8 +425,29 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (f"{ENGINE}/loading.py", f"{FETCHES}::test_no_change_of_the_weights_goes_unseen"): {
         "weights whose words change places": ("each * factors[: len(each)]", "each"),
     },
+    (SCHEDULER, SCHEDULER_MACHINE): {
+        "the oldest of the lowest priority preempted": ("in reversed(self.running) if", "in self.running if"),
+        "a request preempted while a step in flight may free pages": ("if self.drain() or self.slide", "if self.slide"),
+        "slots of held requests given to others": ("self._max_sequences - num_held - ", "self._max_sequences - "),
+        "a request without a next token begun again beside those for which it was preempted": (
+            "math.inf if may_resume else max_others",
+            "math.inf",
+        ),
+    },
+    (f"{ENGINE}/decode_set.py", SCHEDULER_MACHINE): {
+        "the room of slots that join left out": (
+            "max(0, min(self._num_roomy, int(room.min())))",
+            "self._num_roomy",
+        ),
+    },
+    (f"{ENGINE}/waiting.py", SCHEDULER_MACHINE): {
+        "room that a waiting request leaves not told": (
+            "self._facts.pop(request, None)\n        self._num_refused = 0\n",
+            "self._facts.pop(request, None)\n",
+        ),
+    },
     (
-        f"{ENGINE}/scheduler.py",
+        SCHEDULER,
         f"{FETCHES}::test_a_running_request_takes_the_memory_that_is_being_loaded_into",
     ): {
         "memory that is being loaded into is kept from running requests": (" or self._give_up_held():", ":"),
