@@ -365,19 +365,6 @@ def test_a_search_of_one_new_token_needs_no_fork(harness: MakeHarness, monkeypat
     assert all(beam.finish_reason == "length" for beam in found.beams)
 
 
-def test_no_preemption_that_would_not_suffice(harness: MakeHarness) -> None:
-    one = harness(wide_rows(), slots=4)
-    one.ask("equal", prompt_of(20), 12)
-    one.ask("lesser", prompt_of(20, 1), 30, priority=1)
-    one.step(2)
-    one.ask("beams", prompt_of(20, 2), 4, beam_width=4)
-    one.step()
-    assert running(one) == ["equal", "lesser"], "with the slot of one of them there would still be too few"
-    one.run()
-    assert not one.failures()
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=4))
-
-
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness: MakeHarness, lookahead: int) -> None:
     one = harness(wide_rows(), slots=4, share=True, lookahead=lookahead)

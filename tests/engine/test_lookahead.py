@@ -173,20 +173,6 @@ def test_overrun_rows_are_never_shared(harness: MakeHarness, monkeypatch: pytest
     assert one.tokens("goes on") == one.expected([*prompt, *free], 5)
 
 
-def test_a_step_in_flight_may_make_the_room_that_is_missing(harness: MakeHarness) -> None:
-    """The older one has ended, in a step not read yet, when the newer one finds no page."""
-    asks = {"older": Ask(prompt_of(57), 40, sampled(1)), "newer": Ask(prompt_of(60, 1), 20)}
-    free = harness(wide_rows(), lookahead=0, ours=True)
-    ask_all(free, asks)
-    tokens = free.tokens("older")
-    at = first_new(tokens, range(4, 7))  # it is read when the newer one, five rows from a page's end, has come to that
-    one = harness(wide_rows(), budget_pages=2, lookahead=3, ours=True)
-    asks["older"].options["stop_token_ids"] = [tokens[at]]
-    ask_all(one, asks, every=2)
-    assert one.engine._scheduler.counts.preemptions == 0
-    assert one.tokens("older") == tokens[:at] and one.tokens("newer") == free.tokens("newer")
-
-
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_a_window_that_moves_leaves_what_was_confirmed_usable(harness: MakeHarness, lookahead: int, share: bool) -> None:
