@@ -71,7 +71,10 @@ class CacheStats:
     num_parked: int
     num_slots: int
     blocked_steps: int
-    """Growths of a sequence that had tokens already and lacked memory: the caller waited for the driver or the lock."""
+    """Growths of a sequence that had rows already and lacked memory: the caller waited for the driver or the lock.
+
+    A step of several sequences can count several times. A sequence that begins with an attached prefix counts too.
+    """
     blocked_us: float
     """Time that the growths in `blocked_steps` took in all, from the call on."""
     mapped_pages: int

@@ -43,7 +43,7 @@ class Planes(ABC):
         return self.view(layer, SCALES)[..., 0]
 
     def v_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised values, each behind that of its keys."""
+        """The scales of quantised values, each after that of its keys."""
         return self.view(layer, SCALES)[..., 1]
 
 
@@ -102,15 +102,19 @@ class Sequence(Planes, Closing, Unique):
         return int(self.live.slots.table.starts[self._check_group(group), self.slot])
 
     def grow(self, num_tokens: int) -> None:
-        """Map memory so that this sequence can hold `num_tokens` tokens in all.
+        """Map memory so that this sequence can hold `num_tokens` tokens (rows, after `compact`) in all.
 
-        On failure the sequence, its mappings and the budget are as before, but parked slots may have been evicted to make
-        room.
+        `length` stays, and `limit` may pass `num_tokens`, to the end of a page. A smaller number changes nothing: `truncate`
+        gives memory back. New rows may hold old bytes of the same tenant. On a GPU, work on the current stream may use
+        them at once.
 
-        Cost: one map and one access call for each missing extent, and a create or a zero where no page of this tenant is
-        free. No driver call and no lock if enough is mapped. Blocks only if the pool must wait for a reclaim, or the lock is
-        taken.
-        Raises: SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable; DriverError; GraphCapture.
+        On failure nothing of this sequence has changed. Cached prefixes and parked slots may be gone, and new memory stays free
+        in the pool.
+        Cost: one map and one access call for each missing extent. If the pool has none free of this tenant, also a create, or a
+        zero of one that was another tenant's. No driver call and no lock if enough is mapped. Blocks only if the pool must wait
+        for a reclaim, or the lock is taken.
+        Raises: ValueError for a negative number; SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable;
+        DriverError; GraphCapture.
         """
         self.live.check_live()
         num_tokens = whole("num_tokens", num_tokens)
@@ -126,13 +130,13 @@ class Sequence(Planes, Closing, Unique):
             return
         began_ns = time.perf_counter_ns()
         with slots.pool.lock:
-            self.live.check_live()
+            self.live.check_live()  # it may have been closed while this waited for the lock
             slots.check_capture()
             try:
                 slots.memory.grow(self.slot, num_tokens)
             except OutOfPages as error:
                 raise OutOfPages(f"sequence in slot {self.slot} cannot grow to {num_tokens} tokens: {error}") from None
-            if slots.table.lengths[self.slot]:
+            if slots.table.lengths[self.slot]:  # a new sequence with an attached prefix counts too
                 slots.blocked_steps += 1
                 slots.blocked_us += (time.perf_counter_ns() - began_ns) / 1e3
 
@@ -166,7 +170,7 @@ class Sequence(Planes, Closing, Unique):
         `keep`: a mask [length] of bools, or the numbers of at least one row in ascending order; a tensor of any device, an
         array or a list. Rows are dropped in all layers and heads. `position` stays as it is, and `limit` falls. Keys keep the
         rotation that they were written with. What was inserted into a prefix tree stays there; nothing more is inserted.
-        Extents are never split: up to 30 MiB stay behind the last row if that lies in one of 32 MiB.
+        Extents are never split: up to 30 MiB stay after the last row if that lies in one of 32 MiB.
 
         Cost: reads `keep`, which waits for the device; for each group and each 32 MiB of rows that move a gather and a copy,
         launched on the caller's current stream; a fence if any page is reclaimed. No map or unmap, but that pages which others

@@ -89,7 +89,7 @@ class MemoryStatistics(Statistics):
     kv_created_bytes: Annotated[int, gauge("Bytes taken from the device.")] = 0
     kv_budget_bytes: Annotated[int, gauge("The most bytes that may be taken from the device.")] = 0
     kv_used_bytes: Annotated[int, gauge("Bytes of live sequences; a shared page counts once.")] = 0
-    stalls: Annotated[int, counter("Steps that waited for a driver call.")] = 0
+    stalls: Annotated[int, counter("Growths of sequences with rows that waited for the driver or a lock.")] = 0
     stall_seconds: Annotated[float, counter("Time that steps waited for driver calls.")] = 0.0
     driver_calls: Annotated[dict[str, int], counter("Driver calls by kind.", "call")] = {}
     holder_up: Annotated[

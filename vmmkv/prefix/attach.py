@@ -1,11 +1,12 @@
 """Attaching a new sequence to the rows of a known prefix.
 
-    adopt      a parked slot has all matched rows and becomes the sequence's slot: no driver call
+    adopt      a parked slot has all matched rows and becomes the sequence's slot: no map or unmap
     alias      the extents that hold only matched rows are mapped under a free slot, and the rest is copied
     compute    nothing is attached
 
-The rule is fixed: adopt if that loses no more rows past the match than it has, and no more than `MOST_LOST_PAGES`; else alias,
-else compute. Where many slots have the match, `MOST_LOOKED_AT` of them are looked at, in turn.
+The rule is fixed. Adopt a slot whose rows past the match are no more than the matched rows, and fit in `MOST_LOST_PAGES`;
+else alias; else compute. A slot that keeps pinned rows, or whose rows past the match are shared or in use, is passed over.
+Where many slots have the match, `MOST_LOOKED_AT` of them are looked at, in turn.
 
     rows      0 .............................. m | m + 1 ...       m tokens are matched
     extents   |  a  |  a  |  a  |     t     |                      a: all its rows are matched; it is aliased
@@ -89,7 +90,7 @@ class Hit:
 
     def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
         self.path: Final = path
-        """Path of the whole match: a node behind these rows can have a page that they end in."""
+        """Path of the whole match: a node after these rows can have a page that they end in."""
         self.num_tokens: Final = num_tokens
         self.node: Final = next(node for node in path if node.end >= num_tokens)
         """Node that has the last of these tokens."""

@@ -70,7 +70,7 @@ class PrefixStats:
     """Host time that attaching took in all, by method."""
     hit_tokens: int
     missed_tokens: int
-    """Tokens of attached prompts that had to be computed."""
+    """Tokens of attached prompts that had to be computed: the last of each at least."""
     inserted_pages: int
     duplicate_pages: int
     """Pages that two sequences computed at once: one copy stays private, and goes with its sequence."""
@@ -87,6 +87,7 @@ class PrefixCache:
     """Prompt prefixes of one cache, shared between its sequences. A cache has one PrefixCache at most.
 
         sequence = prefix.attach(prompt).sequence    rows [0, sequence.length) are there already
+        sequence.grow(len(prompt))                   memory for the rest
         ...                                          compute the rest, and the answer
         prefix.park(sequence, tokens)                later prompts can attach all of it
 
@@ -185,17 +186,19 @@ class PrefixCache:
     ) -> Attached:
         """A new sequence with the longest cached prefix of a prompt. The last token is always left to be computed.
 
-        Attached rows may be shared: do not write them without `truncate`. Rows from `num_tokens` on are the
-        sequence's own. `tokens`: ids as a list, a tuple, or an array or tensor of one dimension; an int32 array is the
-        fastest.
+        Only the attached rows have memory: call `sequence.grow` before you compute the rest. Attached rows may be shared. To
+        write them, first call `sequence.truncate(n)`, which gives it pages of its own from row `n` on. `tokens`: ids as
+        a list, a tuple, or an array or tensor of one dimension; an int32 array is the fastest.
 
         `namespace` separates equal tokens whose rows differ or must not be shared: by tenant or salt, model, adapter, KV type.
         It is the sequence's tenant. `method` forces a method, or computing if it is not possible; see `vmmkv.prefix.attach`
-        for the rule without it. If pages for the copied rows are missing, all rows are left to be computed.
+        for the rule without it. An alias copies the rows of a page that is matched in part; if no page is free for
+        these, nothing is attached, and this raises nothing.
 
         Cost: adopt, a write of the limit; alias, a map and an access call for each extent and a copy; compute, as
         `KVCache.open`. Blocks only as `KVCache.open` and `grow` do.
-        Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
+        Raises: ValueError for no tokens; OutOfSlots; OutOfPages if not even an empty sequence can be opened; SequenceTooLong,
+        DriverError, GraphCapture. Then nothing is attached; cached prefixes may have been evicted.
         """
         tokens, namespace = _checked(tokens), label("namespace", namespace)
         method = None if method is None else AttachMethod(method)
@@ -210,7 +213,7 @@ class PrefixCache:
             attached = self._attacher.attach(tokens, namespace, method=method, end=end)
             begun.append(attached.sequence.live)
             slot, num_tokens = attached.sequence.slot, attached.num_tokens
-            self._index.running[slot] = None
+            self._index.running[slot] = None  # it has no confirmed tokens yet
             if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
                 self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
             self._attached[attached.method] += 1

@@ -4,6 +4,8 @@ A feature is a capability of some requests. It stands in a module of `features/`
 the loop in the hooks that it defines. To those of others it costs nothing, to a request without it a look into its table.
 
     receive ── refusal, need ──> waiting ── shape ──> admitted ──> planned ── launched ──> results, sampled ──> left, finished
+
+`planning` is told of each step before requests are admitted for it.
 """
 
 from collections import Counter
@@ -26,12 +28,12 @@ class Need(NamedTuple):
     """Least memory that a request which has just come needs before it ends, and the words of a refusal for it."""
 
     num_rows: int
-    """Rows behind the prompt, in each sequence."""
+    """Rows after the prompt, in each sequence."""
     num_sequences: int = 1
     attaches: bool = True
     """May rows of its prompt be taken from the prefix cache?"""
     each: str = ""
-    """Words of a refusal behind the number of new tokens."""
+    """Words of a refusal after the number of new tokens."""
     fewer: str = "tokens"
     """Words of a refusal for what to ask less of."""
 
@@ -106,7 +108,11 @@ class Feature:
         return None
 
     def chunks(self, request: Request) -> list[Chunk] | None:
-        """All that can be computed now of a running request that does not decode; None: its own tokens. Raises: CannotRun."""
+        """All that can be computed now of a running request that does not decode; None: its own tokens.
+
+        It may take memory by `Scheduler.with_room`, which can preempt requests, this one too.
+        Raises: CannotRun, DriverError.
+        """
         return None
 
     def sequences(self, request: Request) -> Sequence[KVSequence] | None:
@@ -118,7 +124,7 @@ class Feature:
         return False
 
     def masks(self, step: Step) -> TokenMasks | None:
-        """Masks of the tokens that may come next in rows of a step. Its forward half runs, behind all earlier tokens."""
+        """Masks of the tokens that may come next in rows of a step. Its forward half runs, and all earlier tokens are known."""
         return None
 
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
@@ -134,7 +140,7 @@ class Feature:
         """The client of a request has gone that is not with the scheduler."""
 
     def planning(self) -> None:
-        """A step is about to be planned. Raises: CannotRun."""
+        """A step is about to be planned, and requests to be admitted for it. Raises: CannotRun."""
 
     def let_go(self, request: Request) -> None:
         """A request is held no longer: it has ended, or its room is needed."""

@@ -256,21 +256,21 @@ class SlotBackend:
     def insert(self, sequence: KVSequence, tokens: TokenIds) -> None:
         """Share rows of a running sequence, as `KVBackend.insert`."""
         if self.prefixes is not None:
-            self.prefixes.insert(own(sequence), tokens, is_written=True)
+            self.prefixes.insert(vmmkv_sequence(sequence), tokens, is_written=True)
 
     def park(self, sequence: KVSequence, tokens: TokenIds) -> None:
         """Keep an ended sequence for its conversation, as `KVBackend.park`."""
         if self.prefixes is None:
             sequence.close()
         else:
-            self.prefixes.park(own(sequence), tokens)
+            self.prefixes.park(vmmkv_sequence(sequence), tokens)
 
     def release(self, sequence: KVSequence, tokens: TokenIds) -> None:
         """End a sequence, as `KVBackend.release`."""
         if self.prefixes is None:
             sequence.close()
         else:
-            self.prefixes.release(own(sequence), tokens)
+            self.prefixes.release(vmmkv_sequence(sequence), tokens)
 
     def map_ahead(self, budget_us: float) -> None:
         """Map pages ahead of use, as `KVBackend.map_ahead`. Raises: DriverError."""
@@ -347,7 +347,7 @@ OpenBackend = Callable[[BackendConfig], KVBackend]
 """Raises: see `SlotBackend.open`."""
 
 
-def own(sequence: KVSequence) -> vmmkv.Sequence:
+def vmmkv_sequence(sequence: KVSequence) -> vmmkv.Sequence:
     """A sequence of a `SlotBackend`, with what only such have."""
     assert isinstance(sequence, vmmkv.Sequence), "a baseline has no forks, windows or compaction"
     return sequence

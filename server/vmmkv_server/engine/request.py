@@ -122,7 +122,7 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Seed of its random numbers, which also depend on the number of rows: another one behind each compaction."""
+        """Seed of its random numbers, which also depend on the number of rows: another one after each compaction."""
         return ((self.ask.params.seed or 0) + _GOLDEN * self.num_dropped) & (2**64 - 1)
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv_server.engine.feature import Feature, Features
-from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, TokenIds, own
+from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, TokenIds, vmmkv_sequence
 from vmmkv_server.engine.request import DecodeSet, Request, RequestTable, Shape, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.step import Chunk, Step
@@ -54,8 +54,8 @@ class _Preempted(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps of at most `step_tokens` tokens: first the requests that decode, then prompts, the oldest first, as far as
-    there is room (chunked prefill, as in Sarathi-Serve).
+    """Plans steps of at most `step_tokens` tokens: first the requests that decode, then prompts in order of admission, the last
+    of them in part (chunked prefill, as in Sarathi-Serve).
 
     A request is admitted when there is memory for its whole prompt, and grows as it generates. When a running request finds no
     page and no step in flight may free some, the newest request of the lowest priority is preempted. It waits, with its tokens.
@@ -64,8 +64,8 @@ class Scheduler:
     A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
     never preempt each other for a slot, so preemption cannot cycle.
 
-    A feature may hold a request that could be admitted, with its slots reserved, while those behind it are admitted. Where it
-    would, but for lack of room, the request waits for that, and those behind it too. A held request is let go, before any is
+    A feature may hold a request that could be admitted, with its slots reserved, while later ones are admitted. Where it
+    would, but for lack of room, the request waits for that, and all later ones too. A held request is let go, before any is
     preempted, for a running request that finds no page and for a waiting one that is more urgent.
 
     A request of several slots takes them from the start, and is preempted as a whole. One that samples no tokens may need any
@@ -140,29 +140,34 @@ class Scheduler:
         return self._by_id.get(request_id)
 
     def schedule(self) -> Step | None:
-        """The next step, whose memory is mapped; None if there is nothing to compute.
+        """The next step, whose memory is mapped; None if no running request can compute now: call again while `has_work`.
 
-        Raises: CannotRun, naming a request that must be ended; the others can go on.
+        Give the step to `launched` before the next call, which would else plan the same tokens again.
+        Raises: CannotRun, naming a request that must be ended; DriverError if the memory of a preempted one cannot be given
+        back. What was admitted, grown or preempted before stays so, and the others can go on.
         """
         for feature in self._features.having(Feature.planning):
             feature.planning()
         self._admit()
         self._assign_sampling()
+        # To find room, steps in flight are read, and requests end or are preempted. From here on requests leave the decoding
+        # ones and the chunks, and none joins them: each slot of the step has memory.
         for request in [self.table.requests[slot] for slot in self.decoding.without_room()]:
             if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
-                self.with_room(request, partial(request.memory.grow, request.memory.length + 1))
-        left = self._step_tokens - len(self.decoding.slots)
+                self.with_room(request, partial(request.memory.grow, request.memory.length + 1))  # if False, it decodes no more
+        budget = self._step_tokens - len(self.decoding.slots)
         chunks: list[Chunk] = []
-        for request in sorted(self._prefilling, key=_place):
-            if not request.is_running:
+        for request in sorted(self._prefilling, key=_place):  # by admission
+            if not request.is_running:  # it was preempted, or has ended, for an earlier one
                 continue
             for pending in self._chunks(request):
-                chunk = pending.first(max(0, left))
+                chunk = pending.first(max(0, budget))
                 if len(chunk.tokens):
+                    # Mapped since admission, but for forced tokens, beams, and prompts of which a policy keeps fewer rows.
                     if not self.with_room(request, partial(chunk.sequence.grow, chunk.end)):
                         break
                     chunks.append(chunk)
-                    left -= len(chunk.tokens)
+                    budget -= len(chunk.tokens)
         slots, chunks = self.decoding.slots, [chunk for chunk in chunks if chunk.request.is_running]
         if not len(slots) and not chunks:
             return None
@@ -211,7 +216,7 @@ class Scheduler:
             self._stop(request, Status.FINISHED, self._memory.park if keep else None)
         elif request in self.held:
             self._let_go(request)
-        elif request in self.waiting:  # else an interrupt came behind this
+        elif request in self.waiting:  # else an interrupt came after this
             self.waiting.remove(request)
         request.status = Status.FINISHED
         for feature in self._features.having(Feature.finished):
@@ -223,7 +228,9 @@ class Scheduler:
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
         has_moved = False
-        for sequence in (own(each) for request in self.running if self._windowed for each in self.sequences(request)):
+        for sequence in (
+            vmmkv_sequence(each) for request in self.running if self._windowed for each in self.sequences(request)
+        ):
             for group in self._windowed:
                 before = sequence.start(group)
                 sequence.advance_start(group)
@@ -299,7 +306,7 @@ class Scheduler:
                 continue
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
-                    if is_held is False:  # else what ended requests have left may be had behind any step
+                    if is_held is False:  # else what ended requests have left may be had after any step
                         self.waiting.refuse()
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
@@ -406,7 +413,7 @@ class Scheduler:
     def _assign_sampling(self) -> None:
         """Upload the sampling parameters of the requests that were admitted, all at once.
 
-        Raises: CannotRun for the first that cannot begin; the next call assigns those behind it.
+        Raises: CannotRun for the first that cannot begin; the next call assigns the later ones.
         """
         self._unassigned = [request for request in self._unassigned if request.is_running]  # the others have ended
         if not self._unassigned:
@@ -441,7 +448,8 @@ class Scheduler:
     def with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
 
-        Raises: CannotRun.
+        A request that runs alone may be preempted too: begun again, it shares rows that the prefix cache has.
+        Raises: CannotRun; DriverError if the memory of a preempted request cannot be given back.
         """
         while True:
             try:

@@ -24,13 +24,13 @@ class Chunk:
     """Rows that the sequence has."""
     tokens: TokenIds
     is_last: bool = True
-    """Is a token, or are candidates, wanted behind it?"""
+    """Is a token, or are candidates, wanted after it?"""
     num_candidates: int = 0
     """Likeliest next tokens that are wanted; 0 if one is sampled."""
     is_own: bool = True
     """Is it part of the request's own tokens?"""
     is_answered: bool = True
-    """Does what is sampled behind it count? Not if the request was given other tokens since."""
+    """Does what is sampled after it count? Not if the request was given other tokens since."""
     num_admitted: int = field(init=False)
     """`Request.num_admitted` when the chunk was made."""
 
@@ -50,7 +50,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Rows that the sequence has behind it."""
+        """Rows that the sequence has after it."""
         return self.start + len(self.tokens)
 
     @property
@@ -60,7 +60,7 @@ class Chunk:
 
     @property
     def is_sampled(self) -> bool:
-        """Is the request's next token sampled behind it?"""
+        """Is the request's next token sampled after it?"""
         return self.is_last and not self.num_candidates and self.request.ask.params.max_tokens > 0
 
     def first(self, count: int) -> "Chunk":
@@ -88,7 +88,7 @@ class Step:
     slots: Slots
     """Slots that compute the one token that is on the device. Their results come first."""
     ends: Slots
-    """Rows of these slots behind the step."""
+    """Rows that each of these slots has after the step."""
     epochs: Slots
     """Epochs of these slots, at the launch."""
     chunks: list[Chunk]
@@ -102,7 +102,7 @@ class Step:
     """Time at which its launch began, by time.perf_counter."""
 
     def last_chunks(self) -> Iterator[tuple[int, Chunk]]:
-        """The chunks with something wanted behind them, and the row of it among the step's results."""
+        """The chunks with something wanted after them, and the row of it among the step's results."""
         return enumerate((chunk for chunk in self.chunks if chunk.is_last), len(self.slots))
 
 
@@ -134,7 +134,7 @@ class Readback:
     """Rows with log-probabilities, how many of the likeliest tokens each wants, and what `sampler.logprobs` gives for them."""
     of_states: Sequence[torch.Tensor] = ()
     done: torch.cuda.Event | None = None
-    """Recorded behind all of it; None on a CPU."""
+    """Recorded after all of it; None on a CPU."""
 
     @property
     def is_done(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from vmmkv_server.engine.answers import NO_NUMBERS
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
-from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, own
+from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, vmmkv_sequence
 from vmmkv_server.engine.request import Request, Shape
 from vmmkv_server.engine.sampler import NOT_A_NUMBER
 from vmmkv_server.engine.step import Chunk, Results, Step
@@ -283,7 +283,7 @@ class BeamGroup:
         missing = self._request.shape.num_slots - len(self._rows_of)
         if missing:
             root = self._rows_of[self._request.memory]
-            forks = self._cache.fork(own(self._request.memory), missing, max_tokens=self._request.max_tokens)
+            forks = self._cache.fork(vmmkv_sequence(self._request.memory), missing, max_tokens=self._request.max_tokens)
             self._rows_of.update((fork, root) for fork in forks)
         sequences, pairs = self._assign([self.sequences[parent] for parent, _ in self._continuations])
         if pairs:
@@ -291,7 +291,7 @@ class BeamGroup:
             end = pairs[0][0].length
             for _, target in pairs:
                 target.grow(end)  # it is that long already, unless the vocabulary had too few tokens for all beams
-            copies = [(own(source), own(target)) for source, target in pairs]
+            copies = [(vmmkv_sequence(source), vmmkv_sequence(target)) for source, target in pairs]
             self._cache.copy_rows(copies, len(self._request.ask.prompt) + num_common, end)
         self.sequences = sequences
         self._continuations = []

@@ -25,7 +25,7 @@ from vmmkv.eviction import SnapKV, scores_all
 from vmmkv.memory.sharing import num_unmoved
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
-from vmmkv_server.engine.kv_backend import own
+from vmmkv_server.engine.kv_backend import vmmkv_sequence
 from vmmkv_server.engine.ranking import Ranked
 from vmmkv_server.engine.request import NO_END, Request, Shape
 from vmmkv_server.engine.runner import Runner
@@ -172,7 +172,7 @@ class Compactor:
         Cost: as Sequence.compact, and two launches; waits for nothing unless shared pages are exchanged.
         Raises: OutOfPages, DriverError; then nothing has changed.
         """
-        request, sequence = kept.request, own(kept.request.memory)
+        request, sequence = kept.request, vmmkv_sequence(kept.request.memory)
         assert self._keys is not None, "else it is refused"
         length = sequence.length
         rows_T = kept.eviction.policy.keep(length) if kept.chosen is None else kept.chosen
