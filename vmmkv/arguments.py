@@ -29,7 +29,7 @@ def instance(name: str, value: Any, wanted: type, words: str) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}")
 
 
-def label(name: str, value: Hashable) -> Hashable:
+def checked_name(name: str, value: Hashable) -> Hashable:
     """`value`, if it names a tenant or a namespace: text, bytes, an int, None, or a tuple of these.
 
     Two such names are equal only if they are the same, in this process and in any other; 1, 1.0 and True are equal in Python.
@@ -37,7 +37,7 @@ def label(name: str, value: Hashable) -> Hashable:
     """
     if type(value) is tuple:
         for part in value:
-            label(name, part)
+            checked_name(name, part)
     elif value is not None and type(value) not in (str, bytes, int):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; give a str, bytes, an int, None, or a tuple of these")
     return value

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from vmmkv import saved
-from vmmkv.arguments import instance, label, whole
+from vmmkv.arguments import checked_name, instance, whole
 from vmmkv.errors import BudgetError, Evicted, OutOfSlots, SequenceTooLong
 from vmmkv.layout import KVLayout
 from vmmkv.lifetime import Closing, Unique
@@ -168,7 +168,7 @@ class KVCache(Planes, Closing, Unique):
         is more than the cache's; GraphCapture.
         """
         with all_or_none() as begun, self.pool.lock:
-            begun.append(self.slots.open(self.slots.check_end(max_tokens), label("tenant", tenant)))
+            begun.append(self.slots.open(self.slots.check_end(max_tokens), checked_name("tenant", tenant)))
             return Sequence(begun[0])
 
     def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
@@ -180,7 +180,7 @@ class KVCache(Planes, Closing, Unique):
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
         with all_or_none() as begun, self.pool.lock:
-            end, tenant = self.slots.check_end(max_tokens), label("tenant", tenant)
+            end, tenant = self.slots.check_end(max_tokens), checked_name("tenant", tenant)
             first = self.slots.clear_run(count)
             begun += [self.slots.open_at(slot, end, tenant) for slot in range(first, first + count)]
             return [*map(Sequence, begun)]
@@ -200,7 +200,7 @@ class KVCache(Planes, Closing, Unique):
             end = self.slots.check_end(max_tokens)
             self._check_parked(parked)
             num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
-            if parked.tenant != label("tenant", tenant):
+            if parked.tenant != checked_name("tenant", tenant):
                 raise ValueError(f"slot {parked.slot} was parked by another tenant")
             if not 0 <= num_tokens <= parked.length:
                 raise ValueError(f"num_tokens={num_tokens}: slot {parked.slot} was parked with {parked.length} tokens")
@@ -289,7 +289,7 @@ class KVCache(Planes, Closing, Unique):
         Cost: as `open` and `grow`; blocks while the rows are read and copied, but without the lock.
         Raises: as these; OSError; ValueError if the file is damaged, or of another layout or fingerprint. All or nothing.
         """
-        tenant = label("tenant", tenant)
+        tenant = checked_name("tenant", tenant)
         with all_or_none() as begun:
             saved.restore(self.slots, Path(path), fingerprint, begun, max_tokens=max_tokens, tenant=tenant)
             return Sequence(begun[0])

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vmmkv.arguments import label
+from vmmkv.arguments import checked_name
 from vmmkv.driver.base import Fence
 from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder.log import LogContents, Sealed
@@ -293,7 +293,7 @@ def check_seal(seal: Sealed, layout: KVLayout) -> None:
 def _namespace(seal: Sealed) -> Hashable:
     """The namespace of a seal without a parent. Raises: LogDamaged."""
     try:
-        namespace = label("namespace", ast.literal_eval(seal.namespace.decode()))
+        namespace = checked_name("namespace", ast.literal_eval(seal.namespace.decode()))
         if repr(namespace).encode() == seal.namespace:
             return namespace
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

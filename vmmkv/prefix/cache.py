@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import instance, label, whole
+from vmmkv.arguments import checked_name, instance, whole
 from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.slots import LiveSlot, all_or_none
@@ -165,7 +165,7 @@ class PrefixCache:
 
     def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
         """`match` of the same tokens, to be called again and again: a call looks at what has changed since the last one."""
-        lookup: Lookup[Placed] = Lookup(label("namespace", namespace), _checked(tokens))
+        lookup: Lookup[Placed] = Lookup(checked_name("namespace", namespace), _checked_tokens(tokens))
         most = len(tokens) - 1
 
         def match() -> int:
@@ -200,7 +200,7 @@ class PrefixCache:
         Raises: ValueError for no tokens; OutOfSlots; OutOfPages if not even an empty sequence can be opened; SequenceTooLong,
         DriverError, GraphCapture. Then nothing is attached; cached prefixes may have been evicted.
         """
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
@@ -271,7 +271,7 @@ class PrefixCache:
             )
         if live.positions is not None:
             raise ValueError(f"{live!r} was compacted, so its rows are no prefix; end it by release() without tokens")
-        tokens = _checked(tokens)
+        tokens = _checked_tokens(tokens)
         num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
         if not num_inserted <= num_tokens <= live.length:
             raise ValueError(
@@ -295,7 +295,7 @@ class PrefixCache:
         Cost: 1 us for each 1,000 tokens, some 5 us for each extent, and what evicting takes. Does not block.
         Raises: DriverError, GraphCapture.
         """
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
@@ -344,7 +344,7 @@ class PrefixCache:
         make room. Blocks, on fences to make room, only if nothing runs or is loaded.
         Raises: DriverError, GraphCapture.
         """
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
@@ -357,7 +357,7 @@ class PrefixCache:
 
     def has_room(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int) -> bool:
         """Are so many pages free, evictable, or of the prompt and in use, as `fetch` and `borrow` want? No driver call."""
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
             pool = self.cache.pool
             return room_pages <= pool.spare_pages + pool.kept_pages + self._index.used_pages(namespace, tokens)
@@ -414,7 +414,7 @@ class PrefixCache:
         does not adopt that slot. Tokens that are not cached yet are not kept when they are. What is pinned a second time is
         kept until the later of the two ends.
         """
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
@@ -423,7 +423,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Take back what `pin` did for exactly these tokens. Other pins stay, also those of prompts that begin alike."""
-        tokens, namespace = _checked(tokens), label("namespace", namespace)
+        tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
             self._index.tree.unpin(namespace, tokens)
 
@@ -499,7 +499,7 @@ class PrefixCache:
         return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(tree.num_nodes, 'node')}, {held} held>"
 
 
-def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
+def _checked_tokens(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
     """Token ids as an array. Raises ValueError for anything else."""
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()

@@ -20,7 +20,7 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from vmmkv.arguments import label, whole, wholes
+from vmmkv.arguments import checked_name, whole, wholes
 from vmmkv.layout import KVLayout
 from vmmkv.tiers.record import KEY_BYTES
 from vmmkv.units import PAGE_BYTES, ceil_div
@@ -65,7 +65,7 @@ class KeyChain:
 
         Raises: ValueError for a namespace that other processes may spell otherwise, or tokens that are no ids; TypeError.
         """
-        name = repr(label("namespace", namespace)).encode()
+        name = repr(checked_name("namespace", namespace)).encode()
         chain = self._with(tokens, [], [[] for _ in self.by_group])
         chain.namespace, chain._name = namespace, hashlib.blake2b(name, digest_size=KEY_BYTES).digest()
         chain._state, chain._num_hashed = chain._start(), 0
