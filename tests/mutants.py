@@ -434,16 +434,16 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "math.inf",
         ),
     },
-    (f"{ENGINE}/decode_set.py", SCHEDULER_MACHINE): {
+    (f"{ENGINE}/request.py", SCHEDULER_MACHINE): {
         "the room of slots that join left out": (
             "max(0, min(self._num_roomy, int(room.min())))",
             "self._num_roomy",
         ),
     },
     (f"{ENGINE}/waiting.py", SCHEDULER_MACHINE): {
-        "room that a waiting request leaves not told": (
-            "self._facts.pop(request, None)\n        self._num_refused = 0\n",
-            "self._facts.pop(request, None)\n",
+        "the youngest of requests with as long cached prefixes begun first": (
+            "if num_cached > longest and",
+            "if num_cached >= longest and",
         ),
     },
     (
