@@ -25,6 +25,7 @@ INTERRUPTS = "tests/laws/test_interrupts.py"
 PREFIX_UNIT = "tests/unit/test_prefix.py"
 TIERS = "tests/laws/test_tiers.py"
 STORES = "tests/laws/test_stores.py"
+REDIS = "tests/laws/test_redis.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 STORE_UNIT = "tests/unit/test_store.py"
@@ -407,16 +408,16 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "any(move.transfer.missed for move in load.coming if move not in come)",
         ),
     },
-    (SHARED, f"{STORES}::test_a_value_that_is_not_the_record_is_a_miss_and_is_removed"): {
+    (SHARED, f"{REDIS}::TestRedis::test_a_value_that_is_not_the_record_is_a_miss_and_is_removed"): {
         "values of a store that are not verified": (
             "if len(record) == len(data) and header == _HEADER.pack(_MAGIC, len(data), checksum_of(key, record)):",
             "if len(record) == len(data):",
         ),
     },
-    (SHARED, f"{STORES}::test_a_store_that_answers_byte_by_byte_is_late"): {
+    (SHARED, f"{REDIS}::TestRedis::test_a_store_that_answers_byte_by_byte_is_late"): {
         "a store that is late is waited for": ("        if is_late:\n", "        if False:\n"),
     },
-    (SHARED, f"{STORES}::test_a_store_that_is_killed_in_the_middle_is_left_alone_and_comes_back"): {
+    (SHARED, f"{REDIS}::TestRedis::test_a_store_that_is_killed_in_the_middle_is_left_alone_and_comes_back"): {
         "a store that does not answer is asked for every record": (
             "return missed(key) if self._pause_s else super().load(key)",
             "return super().load(key)",
@@ -751,7 +752,10 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (DISK, f"{TIERS}::test_a_slot_is_not_written_while_a_thread_reads_it"): {
         "a record of the disk overwritten while it is read": ("if slot and not slot.num_reads)", "if slot)"),
     },
-    (SHARED, STORES): {
+    ("vmmkv/tiers/contrib/redis.py", REDIS): {
+        "a question that is no use of a record": ("pipeline.touch(name)", "pipeline.exists(name)"),
+    },
+    (SHARED, STORES, REDIS): {
         "a store that is down is asked as often as before": (
             "max(2 * self._pause_s, _FIRST_PAUSE_S)",
             "max(self._pause_s, _FIRST_PAUSE_S)",
@@ -759,7 +763,6 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "an old call ends a store's pause": ("if self._pause_s and began_s is not None:", "if self._pause_s:"),
         "a question asked twice": ("if key not in self._asked]", "if True]"),
         "a close that waits for a store that hangs": ("        late.start()\n", ""),
-        "a question that is no use of a record": ("pipeline.touch(name)", "pipeline.exists(name)"),
         "known records of a store that outlive its outage": ("            self._known.clear()  #", "            pass  #"),
         "a wrong record found again": (
             "            self._learn([key], [False])\n        raise OSError",

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
 from tests.engine.decoder_models import model_of, small
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from tests.stores import redis_server
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Borrowed, Fetch, fetch_search, transfers
@@ -204,21 +203,6 @@ def test_a_disk_hits_after_a_restart_what_it_hit_before_and_misses_what_cannot_b
     changed.save_pretrained(tmp_path / "changed")
     with LLM(tmp_path / "changed", **disk) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].cached_tokens == 0
-
-
-def test_an_engine_hits_what_another_computed_over_one_store(directory: Path, expected: list[list[int]]) -> None:
-    """When the store is gone, all is computed."""
-    with redis_server() as server:
-        shared = OPTIONS | {"kv_store": server.url}
-        with LLM(directory, **(shared | {"kv_budget_bytes": 256 * MIB})) as first:
-            assert answers(first.generate(PROMPTS, GREEDY)) == expected
-        with LLM(directory, **shared) as second:
-            again = second.generate(PROMPTS, GREEDY)
-            assert answers(again) == expected
-            assert [each.cached_tokens_details for each in again] == [{"redis": len(prompt) // 64 * 64} for prompt in PROMPTS]
-            assert second.snapshot is not None and second.snapshot.tiers["redis"].loaded_bytes
-            server.kill()
-            assert answers(second.generate(PROMPTS, GREEDY)) == expected
 
 
 @pytest.mark.parametrize(
@@ -843,13 +827,7 @@ def test_a_tier_that_does_not_fit_is_refused_with_what_fits(directory: Path, tmp
     for wrong in ({"kv_disk": tmp_path}, {"kv_disk_budget_bytes": MIB << 5}):
         with pytest.raises(ValueError, match="give both"):
             LLM(directory, **OPTIONS, **wrong)
-    for url, message in {
-        "cups://": "the scheme 'cups'",
-        "redis://:secret@[": "no URL of a Redis",
-        "mooncake://[": "no URL",
-    }.items():
-        with pytest.raises(ValueError, match=message) as refused:
-            LLM(directory, kv_store=url, **OPTIONS)
-        assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="the scheme 'cups'"):
+        LLM(directory, kv_store="cups://", **OPTIONS)
     with pytest.raises(ValueError, match="shared prefixes"):
         LLM(directory, prefix_cache=False, kv_host_budget_bytes=64 * MIB, **OPTIONS)

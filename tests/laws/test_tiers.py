@@ -1,13 +1,14 @@
 """What every tier keeps, with and without faults under it; and that a disk tier survives SIGKILL.
 
 A tier of a third party is tested by the same suite: add how it is made to `TIERS`.
-Stores that engines share bound themselves: what else they keep is in test_stores.py.
+Stores that engines share bound themselves: what else they keep is in store_laws.py.
 """
 
 import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import random
 import signal
@@ -80,26 +81,26 @@ TIERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def redis():
-    with redis_server() as server:
-        yield server
+STORES = {
+    "redis": (redis_server, ()),
+    "mooncake": (mooncake_store, pytest.mark.nightly),
+}
+"""How stores that engines share are started, and marks of their tests."""
+KINDS_OF_STORES = [pytest.param(name, marks=marks) for name, (_, marks) in STORES.items()]
 
 
 @pytest.fixture(scope="module")
-def mooncake():
-    with mooncake_store() as server:
-        yield server
+def url_of():
+    """The URL of an empty store, by name. Each store is started once."""
+    with contextlib.ExitStack() as running:
+        started = functools.cache(lambda name: running.enter_context(STORES[name][0]()))
+        yield lambda name: (started(name).empty(), started(name).url)[1]
 
 
-@pytest.fixture(params=[*TIERS, "redis", pytest.param("mooncake", marks=pytest.mark.nightly)])
-def tier(request, tmp_path):
-    if request.param in TIERS:
-        tier = TIERS[request.param](tmp_path / "tier")
-    else:
-        server = request.getfixturevalue(request.param)
-        server.empty()
-        tier = open_store(server.url)
+@pytest.fixture(params=[*TIERS, *KINDS_OF_STORES])
+def tier(request, tmp_path, url_of):
+    make = TIERS.get(request.param)
+    tier = open_store(url_of(request.param)) if make is None else make(tmp_path / "tier")
     tier.open(CPU)
     yield tier
     tier.close()
@@ -299,17 +300,16 @@ def test_random_use_gives_right_bytes_or_misses(tier):
 
 
 SIZED = {
-    "host": lambda path, url, size: HostTier(5 * size, record_bytes=size),
-    "disk": lambda path, url, size: DiskTier(path, 5 * size, record_bytes=size),
-    "redis": lambda path, url, size: open_store(url, record_bytes=size),
+    "host": lambda path, size: HostTier(5 * size, record_bytes=size),
+    "disk": lambda path, size: DiskTier(path, 5 * size, record_bytes=size),
 }
 
 
 @pytest.mark.parametrize("size", [4096, 11 * 4096, 3 * RECORD_BYTES])
-@pytest.mark.parametrize("kind", SIZED)
-def test_records_of_any_multiple_of_4_kib_come_back_as_they_were(kind, size, tmp_path, redis):
-    redis.empty()
-    tier, records = SIZED[kind](tmp_path, redis.url, size), [bytes([number]) * size for number in range(5)]
+@pytest.mark.parametrize("kind", [*SIZED, *KINDS_OF_STORES])
+def test_records_of_any_multiple_of_4_kib_come_back_as_they_were(kind, size, tmp_path, url_of):
+    make, records = SIZED.get(kind), [bytes([number]) * size for number in range(5)]
+    tier = open_store(url_of(kind), record_bytes=size) if make is None else make(tmp_path, size)
     tier.open(CPU)
     assert found(tier, *range(5)) == [False] * 5
     for number, record in enumerate(records):
@@ -333,7 +333,7 @@ def test_records_of_any_multiple_of_4_kib_come_back_as_they_were(kind, size, tmp
 def test_a_record_size_that_no_disk_can_align_is_refused_by_one_that_works(make, tmp_path):
     for size, near in ((0, 4096), (-4096, 4096), (4097, 8192)):
         with pytest.raises(ValueError, match=f"record_bytes={size}: .*such as {near}"):
-            make(tmp_path, "redis://localhost", size)
+            make(tmp_path, size)
 
 
 def test_a_disk_with_records_of_another_size_is_refused_and_keeps_them(tmp_path):

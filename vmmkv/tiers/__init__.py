@@ -7,15 +7,18 @@ store    Store: put and get records of an engine
 mover    the queues and copies of a Store, and of a prefix cache
 host     HostTier: pinned memory
 disk     DiskTier: one file of slots, found again after a restart
-shared   RedisTier, MooncakeTier: stores that engines on several machines share
+shared   SharedTier: the base of a tier over a store that engines on several machines share
+contrib  RedisTier, MooncakeTier
 
 `vmmkv.prefix.transfers` copies between the extents of a prefix tree and tiers.
 """
 
+from vmmkv.tiers.contrib.mooncake import MooncakeTier
+from vmmkv.tiers.contrib.redis import RedisTier
 from vmmkv.tiers.disk import DiskTier
 from vmmkv.tiers.host import HostTier
 from vmmkv.tiers.keys import KeyChain
-from vmmkv.tiers.shared import MooncakeTier, RedisTier, open_store
+from vmmkv.tiers.shared import open_store
 from vmmkv.tiers.store import Get, Put, Store
 from vmmkv.tiers.tier import Refusal, Tier, TierStats, Transfer
 

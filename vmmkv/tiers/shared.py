@@ -1,4 +1,4 @@
-"""Stores that engines on several machines share: RedisTier, MooncakeTier, and the base of a tier over any other client.
+"""Stores that engines on several machines share: the base of a tier over a client. `contrib` has those of Redis and Mooncake.
 
     name      "vmmkv:" and the key in hex, which hashes tokens, layout, model and namespace
     value     | magic | length | checksum | record |     checked when it is loaded; removed if it is wrong
@@ -9,9 +9,6 @@ finds that it answers again. What can write to the store can write what models r
 
 import importlib
 import logging
-import os
-import re
-import socket
 import struct
 import threading
 import time
@@ -28,7 +25,6 @@ import torch
 from vmmkv.errors import TierUnavailable, did_you_mean
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
 from vmmkv.tiers.tier import MissedError, ThreadedTier, Tier, Transfer, missed
-from vmmkv.units import MIB
 
 log = logging.getLogger(__name__)
 
@@ -311,188 +307,12 @@ class SharedTier(ThreadedTier):
         return f"<{type(self).__name__}: {self.where}>"
 
 
-class RedisTier(SharedTier):
-    """Records in a Redis or Valkey server: `redis://:password@host:6379/0`; `rediss://` is over TLS.
-
-    Set its `maxmemory`, and `maxmemory-policy allkeys-lru`: else it refuses what it has no room for.
-    Raises: ValueError for another URL; TierUnavailable without the package `redis`.
-    """
-
-    name = "redis"
-
-    def __init__(self, url: str, *, timeout_s: float = 2.0, record_bytes: int = RECORD_BYTES) -> None:
-        redis = _client_of("redis", "redis")
-        try:
-            self._client = redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                socket_read_size=MIB,
-                retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-            )
-        except ValueError:  # whose text may have a part of a password
-            raise ValueError(
-                "this is no URL of a Redis server; write redis://:password@host:6379/0, and what is no letter or digit in the "
-                "password as in %2F"
-            ) from None
-        self._errors = redis.exceptions
-        given = self._client.connection_pool.connection_kwargs
-        super().__init__(
-            f"redis at {given.get('host', 'localhost')}:{given.get('port', 6379)}",
-            timeout_s=timeout_s,
-            record_bytes=record_bytes,
-        )
-
-    def ask(self, names: Sequence[str]) -> list[bool]:
-        """Ask which of these values are there. The question is a use of them."""
-        if not names:
-            self._client.ping()
-        pipeline = self._client.pipeline(transaction=False)
-        for name in names:
-            pipeline.touch(name)
-        return [bool(number) for number in pipeline.execute()]
-
-    def get(self, name: str) -> bytes:
-        """A value, or one byte more than a record's of a longer one. Raises MissedError if it is not there."""
-        try:
-            value: bytes = self._client.getrange(name, 0, self.value_bytes)
-        except self._errors.ResponseError as error:
-            if str(error).startswith("WRONGTYPE"):
-                return b""  # a list, say, that another program has put there
-            raise
-        if not value and not self._client.exists(name):
-            raise MissedError(name)
-        return value
-
-    def put(self, name: str, header: bytes, record: memoryview) -> None:
-        """Set a value of two parts. Raises Refused if the store does not take it."""
-        try:
-            self._client.set(name, b"".join((header, record)))
-        except self._errors.ResponseError as error:
-            raise Refused(str(error)) from error
-        except self._errors.ConnectionError as error:  # so it ends when a record is too large for it
-            self._client.ping()
-            raise Refused(str(error)) from error
-
-    def remove(self, name: str) -> None:
-        """Delete a value. Raises Refused if the store answers and does not do it."""
-        try:
-            self._client.unlink(name)
-        except self._errors.ResponseError as error:
-            raise Refused(str(error)) from error
-
-    def complaint_of(self, error: Exception) -> str | None:
-        """Complaint of a store that refuses this client, and the way out; None for any other error."""
-        errors = self._errors
-        if not isinstance(error, (errors.AuthenticationError, errors.AuthorizationError, errors.ResponseError)):
-            return None
-        return f"refuses this client: {error}; check its URL, redis://user:password@host:6379/DATABASE, and the user's rights"
-
-    def hang_up(self) -> None:
-        """Disconnect all connections, which ends the calls under way."""
-        self._client.connection_pool.disconnect()
-
-    def close(self) -> None:
-        """End the tier and close the client. See SharedTier.close."""
-        super().close()
-        self._client.close()
-
-
-class MooncakeTier(SharedTier):
-    """Records in a Mooncake store, by its master: `mooncake://host:50051`.
-
-    The memory is that of `mooncake_client` processes; an engine lends none, so its end loses nothing. Mooncake's variables
-    `MOONCAKE_PROTOCOL` (tcp or rdma), `MOONCAKE_DEVICE` and `MOONCAKE_LOCAL_HOSTNAME` say how to reach them.
-    Raises: ValueError for another URL; TierUnavailable without `mooncake-transfer-engine-non-cuda`, or libibverbs.
-    """
-
-    name = "mooncake"
-
-    def __init__(self, url: str, *, timeout_s: float = 2.0, record_bytes: int = RECORD_BYTES) -> None:
-        found = re.fullmatch(r"mooncake://([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})/?", url)
-        if found is None:
-            raise ValueError("this is no URL of a Mooncake master; write mooncake://host:50051")
-        self._module = _client_of("mooncake.store", "mooncake")
-        self._address: Final = f"{found[1]}:{found[2]}"
-        super().__init__(f"mooncake at {self._address}", timeout_s=timeout_s, record_bytes=record_bytes)
-        self._master: Final = (found[1].strip("[]"), int(found[2]))
-        self._store: Any = None
-        self._connecting = threading.Lock()
-
-    def ask(self, names: Sequence[str]) -> list[bool]:
-        """Ask which of these values are there. Raises OSError for an error of the store."""
-        found = self._connected().batch_is_exist([*names] or ["vmmkv"])
-        if min(found) < 0:
-            raise OSError(f"{self.where}: error {min(found)}")
-        return [bool(each) for each in found[: len(names)]]
-
-    def get(self, name: str) -> Any:
-        """A value, as a buffer; an empty one for a value of another length. Raises MissedError if it is not there."""
-        value = self._connected().get_buffer(name)
-        if value is not None:
-            return value
-        size_bytes = self._connected().get_size(name)
-        if size_bytes >= 0 and size_bytes != self.value_bytes:
-            return b""  # it does not fit into the client's buffer
-        self.ask([])  # or does the master not answer?
-        raise MissedError(name)
-
-    def put(self, name: str, header: bytes, record: memoryview) -> None:
-        """Put a value of two parts. Raises Refused if the store answers and does not take it."""
-        error = self._connected().put_parts(name, header, record)
-        if error:
-            self.ask([])
-            raise Refused(f"error {error}")
-
-    def remove(self, name: str) -> None:
-        """Delete a value, also while it is leased."""
-        self._connected().remove(name, force=True)
-
-    def close(self) -> None:
-        """End the tier and close the client. See SharedTier.close."""
-        super().close()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-    def _connected(self) -> Any:
-        with self._connecting:
-            if self._store is None:
-                self._connect()
-            return self._store
-
-    def _connect(self) -> None:
-        """Connect to the store. Raises: OSError if the master does not answer."""
-        most_s = max(1, round(self.timeout_s))
-        for variable, value in (
-            ("MC_RPC_TIMEOUT_MS", 1000 * most_s),  # the client has no other way to set these
-            ("MC_RPC_CONNECT_TIMEOUT_MS", 1000 * most_s),
-            ("MC_TCP_PROGRESS_TIMEOUT_SEC", most_s),
-            ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
-        ):
-            os.environ.setdefault(variable, str(value))
-        with socket.create_connection(self._master, timeout=self.timeout_s) as connection:
-            own_address = connection.getsockname()[0]
-        store = self._module.MooncakeDistributedStore()
-        error = store.setup(
-            local_hostname=os.environ.get("MOONCAKE_LOCAL_HOSTNAME", own_address),
-            metadata_server="P2PHANDSHAKE",
-            global_segment_size=0,
-            local_buffer_size=64 * MIB,
-            protocol=os.environ.get("MOONCAKE_PROTOCOL", "tcp"),
-            rdma_devices=os.environ.get("MOONCAKE_DEVICE", ""),
-            master_server_addr=self._address,
-        )
-        if error:
-            raise OSError(f"{self.where}: error {error} while connecting")
-        self._store = store
-
-
 def _name(key: bytes) -> str:
     return f"vmmkv:{key.hex()}"
 
 
-def _client_of(module: str, extra: str) -> Any:
+def client_of(module: str, extra: str) -> Any:
+    """A client package of a store, which an extra of vmmkv installs. Raises: TierUnavailable if it cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
