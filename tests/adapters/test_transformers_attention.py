@@ -35,10 +35,12 @@ from tests.adapters.models import (
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import attention as attention_module
-from vmmkv.adapters.transformers.attention import _CHOSEN, INERT_ARGUMENTS, DeclinedWarning, attention, declined, mask
+from vmmkv.adapters.transformers.attention import _CHOSEN, DeclinedWarning, attention, declined, mask
 from vmmkv.model_config import WITH_SINKS
+from vmmkv.unmodified import INERT_ARGUMENTS
 from vmmkv_kernels import checks, reference
 from vmmkv_kernels.attention import decode, prefill
+from vmmkv_server.engine.models.transformers import NAME
 
 KINDS = (
     "grouped",
@@ -398,3 +400,8 @@ def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeyp
         assert calls.names["_local_scalar_dense"] == 0, "it waits for the device"
         if isinstance(cache, VmmCache):
             cache.close()
+
+
+def test_the_engines_attention_has_a_name_of_its_own() -> None:
+    """transformers keeps such functions by name, for the whole process."""
+    assert NAME != attention_module.NAME

@@ -17,14 +17,14 @@ from transformers.models.llama import modeling_llama
 from tests.engine.conftest import MakeHarness, prompt_of, quantising
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB, KVLayout
-from vmmkv.adapters.transformers import attention, settle_rotary
 from vmmkv.errors import OutOfPages
+from vmmkv.unmodified import settle_rotary
 from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import waiting
 from vmmkv_server.engine.loading import ModelSource, choose_max_tokens
 from vmmkv_server.engine.models.decoder import DecoderModel
-from vmmkv_server.engine.models.transformers import NAME, TransformersModel
+from vmmkv_server.engine.models.transformers import TransformersModel
 from vmmkv_server.engine.servable import refusing
 from vmmkv_server.models import UnsupportedModel
 
@@ -357,8 +357,3 @@ def test_transformers_runs_the_others_and_it_is_said_why(tmp_path: Path, caplog:
     with pytest.raises(ValueError, match=r"model_impl='vmmkv' cannot run .* use 'auto'") as raised:
         LLM(tmp_path, device="cpu", load_format="dummy", model_impl="vmmkv")
     assert reason in str(raised.value)
-
-
-def test_the_engines_attention_has_a_name_of_its_own() -> None:
-    """transformers keeps such functions by name, for the whole process."""
-    assert NAME != attention.NAME

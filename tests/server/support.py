@@ -190,7 +190,7 @@ def running_server(
             client.start()
             service = Service(client, "tiny", front, hosts)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            one = Running(engine, client, service, asyncio.get_running_loop(), edge.Edge(create_app(service)), sockets)
+            one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), sockets)
             async with contextlib.AsyncExitStack() as closing:
                 closing.push_async_callback(client.close)
                 if start_engine:

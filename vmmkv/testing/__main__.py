@@ -47,13 +47,21 @@ def every_kernel() -> tuple[KnownKernel, ...]:
 
     Imports Triton, which reads `TRITON_INTERPRET` when it is first imported.
     """
-    from vmmkv.adapters import attention as of
     from vmmkv_kernels.attention import decode, prefill
 
-    flash_3, guard = "flash_attn_interface", of.flash_3_guard_tokens
     return (
         KnownKernel("vmmkv decode", "decode", decode.decode, capturable=True),
         KnownKernel("vmmkv prefill", "prefill", prefill.prefill, capturable=True),
+        *adapted_kernels(),
+    )
+
+
+def adapted_kernels() -> tuple[KnownKernel, ...]:
+    """Attention functions of torch and of other libraries, by `vmmkv.adapters.attention`."""
+    from vmmkv.adapters import attention as of
+
+    flash_3, guard = "flash_attn_interface", of.flash_3_guard_tokens
+    return (
         KnownKernel("SDPA, decode", "decode", of.sdpa_decode),
         KnownKernel("SDPA grouped, decode", "decode", of.sdpa_decode_grouped),
         KnownKernel("SDPA, prefill", "prefill", of.sdpa_prefill),

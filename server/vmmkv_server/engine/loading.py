@@ -23,6 +23,7 @@ from vmmkv.holder import check_there
 from vmmkv.prefix import PrefixListener
 from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
 from vmmkv.units import ceil_div, format_bytes
+from vmmkv.unmodified import settle_rotary
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import KVRows
 from vmmkv_server.engine.collectives import Collectives
@@ -328,8 +329,6 @@ class ModelSource:
     def _load_transformers(self, config: EngineConfig, hf_config: Any, collectives: Collectives | None) -> Any:
         """A model of transformers, or one rank's part of it."""
         import transformers
-
-        from vmmkv.adapters.transformers.rotary import settle_rotary
 
         directory = Path(config.model)
         transformers.utils.logging.disable_progress_bar()

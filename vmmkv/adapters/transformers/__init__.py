@@ -5,7 +5,6 @@ policy      PolicyCache, which drops rows by a policy
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
 calls       did the model's call that wrote a pass return?
 saved       the header of a file with a batch
-rotary      frequencies that do not depend on the lengths in a pass, for models of longrope and dynamic scaling
 registry    numbers of caches, for graphs and keys
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """
@@ -13,6 +12,6 @@ attention   the attention implementation "vmmkv", eager and compiled; importing 
 from vmmkv.adapters.transformers.attention import DeclinedWarning, declined
 from vmmkv.adapters.transformers.cache import VmmCache
 from vmmkv.adapters.transformers.policy import PolicyCache
-from vmmkv.adapters.transformers.rotary import settle_rotary
+from vmmkv.unmodified import settle_rotary
 
 __all__ = ["DeclinedWarning", "PolicyCache", "VmmCache", "declined", "settle_rotary"]

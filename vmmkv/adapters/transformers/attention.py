@@ -45,6 +45,7 @@ from transformers.masking_utils import (
 
 from vmmkv.adapters.transformers import registry
 from vmmkv.model_config import WITH_SINKS
+from vmmkv.unmodified import INERT_ARGUMENTS
 
 __all__ = ["NAME", "DeclinedWarning", "attention", "declined", "mask"]
 
@@ -74,11 +75,6 @@ class Scoring(NamedTuple):
     window: int | None
     softcap: float | None
 
-
-INERT_ARGUMENTS: Final = frozenset(
-    {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
-)
-"""Arguments that do not change what is attended to. A call with an unknown one goes to sdpa here; the engine refuses it."""
 
 _CHOSEN: Final = ("indices", "block_indices")
 """Arguments that choose the tokens, or blocks of them, that each query sees. sdpa would ignore them."""

@@ -17,15 +17,15 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
-from vmmkv.adapters.transformers.attention import INERT_ARGUMENTS
 from vmmkv.model_config import read, shared_rows
 from vmmkv.units import counted
+from vmmkv.unmodified import INERT_ARGUMENTS
 from vmmkv_kernels.quantise import kind_of
 from vmmkv_server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv_server.models import UnsupportedModel
 
 NAME: Final = "vmmkv-engine"
-"""The attention implementation of transformers: `attn_implementation=NAME`. `vmmkv` is that of vmmkv.adapters.transformers."""
+"""The attention implementation of transformers: `attn_implementation=NAME`."""
 
 _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 

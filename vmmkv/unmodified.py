@@ -1,4 +1,4 @@
-"""Rotary frequencies that do not depend on the lengths in a pass.
+"""Models of transformers that run by their own code over kept rows: what the adapters and the engine know of them.
 
 With the rope types `longrope` (Phi-3.5, Phi-4-mini) and `dynamic`, transformers takes the frequencies of a pass from its
 largest position. So the numbers of a short sequence change beside a long one. Keys that were kept when a sequence was short do
@@ -6,9 +6,16 @@ not fit its queries when it is long. `settle_rotary` decides once, by the longes
 """
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+INERT_ARGUMENTS: Final = frozenset(
+    {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
+)
+"""Arguments of attention that do not change what is attended to. An adapter gives a call with another one to sdpa; the engine
+refuses it.
+"""
 
 
 def settle_rotary(model: torch.nn.Module, max_tokens: int) -> bool:
