@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vmmkv.errors import LogDamaged
 from vmmkv.holder.log import LogContents, Sealed
-from vmmkv.holder.sealed import add_sealed, check_seal
+from vmmkv.holder.sealed import SealedPrefixes, add_sealed, check_seal
 from vmmkv.holder.source import LenderSource
 from vmmkv.layout import KVLayout
 from vmmkv.memory.pool import Pool
@@ -135,3 +135,13 @@ class BorrowedPrefixes:
                         if live.get(seals[place].serial) == place:
                             found.append(seals[place])
         return found
+
+
+def follow(index: PrefixIndex, layout: KVLayout, pool: Pool, identity: bytes) -> BorrowedPrefixes | None:
+    """Have a prefix tree take what its pool's holder process has kept, and keep there what is inserted.
+
+    Returns what the pool's lender lends; None without a lender.
+    """
+    if pool.holder is not None:
+        SealedPrefixes(index, layout, pool, identity).restore()
+    return None if pool.lender is None else BorrowedPrefixes(index, layout, pool, identity)

@@ -6,13 +6,11 @@ extent.users  <= holders: running sequences, acquisitions, loads           (0: f
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final, Protocol
 
 from vmmkv.driver.base import Driver, Handle
 from vmmkv.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from vmmkv.holder.client import HolderClient
 
 SIZE_CLASSES: Final = (16, 4, 1)
 """Pages in a handle, each a multiple of the next: 16 (32 MiB) and 4 for prompts that fill them; 1 for tokens that come one by
@@ -79,15 +77,34 @@ class Extent:
         return not self.zeroed and self.tenant != tenant
 
 
+class Owner(Protocol):
+    """Another process that owns handles of a pool's extents: a holder process."""
+
+    @property
+    def path(self) -> Path:
+        """Its socket."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that it may own."""
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Does it keep the prefixes of a cache of this process?"""
+
+    def is_gone(self) -> bool:
+        """Has it ended?"""
+
+
 class ExtentSource:
     """Source of the handles of a pool's extents. This is the device; `vmmkv.holder.source` overrides it.
 
     The caller holds the pool's lock.
     """
 
-    holder: "HolderClient | None" = None
+    holder: Owner | None = None
     """The process that owns what is created; None if this one does."""
-    lender: "HolderClient | None" = None
+    lender: Owner | None = None
     """The process that owns what another engine lends; None without."""
     borrowed_bytes = 0
     """Bytes of extents here that are another engine's."""

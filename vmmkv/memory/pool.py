@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -25,12 +25,9 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Handle
 from vmmkv.errors import BudgetError, Closed, DriverError, GraphCapture, OutOfDescriptors, OutOfDeviceMemory, OutOfPages
 from vmmkv.lifetime import Closing, Unique
-from vmmkv.memory.extents import SIZE_CLASSES, Extent, ExtentSource
+from vmmkv.memory.extents import SIZE_CLASSES, Extent, ExtentSource, Owner
 from vmmkv.memory.transaction import TransactionLock
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
-
-if TYPE_CHECKING:
-    from vmmkv.holder.client import HolderClient
 
 _MOST_IDLE: Final = 1 / 32
 """Share of the budget up to which free extents of other size classes stay, and idle memory is evicted instead.
@@ -207,12 +204,12 @@ class Pool(Closing, Unique):
     # extents
 
     @property
-    def holder(self) -> "HolderClient | None":
+    def holder(self) -> Owner | None:
         """The process that owns this pool's memory; None if this one does."""
         return self.source.holder
 
     @property
-    def lender(self) -> "HolderClient | None":
+    def lender(self) -> Owner | None:
         """The process that owns the memory of an engine whose prefixes this one borrows; None without."""
         return self.source.lender
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,15 @@ from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tiers.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
-if TYPE_CHECKING:
-    from vmmkv.holder.borrowed import BorrowedPrefixes
-
 _LENDER: Final = "lender"
 """The other engine, where tokens are counted by their source."""
+
+
+class Lent(Protocol):
+    """Prefixes that another engine lends."""
+
+    def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> tuple[int, int]:
+        """Take what it has of some tokens past the first `known` into the tree. Returns the tokens of both, and the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +148,14 @@ class PrefixCache:
             identity = cache.layout.identity(fingerprint)
             self._borrowed = self._follow_holder(identity)
 
-    def _follow_holder(self, identity: bytes) -> "BorrowedPrefixes | None":
+    def _follow_holder(self, identity: bytes) -> Lent | None:
         """Take what the pool's holder process has kept, and keep what is inserted there; or what its lender lends."""
-        cache = self.cache
-        if cache.pool.holder is not None:
-            from vmmkv.holder.sealed import SealedPrefixes
+        pool = self.cache.pool
+        if pool.holder is None and pool.lender is None:
+            return None
+        from vmmkv.holder.borrowed import follow
 
-            SealedPrefixes(self._index, cache.layout, cache.pool, identity).restore()
-        if cache.pool.lender is not None:
-            from vmmkv.holder.borrowed import BorrowedPrefixes
-
-            return BorrowedPrefixes(self._index, cache.layout, cache.pool, identity)
-        return None
+        return follow(self._index, self.cache.layout, pool, identity)
 
     # in
 
