@@ -49,6 +49,8 @@ class Room:
     """Its files and folders."""
     lines: tuple[Line, ...]
     """Its registration, in files that stay."""
+    functions: tuple[str, ...] = ()
+    """Its functions in files that stay, as `file::function`."""
     tests: tuple[str, ...]
     """Tests of it, or of it with others: files, folders, or `file::function` in a file that stays."""
     neighbours: tuple[str, ...]
@@ -80,6 +82,15 @@ CORE = tuple(f"tests/engine/test_{name}.py" for name in ("features", "engine", "
 """Tests of the engine's loop."""
 SOAK = "tests/engine/test_soak.py"
 """Requests of all kinds at once, by several features."""
+
+
+STORES = ("tests/laws/test_stores.py", "tests/laws/test_tiers.py", "tests/unit/test_store.py")
+"""Tests of tiers, over any store and over those that are left."""
+
+
+def exported(door: str, module: str, name: str) -> tuple[Line, Line]:
+    """A name that the door of a package offers."""
+    return Line(door, f"from {module} import {name}\n"), Line(door, f'    "{name}",\n')
 
 
 def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
@@ -130,7 +141,13 @@ ROOMS: tuple[Room, ...] = (
     feature(
         "fetches",
         "Fetches",
-        tests=("tests/engine/test_fetches.py", "tests/engine/test_soak_tiers.py", "tests/gpu/test_fetches_cuda.py"),
+        tests=(
+            "tests/engine/test_fetches.py",
+            "tests/engine/test_shared_store.py",
+            "tests/engine/test_soak_tiers.py",
+            "tests/engine/test_operator.py",
+            "tests/gpu/test_fetches_cuda.py",
+        ),
         neighbours=("tests/unit/test_tiers.py", "tests/unit/test_store.py"),
     ),
     feature(
@@ -156,6 +173,78 @@ ROOMS: tuple[Room, ...] = (
         ),
         tests=("tests/engine/test_kv_events.py",),
         neighbours=("tests/unit/test_radix_tree.py", "tests/unit/test_tiers.py", "tests/engine/test_llm.py"),
+    ),
+    Room(
+        name="redis",
+        paths=("vmmkv/tiers/contrib/redis.py",),
+        lines=(
+            Line("pyproject.toml", 'redis = "vmmkv.tiers'),
+            Line("pyproject.toml", 'rediss = "vmmkv.tiers'),
+            *exported("vmmkv/tiers/__init__.py", "vmmkv.tiers.contrib.redis", "RedisTier"),
+            Line("tests/laws/test_tiers.py", '"redis": (redis_server, ()),'),
+        ),
+        tests=("tests/laws/test_redis.py", "tests/engine/test_shared_store.py"),
+        neighbours=STORES,
+    ),
+    Room(
+        name="mooncake",
+        paths=("vmmkv/tiers/contrib/mooncake.py",),
+        lines=(
+            Line("pyproject.toml", 'mooncake = "vmmkv.tiers'),
+            *exported("vmmkv/tiers/__init__.py", "vmmkv.tiers.contrib.mooncake", "MooncakeTier"),
+            Line("tests/laws/test_tiers.py", '"mooncake": (mooncake_store, pytest.mark.nightly),'),
+        ),
+        tests=("tests/laws/test_mooncake.py",),
+        neighbours=STORES,
+    ),
+    Room(
+        name="edge",
+        paths=("server/vmmkv_server/http/edge.py",),
+        lines=tuple(
+            Line(file, text)
+            for file in ("server/vmmkv_server/launch.py", "tests/server/support.py")
+            for text in ("from vmmkv_server.http import edge\n", "    edge.install(")
+        ),
+        tests=("tests/server/test_connections.py",),
+        neighbours=("tests/server/test_app.py", "tests/server/test_routes.py", "tests/server/test_launch.py"),
+    ),
+    Room(
+        name="adapters",
+        paths=("vmmkv/adapters", "examples/chat.py", "examples/custom_kernel.py", "examples/tiny.py"),
+        lines=(Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),),
+        functions=("vmmkv/testing/__main__.py::adapted_kernels",),
+        tests=("tests/adapters",),
+        neighbours=("tests/unit/test_cache.py", "tests/unit/test_eviction.py", "tests/engine/test_transformers.py"),
+    ),
+    Room(
+        name="holder",
+        paths=("vmmkv/holder", "vmmkv/cli/hold.py"),
+        lines=(
+            Line("vmmkv/memory/pool.py", "    from vmmkv.holder.source import open_source\n"),
+            Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
+            Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
+            Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
+            Line(f"{ENGINE}/loading.py", "from vmmkv.holder import check_there\n"),
+            Line(
+                f"{ENGINE}/loading.py",
+                "    for path in filter(None, (config.kv_holder, config.kv_lender)):\n        check_there(path)\n",
+            ),
+            Line("vmmkv/cli/main.py", "import chat, fetch, hold, plan, serve", "import chat, fetch, plan, serve"),
+            Line("vmmkv/cli/main.py", "fetch, hold)", "fetch)"),
+        ),
+        tests=(
+            "tests/unit/holder_engines.py",
+            "tests/unit/test_holder.py",
+            "tests/unit/test_holder_damage.py",
+            "tests/unit/test_borrowing.py",
+            "tests/engine/test_over_a_holder.py",
+            "tests/engine/test_apart.py",
+            "tests/engine/test_operator.py",
+            "tests/end_to_end/test_holder.py",
+            "tests/gpu/test_holder_cuda.py",
+            "tests/gpu/test_apart_cuda.py",
+        ),
+        neighbours=("tests/unit/test_pool.py", "tests/unit/test_prefix.py", "tests/engine/test_engine.py"),
     ),
 )
 
@@ -184,7 +273,12 @@ def main(arguments: list[str]) -> int:
 def described(room: Room) -> str:
     """The declaration of a room, for people."""
     registered = [f"{line.file}: {line.old.strip()}" for line in room.lines]
-    parts = {"deleted": room.paths, "registered": registered, "tests": room.tests, "neighbours": room.neighbours}
+    parts = {
+        "deleted": room.paths,
+        "registered": (*registered, *room.functions),
+        "tests": room.tests,
+        "neighbours": room.neighbours,
+    }
     return "\n".join([room.name, *(f"  {part:10}  {each}" for part, every in parts.items() for each in every)])
 
 
@@ -205,7 +299,7 @@ def attempt(room: Room) -> Outcome:
     gone = {file for file in files for path in (*room.paths, *room.tests) if is_within(file, path)}
     code = {file for file in gone if any(is_within(file, path) for path in room.paths)}
     num_lines = sum((ROOT / file).read_text(encoding="utf-8").count("\n") for file in code)
-    touched = {line.file for line in room.lines} | {test.partition("::")[0] for test in room.tests if "::" in test}
+    touched = {line.file for line in room.lines} | {each.partition("::")[0] for each in functions_of(room)}
     num_passed, failure = 0, ""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -245,14 +339,19 @@ def copy(files: set[str], tree: Path) -> None:
 
 
 def change(room: Room, tree: Path) -> None:
-    """Take a room's lines of registration and its tests out of files that stay. Raises: Broken."""
+    """Take a room's lines of registration and its functions out of files that stay. Raises: Broken."""
     for line in room.lines:
         path = tree / line.file
         path.write_text(without(line, path.read_text(encoding="utf-8")), encoding="utf-8")
-    for test in (each for each in room.tests if "::" in each):
-        file, _, name = test.partition("::")
+    for each in functions_of(room):
+        file, _, name = each.partition("::")
         path = tree / file
         path.write_text(without_function(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
+
+
+def functions_of(room: Room) -> list[str]:
+    """Functions that a room has in files that stay, tests included."""
+    return [each for each in (*room.functions, *room.tests) if "::" in each]
 
 
 def without(line: Line, text: str) -> str:
@@ -296,8 +395,8 @@ def dangling(tree: Path, gone: set[str]) -> None:
 
 
 def sources(tree: Path) -> list[Path]:
-    """Python files of the packages and of the tests."""
-    return [path for folder in ("vmmkv", "kernels", "server", "tests") for path in (tree / folder).rglob("*.py")]
+    """Python files of the packages, the tests and the examples."""
+    return [path for folder in ("vmmkv", "kernels", "server", "tests", "examples") for path in (tree / folder).rglob("*.py")]
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -1,18 +1,15 @@
 """What an operator asks: the map of memory is what is mapped, and to make it keeps no step waiting; a sleep holds nothing."""
 
-import dataclasses
 import gc
 import math
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of, wide_rows
 from tests.server.fake_engine import READY
-from tests.unit.holder_engines import Process, start_holder
 from vmmkv import PAGE_BYTES, HostTier
 from vmmkv.memory.states import SlotMap
 from vmmkv_server.engine import administration
@@ -32,43 +29,6 @@ from vmmkv_server.protocol import (
     decode_from_engine,
     encode,
 )
-
-
-def over_a_holder(harness: MakeHarness, path: Path) -> tuple[Process, Harness]:
-    """A holder, and an engine whose memory it owns."""
-    return start_holder(path), harness(
-        wide_rows(), ours=True, share=True, max_tokens=1024, budget_pages=40,
-        open_memory=lambda config: SlotBackend.open(dataclasses.replace(config, holder=str(path))),
-    )  # fmt: skip
-
-
-def test_an_engine_whose_holder_is_gone_says_so_and_serves_with_what_it_has(harness: MakeHarness, tmp_path: Path) -> None:
-    holder, one = over_a_holder(harness, tmp_path / "kv.sock")
-    prompts = [prompt_of(400, seed) for seed in range(5)]
-    for prompt in prompts[:2]:
-        one.said(prompt)
-    assert one.engine.holder_is_gone is False
-    created_bytes = one.pool.created_bytes
-    holder.kill()
-    for prompt in prompts * 2:
-        assert one.said(prompt) == one.expected(prompt)
-    one.engine.report()
-    last = one.sent[-1]
-    assert isinstance(last, Snapshot) and last.memory.holder_up is False
-    assert one.pool.created_bytes == created_bytes and not one.failures()
-    refused = manage(Loaded(one.engine, READY, one.memory), Sleep())
-    assert "start a holder, and then this server anew" in str(refused.error)
-    assert one.said(prompts[0]) == one.expected(prompts[0])
-    one.cache.check()
-
-
-def test_an_engine_whose_holder_went_while_it_slept_stays_asleep(harness: MakeHarness, tmp_path: Path) -> None:
-    holder, one = over_a_holder(harness, tmp_path / "kv.sock")
-    loaded = Loaded(one.engine, READY, one.memory)
-    assert manage(loaded, Sleep()).error is None
-    holder.kill()
-    assert "start a holder, and then this server anew" in str(manage(loaded, WakeUp()).error)
-    assert one.pool.budget_bytes == 0
 
 
 def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:

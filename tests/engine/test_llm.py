@@ -20,9 +20,7 @@ from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, Pool
-from vmmkv.driver import open_driver
-from vmmkv.errors import BudgetError, Closed, DriverUnavailable, ForkedProcess, HolderUnavailable, VmmkvError
-from vmmkv.holder.process import Holder
+from vmmkv.errors import BudgetError, Closed, DriverUnavailable, ForkedProcess, VmmkvError
 from vmmkv_server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv_server.console import GenerationProgress
 from vmmkv_server.engine import loading
@@ -70,42 +68,6 @@ def expected(directory: Path, prompt: list[int], count: int = 8) -> list[int]:
     out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
-
-
-def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv.sock"
-    holder = threading.Thread(target=(held := Holder(path, 64 * MIB, open_driver("cpu"), print)).run)
-    holder.start()
-    options = {**OPTIONS, "kv_budget_bytes": None, "kv_holder": path}
-    prompt = [token % 251 for token in range(4500)]  # two pages of 2,048 tokens, and a rest
-    with LLM(directory, **options) as one:
-        first = one.generate([prompt], GREEDY)
-        assert one.snapshot is not None
-        assert one.snapshot.memory.kv_budget_bytes == 64 * MIB, "all that the holder may own"
-    monkeypatch.setattr(loading, "_PREPARE_S", 0.0)
-    with LLM(directory, **options) as one:
-        second = one.generate([prompt], GREEDY)
-        assert one._open().memory.cache.stats().adopted_slots == 0
-    monkeypatch.undo()
-    with LLM(directory, **options) as one:
-        third = one.generate([prompt], GREEDY)
-        assert one._open().memory.cache.stats().adopted_slots == 1
-    assert answers(first) == answers(second) == answers(third) == [expected(directory, prompt)]
-    assert [output.cached_tokens for (output,) in (first, second, third)] == [0, 4096, 4096]
-    held.stop()
-    holder.join()
-    held.close()
-
-
-@pytest.mark.parametrize("option", ["kv_holder", "kv_lender"])
-def test_a_holder_that_is_not_there_is_said_before_weights_are_read(directory: Path, tmp_path: Path, option: str) -> None:
-    broken = shutil.copytree(directory, tmp_path / "broken")
-    (broken / "model.safetensors").write_bytes(b"no weights")
-    path = tmp_path / "kv.sock"
-    with pytest.raises(HolderUnavailable, match=f"no holder answers at {path}: .*start one: vmmkv hold --socket {path}"):
-        LLM(broken, device="cpu", **{option: path})
 
 
 def test_completions_come_in_the_order_of_the_prompts(engine: LLM, directory: Path) -> None:

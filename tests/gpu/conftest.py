@@ -1,13 +1,11 @@
 """Tests that need a GPU: all of this folder, skipped with the reason where there is none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.unit.holder_engines import Process, start_holder
 from vmmkv.driver import Driver, open_driver
 from vmmkv.errors import DriverUnavailable
 
@@ -47,17 +45,3 @@ def driver(gpu: torch.device) -> Driver:
 def full_precision() -> None:
     """float32 is multiplied as float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """The socket of `holder`."""
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path, gpu: torch.device) -> Iterator[Process]:
-    """Of handles in the GPU's memory."""
-    process = start_holder(path, str(gpu))
-    yield process
-    process.kill()

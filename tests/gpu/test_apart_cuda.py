@@ -12,10 +12,13 @@ import torch
 
 from tests.engine.conftest import tiny_model
 from tests.engine.test_apart import GREEDY, PROMPT, prefill_engine
+from tests.gpu.test_holder_cuda import holder, path
 from tests.server.tiny import byte_tokenizer
 from tests.unit.holder_engines import LONG, Engine, Process, busy_engine, start, start_holder, until, write, wrong_rows
 from vmmkv import MIB
 from vmmkv_server import LLM
+
+__all__ = ["holder", "path"]
 
 
 @pytest.fixture

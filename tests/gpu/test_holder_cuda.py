@@ -2,10 +2,28 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
 
 from tests.unit.holder_engines import LONG, PROMPT, PROMPTS, Engine, Process, busy_engine, start, start_holder
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The socket of `holder`."""
+    return tmp_path / "kv.sock"
+
+
+@pytest.fixture
+def holder(path: Path, gpu: torch.device) -> Iterator[Process]:
+    """Of handles in the GPU's memory."""
+    process = start_holder(path, str(gpu))
+    yield process
+    process.kill()
 
 
 def test_prefixes_outlive_an_engine_that_is_killed_in_the_midst_of_a_kernel(path, holder, gpu):

@@ -1,12 +1,9 @@
 """What several of these tests begin with."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.holder_engines import Engine, Process, start_holder
 from vmmkv import HostTier, Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
@@ -41,33 +38,3 @@ def host() -> Iterator[HostTier]:
     tier = HostTier(64 * PAGE_BYTES)
     yield tier
     tier.close()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """The socket of `holder`."""
-    return tmp_path / "kv.sock"
-
-
-@pytest.fixture
-def holder(path: Path) -> Iterator[Process]:
-    """Of handles in host memory."""
-    process = start_holder(path)
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def opened(path: Path, holder: Process) -> Iterator[Callable[..., Engine]]:
-    """An engine in the test's own process. Its books are right when the test ends, and it leaves nothing in its driver."""
-    engines: list[Engine] = []
-
-    def opened(**options: Any) -> Engine:
-        engines.append(Engine(path, driver=FakeDriver(over=HostDriver()), **options))
-        return engines[-1]
-
-    yield opened
-    for engine in engines:
-        engine.cache.check()
-        engine.close()
-        assert (engine.pool.driver.live_handles, engine.pool.driver.live_mappings) == (0, 0)

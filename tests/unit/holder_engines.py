@@ -12,20 +12,23 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import HolderUnavailable, HostTier, KVCache, OutOfPages, Pool, PrefixCache, Sequence
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Driver
+from vmmkv.driver.host import HostDriver
 from vmmkv.holder import process
 from vmmkv.layout import KVLayout
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import Tier
 from vmmkv.units import PAGE_BYTES
 
@@ -291,3 +294,33 @@ def start(path: Path, **options: Any) -> Process:
     started = Process(engine, path, options)
     assert started.get() == "ready"
     return started
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The socket of `holder`."""
+    return tmp_path / "kv.sock"
+
+
+@pytest.fixture
+def holder(path: Path) -> Iterator[Process]:
+    """Of handles in host memory."""
+    process = start_holder(path)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def opened(path: Path, holder: Process) -> Iterator[Callable[..., Engine]]:
+    """An engine in the test's own process. Its books are right when the test ends, and it leaves nothing in its driver."""
+    engines: list[Engine] = []
+
+    def opened(**options: Any) -> Engine:
+        engines.append(Engine(path, driver=FakeDriver(over=HostDriver()), **options))
+        return engines[-1]
+
+    yield opened
+    for engine in engines:
+        engine.cache.check()
+        engine.close()
+        assert (engine.pool.driver.live_handles, engine.pool.driver.live_mappings) == (0, 0)

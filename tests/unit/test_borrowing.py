@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit import holder_engines as engines
-from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, Process, start, wrong_rows
+from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, Process, holder, opened, path, start, wrong_rows
 from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
 from vmmkv.errors import HolderGone
@@ -23,6 +23,8 @@ from vmmkv.holder.borrowed import BorrowedPrefixes
 from vmmkv.holder.client import check_reach
 from vmmkv.holder.source import LenderSource
 from vmmkv.units import MIB, PAGE_BYTES
+
+__all__ = ["holder", "opened", "path"]
 
 
 @pytest.fixture

@@ -18,14 +18,21 @@ import pytest
 import torch
 
 from tests.unit import holder_engines as engines
-from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, start, start_holder
+from tests.unit.holder_engines import BUDGET_BYTES, PROMPT, Engine, Process, holder, opened, path, start, start_holder
 from tests.unit.support import STRADDLING, WINDOWED, Calls
+from tests.unit.test_prefix import hooks
 from vmmkv import AttachMethod, BudgetError, DriverError, HolderUnavailable, KVCache, OutOfPages, Pool, PrefixCache
 from vmmkv.driver.host import SPARE_DESCRIPTORS, HostDriver
 from vmmkv.errors import LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder import HolderClient, Sealed, SealedLog, process
+from vmmkv.holder.sealed import SealedPrefixes
+from vmmkv.holder.source import HolderSource, LenderSource
+from vmmkv.memory.extents import ExtentSource
+from vmmkv.prefix.index import IndexFollower
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
+
+__all__ = ["holder", "opened", "path"]
 
 CPU = torch.device("cpu")
 LONG = [*range(1, 201)]
@@ -890,3 +897,12 @@ def test_a_log_with_other_bytes_than_were_written_is_refused_as_a_whole(log):
     os.pwrite(fd, b"\xff", 4096 + 30)
     with pytest.raises(LogDamaged, match="another checksum"):
         writer.read()
+
+
+def test_sources_and_sealed_prefixes_override_the_hooks_that_they_answer() -> None:
+    """A hook that is not overridden does nothing, and would not be missed."""
+    assert hooks(IndexFollower) - hooks(SealedPrefixes) == {"extended", "finish", "held", "left", "locks"}
+    assert hooks(ExtentSource) - hooks(HolderSource) == {"borrowed_bytes", "holder", "lender"}
+    assert hooks(ExtentSource) - hooks(LenderSource) == {
+        *("borrowed_bytes", "check_budget", "create", "holder", "lender", "text_if_ended"),
+    }

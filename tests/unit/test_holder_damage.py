@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine
+from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, holder, opened, path
 from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import HolderUnavailable
 from vmmkv.driver.host import HostDriver
@@ -27,6 +27,8 @@ from vmmkv.holder import HolderClient, Sealed, SealedLog, client, process
 from vmmkv.holder import log as sealed_log
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
+
+__all__ = ["holder", "opened", "path"]
 
 CPU = torch.device("cpu")
 RED = [5] * 40

@@ -17,9 +17,7 @@ from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
-from vmmkv.holder.sealed import SealedPrefixes
-from vmmkv.holder.source import HolderSource, LenderSource
-from vmmkv.memory.extents import SIZE_CLASSES, ExtentSource
+from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.memory.pool import Reclaimer
 from vmmkv.memory.slots import RowKeeper, Slots
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
@@ -100,17 +98,12 @@ def test_the_prefix_tree_overrides_every_hook_of_the_cache_and_followers_some_of
     """A hook that is not overridden does nothing, and would not be missed."""
     assert hooks(RowKeeper) <= hooks(PrefixIndex)
     assert hooks(IndexFollower) - hooks(Transfers) == {"added", "check", "dropped", "look", "unwritten", "waits_for_writes"}
-    assert hooks(IndexFollower) - hooks(SealedPrefixes) == {"extended", "finish", "held", "left", "locks"}
 
 
-def test_slots_trees_and_sources_override_the_hooks_that_they_answer() -> None:
-    """The same of what the pool asks its reclaimers, and of sources other than the device."""
+def test_slots_and_trees_override_the_hooks_that_they_answer() -> None:
+    """The same of what the pool asks its reclaimers."""
     assert hooks(Reclaimer) - hooks(Slots) == {"pinned_extents", "unevictable_bytes"}
     assert hooks(Reclaimer) - hooks(PrefixIndex) == {"collect", "pending_pages", "wait_for_reclaim"}
-    assert hooks(ExtentSource) - hooks(HolderSource) == {"borrowed_bytes", "holder", "lender"}
-    assert hooks(ExtentSource) - hooks(LenderSource) == {
-        *("borrowed_bytes", "check_budget", "create", "holder", "lender", "text_if_ended"),
-    }
 
 
 def test_a_close_can_be_repeated_whichever_of_its_calls_fails(driver, pool):
