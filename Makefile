@@ -38,7 +38,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
 	@echo "make test  [JOBS=2] [ARGS=...]     lint, types and the default tests, in JOBS processes; ARGS go to pytest"
-	@echo "make nightly [ARGS=...]            what is too long for each change: random walks, fuzzing, soak, browsers, injected faults"
+	@echo "make nightly [ARGS=...]            what is too long for each change: random walks, fuzzing, soak, browsers, injected faults, deleted rooms"
 	@echo "make check                         lint, format and types alone"
 	@echo "make load                          GuideLLM against the server, with SmolLM2; it installs hundreds of MB"
 	@echo "make bench [ARGS=...]              every benchmark suite at its size for this machine; see bench/README.md"
@@ -62,6 +62,7 @@ nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installe
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
+	$(if $(ARGS),,$(BIN)/python tests/deletable.py)
 	$(if $(ARGS),,$(MAKE) trend)
 
 load: $(VENV)/.serve-installed $(GUIDELLM)/.installed
