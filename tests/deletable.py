@@ -171,7 +171,7 @@ ROOMS: tuple[Room, ...] = (
             Line(f"{ENGINE}/loading.py", "kv_events import KVEventPublisher\n"),
             Line(f"{ENGINE}/loading.py", "publisher = KVEventPublisher(", "raise NotImplementedError("),
         ),
-        tests=("tests/engine/test_kv_events.py",),
+        tests=("tests/engine/test_kv_events.py", "tests/end_to_end/test_routers.py"),
         neighbours=("tests/unit/test_radix_tree.py", "tests/unit/test_tiers.py", "tests/engine/test_llm.py"),
     ),
     Room(
