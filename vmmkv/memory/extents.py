@@ -82,11 +82,11 @@ class Owner(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its socket."""
+        """Path of its socket."""
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that it may own."""
+        """Most bytes that it may own."""
 
     @property
     def has_prefixes(self) -> bool:
