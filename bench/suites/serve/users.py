@@ -124,13 +124,12 @@ def filling(model: ServedModel, settings: Settings, num_tokens: int) -> Workload
 def run(context: Context, part: str) -> None:
     """The stages of a part by the engine, or by what else users open."""
     model, settings = context.model, context.settings
-    if part not in context.alone:
-        # By vmmkv, before vLLM is opened, which is once: each takes all memory.
-        ours, parts = (vmmkv(), parts_of_vllm(settings)) if context.users is VLLM else (context.users, [part])
+    # Each takes all memory, and a process opens vLLM once: before that vmmkv has computed what all its parts need.
+    ours, parts = (vmmkv(), parts_of_vllm(settings)) if context.users is VLLM else (context.users, [part])
+    if missing := [each for each in parts if each not in context.alone]:
         engine: UsersSystem = context.engine(ours.open, model, settings)
-        for each in parts:
-            if each not in context.alone:
-                context.alone[each] = computed_alone(context, engine, stages(model, settings, each))
+        for each in missing:
+            context.alone[each] = computed_alone(context, engine, stages(model, settings, each))
     measure(context, context.engine(context.users.open, model, settings), stages(model, settings, part), context.alone[part])
 
 
