@@ -21,8 +21,8 @@ from tests.laws.faulty_tier import DISK_FAULTS, FAULTS, STORE_FAULTS, FaultyDisk
 from tests.laws.machine import MAX_TOKENS, cases, picks
 from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
 from tests.laws.simulated_driver import SimulatedDriver
+from tests.laws.store_laws import Clock
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
-from tests.laws.test_stores import Clock
 from vmmkv import HostTier, KVCache, Pool
 from vmmkv.prefix import Fetch, PrefixCache
 from vmmkv.tiers import shared
