@@ -115,7 +115,9 @@ def test_each_tier_has_a_bar_beside_what_it_holds_and_gave(served: ServerProcess
         ask(page, "What is kept on the host?", 4)
         tier = page.locator("#tiers li")
         expect(tier).to_have_text(re.compile(r"^host[1-9].* MiB of 1 GiB.* loaded, .* hit$"), timeout=20_000)
-        widths = tier.locator(".bar").evaluate("bar => [bar.firstChild.getBoundingClientRect().width, bar.clientWidth]")
+        # Found and measured at once: each update of the page makes new bars.
+        bar = "document.querySelector('#tiers .bar')"
+        widths = page.evaluate(f"[{bar}.firstChild.getBoundingClientRect().width, {bar}.clientWidth]")
         held = httpx.get(f"{served.url}/kv").json()["memory"]["tiers"]["host"]["held"]
         assert widths[0] / widths[1] == pytest.approx(held / (1 << 30), abs=0.01) and held >= 3 << 21
 
