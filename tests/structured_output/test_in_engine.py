@@ -351,8 +351,13 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
 ) -> None:
     one, go, read, real = engine(), threading.Event(), list[bytes](), Vocabulary.read
     matchers = of_engine(one)
-    monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
-    matchers._load = lambda: vocabulary() if go.wait(60) else pytest.fail("it was not told to load")
+
+    def slowly(words: Vocabulary, data: bytes) -> Any:
+        read.append(data)
+        assert go.wait(60), "it was not told to read"
+        return real(words, data)
+
+    monkeypatch.setattr(Vocabulary, "read", slowly)
     first, second, being_read = (of({"const": number}) for number in (1, 2, 3))
     for name, grammar in {"z": being_read, "a": first, "b": first, "c": second, "d": first}.items():
         one.ask(name, token_ids("?"), 9, grammar=grammar)
