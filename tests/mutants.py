@@ -495,7 +495,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (f"{ENGINE}/features/fetches.py", f"{FETCHES}::test_little_is_stored_in_a_tier_that_is_slower_than_computing"): {
         "nothing stored any more in a tier that was slow": (
-            "return is_faster or self._num_paths[tier] % _TRIAL == 0",
+            "return is_faster or self._num_paths[tier] % TRIAL == 0",
             "return is_faster",
         ),
     },
@@ -572,7 +572,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a rewrite in place": ("half = 1 - self._half", "half = self._half"),
         "a record that counts before it is whole": (
             "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
-            "        self._words[2 + half] = end\n"
+            "        self.words[2 + half] = end\n"
             "        start = _HEADER_BYTES + half * self._half_bytes + place\n        _RECORD",
         ),
     },
@@ -604,7 +604,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "dropped seals borrowed": ("if live.get(seals[place].serial) == place:", "if True:"),
     },
     ("vmmkv/holder/log.py", BORROWING): {
-        "a rewrite not seen": ("        self._words[5] = (self._words[5] + 1)", "        _ = (self._words[5] + 1)"),
+        "a rewrite not seen": ("        self.words[5] = (self.words[5] + 1)", "        _ = (self.words[5] + 1)"),
     },
     ("vmmkv/prefix/index.py", FETCHES): {
         "pages in use need room": ("if piece.value.extent.users and piece.end", "if 0 > piece.end"),
@@ -757,8 +757,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SHARED, STORES, REDIS): {
         "a store that is down is asked as often as before": (
-            "max(2 * self._pause_s, _FIRST_PAUSE_S)",
-            "max(self._pause_s, _FIRST_PAUSE_S)",
+            "max(2 * self._pause_s, FIRST_PAUSE_S)",
+            "max(self._pause_s, FIRST_PAUSE_S)",
         ),
         "an old call ends a store's pause": ("if self._pause_s and began_s is not None:", "if self._pause_s:"),
         "a question asked twice": ("if key not in self._asked]", "if True]"),
@@ -781,7 +781,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (MOVER, f"{TIERS_UNIT}::test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped"): {
         "paths queued without a bound": (
-            "            if len(stores) > _MOST_QUEUED:\n                self._forget(stores, first)\n",
+            "            if len(stores) > MOST_QUEUED:\n                self._forget(stores, first)\n",
             "",
         ),
     },
@@ -888,8 +888,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         f"{EVENTS}::test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_other_client",
     ): {
         "replays lost to a client that is slow": (
-            "self._replayer.router_mandatory = True",
-            "self._replayer.router_mandatory = False",
+            "self.replayer.router_mandatory = True",
+            "self.replayer.router_mandatory = False",
         ),
     },
     ("server/vmmkv_server/http/edge.py", "tests/server/test_connections.py::test_a_client_that_reads_nothing_is_given_up"): {

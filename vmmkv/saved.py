@@ -46,7 +46,8 @@ _UNFINISHED: Final = b"vmmkv unfinished"
 """First bytes of a file that is being written, in place of either."""
 
 _NUMBER: Final = struct.Struct("<I")
-_CHUNK_BYTES: Final = 32 * MIB
+CHUNK_BYTES: Final = 32 * MIB
+"""Most bytes of rows that are read, summed and written at once: each such piece has a checksum in the file."""
 
 _MOST_TOKENS: Final = 2**31
 """Bound of tokens and of positions, which are less."""
@@ -124,8 +125,8 @@ def _copying(slots: Slots) -> Iterator[None]:
 
 def _chunks(first_byte: int, end_byte: int) -> Iterator[tuple[int, int]]:
     """Offset and size of each chunk."""
-    for at in range(first_byte, end_byte, _CHUNK_BYTES):
-        yield at, min(_CHUNK_BYTES, end_byte - at)
+    for at in range(first_byte, end_byte, CHUNK_BYTES):
+        yield at, min(CHUNK_BYTES, end_byte - at)
 
 
 # in a file
@@ -136,14 +137,14 @@ def save(live: LiveSlot, path: Path, fingerprint: str) -> None:
     rows = _Rows(live)
     if not rows.num_tokens:
         raise ValueError(f"{live!r} has nothing to save")
-    buffer = host_memory(_CHUNK_BYTES, live.slots.pool.device)
+    buffer = host_memory(CHUNK_BYTES, live.slots.pool.device)
     with _replacing(path, _MAGIC) as file:
         _write(file, rows, fingerprint, buffer)
 
 
 def save_batches(batches: Sequence[Sequence[LiveSlot]], path: Path, fingerprint: str, header: dict[str, Any]) -> None:
     """Write sequences of one pool, all with tokens, behind a header of the caller's. Cost and errors: see Sequence.save."""
-    buffer = host_memory(_CHUNK_BYTES, batches[0][0].slots.pool.device)
+    buffer = host_memory(CHUNK_BYTES, batches[0][0].slots.pool.device)
     with _replacing(path, _BATCHES_MAGIC) as file:
         _write_header(file, header)
         for live in itertools.chain.from_iterable(batches):
@@ -237,7 +238,7 @@ def restore(
     with slots.pool.lock:
         slots.check_end(max_tokens)
         slots.check_capture()
-    buffer = host_memory(_CHUNK_BYTES, slots.pool.device)
+    buffer = host_memory(CHUNK_BYTES, slots.pool.device)
     with open(path, "rb") as file:
         header = _read_header(file, path, slots, fingerprint)
         with slots.pool.lock:
@@ -260,7 +261,7 @@ def fill_batches(file: BufferedReader, path: Path, batches: Sequence[tuple[Seque
     If this fails, some have tokens. Cost: as Sequence.grow; blocks while the rows are read and copied, but without the lock.
     Raises: as KVCache.restore.
     """
-    buffer = host_memory(_CHUNK_BYTES, batches[0][0][0].slots.pool.device)
+    buffer = host_memory(CHUNK_BYTES, batches[0][0][0].slots.pool.device)
     wanted = [(live, num_tokens) for batch, num_tokens in batches for live in batch]
     for place, (live, num_tokens) in enumerate(wanted):
         header = _read_header(file, path, live.slots, fingerprint, is_last=place + 1 == len(wanted))
@@ -346,7 +347,7 @@ def _read_header(file: BinaryIO, path: Path, slots: Slots, fingerprint: str, *, 
     ):
         raise ValueError(f"{path} is damaged: its positions are not those of the rows of a sequence")
     rows_bytes = [(num_tokens - start) * group.row_bytes for group, start in zip(groups, starts, strict=True)]
-    end_bytes = file.tell() + sum(each + _NUMBER.size * ceil_div(each, _CHUNK_BYTES) for each in rows_bytes)
+    end_bytes = file.tell() + sum(each + _NUMBER.size * ceil_div(each, CHUNK_BYTES) for each in rows_bytes)
     size_bytes = os.fstat(file.fileno()).st_size
     if size_bytes < end_bytes or (is_last and size_bytes > end_bytes):
         raise ValueError(f"{path} is damaged: it has {size_bytes} bytes, and its header says {end_bytes}")

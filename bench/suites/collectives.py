@@ -111,7 +111,7 @@ def _measured(collectives: Collectives, device: torch.device, small: bool) -> It
     """Each way, checked and then timed, in us of one. Raises: WrongNumbers."""
     clock, num_samples = event_us if device.type == "cuda" else wall_us, 5 if small else 50
     for way in _ways(collectives, device):
-        _check(collectives, device, way)
+        check_way(collectives, device, way)
         tensor = torch.zeros(way.size_bytes // 2, dtype=torch.bfloat16, device=device)
 
         def repeat(tensor: torch.Tensor = tensor, way: Way = way) -> None:
@@ -128,7 +128,7 @@ def _measured(collectives: Collectives, device: torch.device, small: bool) -> It
             graph.reset()
 
 
-def _check(collectives: Collectives, device: torch.device, way: Way) -> None:
+def check_way(collectives: Collectives, device: torch.device, way: Way) -> None:
     """Small whole numbers: all ways have the same sum of them."""
     places = torch.arange(way.size_bytes // 2, device=device) % 17  # whole numbers below 256 are exact
     of_ranks = torch.stack([(places + 3 * rank).to(torch.bfloat16) for rank in range(collectives.num_ranks)])

@@ -293,7 +293,7 @@ class OnePool:
         """Memory taken of the device, as the device says: by all processes on a GPU, by this driver on the host."""
         driver: Any = self._pool.driver
         if self._cache.device.type == "cpu":
-            return os.fstat(driver._file.fd).st_blocks * 512
+            return os.fstat(driver.file.fd).st_blocks * 512
         free_bytes, total_bytes = driver.memory()
         return int(total_bytes - free_bytes)
 

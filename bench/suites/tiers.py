@@ -287,7 +287,7 @@ def _prompt(context: Context, length: int, *names: int) -> TokenIds:
 
 
 @contextmanager
-def _engine(context: Context, weights: Weights, limits: Options, sizes: Mapping[str, int]) -> Iterator[_Engine]:
+def engine_over(context: Context, weights: Weights, limits: Options, sizes: Mapping[str, int]) -> Iterator[_Engine]:
     """An engine with tiers of so many bytes."""
     context.recorder.note(f"{context.model.name}: the engine starts, over {' and '.join(sizes) or 'no tier'}")
     with _opened(context.settings, sizes) as tiers, closing(_Engine(weights, limits, tiers)) as engine:
@@ -297,7 +297,7 @@ def _engine(context: Context, weights: Weights, limits: Options, sizes: Mapping[
 
 def _loading(engine: _Engine) -> AbstractContextManager[object]:
     """Within, what a tier has is loaded, whether computing is faster or not."""
-    return patch.object(engine.loop.features.of(Fetches), "_computing_s", lambda *_: math.inf)
+    return patch.object(engine.loop.features.of(Fetches), "computing_s", lambda *_: math.inf)
 
 
 def _first(context: Context, shape: Shape) -> None:
@@ -312,7 +312,7 @@ def _first(context: Context, shape: Shape) -> None:
     cases = _cases(settings, "host", "disk", "redis")
     with closing(Weights(context.model, settings)) as weights:
         for case in cases:
-            with _engine(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
+            with engine_over(context, weights, limits, {case: 32 * MIB if settings.small else 8 * GIB}) as engine:
                 assert engine.loaded.memory.prefixes is not None, "tiers are of a prefix cache"
                 engine.loaded.memory.prefixes.store_if(lambda tier: True)
                 for length in lengths:
@@ -380,8 +380,8 @@ def _working_set(context: Context, shape: Shape) -> None:
                 _check(context, engine, talks[0][0][:2])
             return [_rounds(engine, talk, out) for talk in talks[1:]]
 
-        if served := _compare(context, name, weights, limits, systems, serve):
-            with _engine(context, weights, limits, {}) as alone:
+        if served := compare_tiers(context, name, weights, limits, systems, serve):
+            with engine_over(context, weights, limits, {}) as alone:
                 for system, run in served.items():
                     _compare_with_alone(context, name, system, alone, talks[-1], run)
     if _cases(settings, "vllm"):
@@ -434,7 +434,7 @@ def _compare_with_alone(context: Context, name: str, system: str, engine: _Engin
         so_far = [np.array([*prompt, *tokens], np.int32) for prompt, tokens in zip(prompts, said, strict=True)]
 
 
-def _compare(
+def compare_tiers(
     context: Context,
     name: str,
     weights: Weights,
@@ -450,7 +450,7 @@ def _compare(
     for case, (system, sizes) in systems.items():
         if not context.settings.wants_case(case):
             continue
-        with recorder.guarded(name, system), _engine(context, weights, limits, sizes) as engine:
+        with recorder.guarded(name, system), engine_over(context, weights, limits, sizes) as engine:
             recorder.note(f"{name}, {system}")
             runs = serve(engine)
             strict = not context.settings.on_gpu
@@ -498,7 +498,7 @@ def _beside(context: Context, shape: Shape) -> None:
         layout = weights.source.layout
         num_pages = count * layout.pages_for(begin + out) + (2 + num_stores) * layout.pages_for(known)
         limits = {"kv_budget_bytes": num_pages * PAGE_BYTES, "max_tokens": known + _OWN_TOKENS, "max_num_seqs": count}
-        with _engine(context, weights, limits, {"host": 8 * layout.pages_for(known) * PAGE_BYTES}) as engine:
+        with engine_over(context, weights, limits, {"host": 8 * layout.pages_for(known) * PAGE_BYTES}) as engine:
             _check(context, engine, [prompt])
             rows: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
             first: ServedRun | None = None
@@ -601,7 +601,7 @@ def _swap(context: Context, shape: Shape) -> None:
         tier_bytes = count * layout.pages_for(length + out) * PAGE_BYTES
         name = context.name("swap", f"{count} requests of {length} tokens in, {out} out, room for {num_fitting}")
         systems = {"none": ("recompute", {}), "host": ("swap", {"host": tier_bytes})}
-        _compare(context, name, weights, limits, systems, serve)
+        compare_tiers(context, name, weights, limits, systems, serve)
 
 
 # engines that are killed

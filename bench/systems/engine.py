@@ -209,15 +209,15 @@ class UserEngine:
         self._device = settings.device
         given = {"device": str(settings.device), "load_format": "dummy", "seed": settings.seed, **of_users(settings), **options}
         with model.directory() as directory:
-            self._engine = LLM(directory, tensor_parallel_size=num_ranks, **given)
-        ready = self._engine.ready
+            self.llm = LLM(directory, tensor_parallel_size=num_ranks, **given)
+        ready = self.llm.ready
         if "kv_cache_dtype" in options:
             self.name = f"{self.name}, {ready.kv_cache_dtype} KV"
         if num_ranks > 1:
             self.name = f"{self.name}, TP {num_ranks}"
-        self._broadcasts_s = watch_broadcasts(self._engine._open()) if num_ranks > 1 else []
+        self._broadcasts_s = watch_broadcasts(self.llm.loaded) if num_ranks > 1 else []
         self.dtype: Final[torch.dtype] = getattr(torch, ready.dtype)
-        self.num_kv_tokens: Final = self._engine.ready.limits.pool_tokens
+        self.num_kv_tokens: Final = self.llm.ready.limits.pool_tokens
 
     def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False, **sampling: Any) -> ServedRun:
         """All requests at once. Each has a seed, and parameters by `sampling`.
@@ -225,7 +225,7 @@ class UserEngine:
         `num_scored`: the likeliest first tokens of so many; `keep`: prefixes of the run before stay.
         """
         if not keep:
-            self._engine._open().engine.forget()
+            self.llm.loaded.engine.forget()
         params = [
             params_of(ask.num_out, num_logprobs=LIKELIEST if index < num_scored else None, seed=index, **sampling)
             for index, ask in enumerate(workload.asks)
@@ -235,7 +235,7 @@ class UserEngine:
         synchronize(self._device)
         self._broadcasts_s.clear()
         began_s = time.perf_counter()
-        completions = self._engine.generate(prompts, params, progress=False)
+        completions = self.llm.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - began_s
         served = []
         for index, (completion, ask) in enumerate(zip(completions, workload.asks, strict=True)):
@@ -260,4 +260,4 @@ class UserEngine:
 
     def close(self) -> None:
         """Give its memory back. Idempotent."""
-        self._engine.close()
+        self.llm.close()

@@ -29,7 +29,7 @@ def _families() -> Iterator[Metric]:
     ready = with_features(READY)
     engine, client = FakeEngine("ipc://nowhere", ready=ready), EngineClient("ipc://nowhere")
     engine.holder_is_gone = False
-    client.snapshot, client.feature_metrics = engine._snapshot(), ready.feature_metrics
+    client.snapshot, client.feature_metrics = engine.snapshot(), ready.feature_metrics
     metrics = Metrics(client, "model")
     for source in (metrics, metrics.requests, metrics.refused):
         yield from source.collect()

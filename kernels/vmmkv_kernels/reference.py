@@ -43,7 +43,7 @@ LEAST_NORMAL: Final = 2.0**-126
 _QUERIES: Final = 128
 """Most queries that are scored at once, in column sums: more are slower, since each is scored over the rows of the last one."""
 
-_WEIGHTS: Final = 2**26
+MOST_WEIGHTS: Final = 2**26
 """Most weights of these queries: one for each query, row and head takes 4 bytes, several times over."""
 
 _ROWS: Final = 8
@@ -151,7 +151,7 @@ def column_sums(
         out = torch.zeros(len(q_LNHD), len(lengths_B), k_LSTKD.shape[2], device=q_LNHD.device)
     starts = query_starts.tolist()
     for b, (start, end, length, slot) in enumerate(zip(starts, starts[1:], lengths_B.tolist(), slots_B.tolist(), strict=False)):
-        num_queries = max(1, min(_QUERIES, _WEIGHTS // (q_LNHD.shape[2] * max(1, length))))
+        num_queries = max(1, min(_QUERIES, MOST_WEIGHTS // (q_LNHD.shape[2] * max(1, length))))
         for first in range(start, end, num_queries):
             last = min(first + num_queries, end)
             num_rows = length - end + last  # that these queries see

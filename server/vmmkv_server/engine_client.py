@@ -206,7 +206,7 @@ class EngineClient:
         """Arrival of the last snapshot, by time.monotonic."""
         self.feature_metrics: Mapping[str, Metric] = {}
         """Metrics of the engine's features, by name. An engine that has died keeps them, as it keeps its last snapshot."""
-        self.maps = MemoryMaps(self._send)
+        self.maps = MemoryMaps(self.send)
         self.first_token_times = Times(
             "time_to_first_token", "Time from a request's arrival to its first token.", REQUEST_BOUNDS_S
         )
@@ -258,6 +258,11 @@ class EngineClient:
             return 0.0
         return time.monotonic() - self._silent_since_s
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._answers)
+
     def submit(self, requests: Sequence[Generate], *, arrived_s: float | None = None, at_end: bool = False) -> Answers:
         """Send requests to the engine. Close the Answers; `at_end` is explained there.
 
@@ -282,7 +287,7 @@ class EngineClient:
         self.require_ready()
         done: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
         self._managing.append(done)
-        self._send(message)
+        self.send(message)
         managed = await done
         if managed.error is not None:
             raise RequestFailed(managed.error)
@@ -319,7 +324,7 @@ class EngineClient:
 
     def shutdown(self) -> None:
         """Ask the engine to finish."""
-        self._send(Shutdown())
+        self.send(Shutdown())
 
     async def close(self) -> None:
         """Stop listening, and fail unfinished requests. Idempotent."""
@@ -337,9 +342,9 @@ class EngineClient:
         """Send a message that the engine answers with a step at least."""
         if self._silent_since_s is None:
             self._silent_since_s = time.monotonic()
-        self._send(data)
+        self.send(data)
 
-    def _send(self, message: Message | bytes) -> None:
+    def send(self, message: Message | bytes) -> None:
         """Send at once or not at all; if there is no engine, its process's end says so."""
         if self._socket is None:
             return
@@ -356,7 +361,7 @@ class EngineClient:
                 data = await socket.recv()
                 with contextlib.suppress(zmq.Again):
                     while True:
-                        self._handle(decode_from_engine(data))
+                        self.handle(decode_from_engine(data))
                         data = shadow.recv(zmq.NOBLOCK)
         except msgspec.DecodeError as error:
             self.fail(f"The engine sent what cannot be read: {error}.")
@@ -364,7 +369,8 @@ class EngineClient:
             log.exception("Receiving from the engine failed.")
             self.fail(f"Receiving from the engine failed ({type(error).__name__}); the server's log has the details.")
 
-    def _handle(self, message: FromEngine) -> None:
+    def handle(self, message: FromEngine) -> None:
+        """Take a message of the engine: its answers go to the requests, its state to `phase` and `snapshot`."""
         match message:
             case Outputs(outputs=outputs):
                 now_s = time.perf_counter()

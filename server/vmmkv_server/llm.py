@@ -238,7 +238,7 @@ class LLM(Closing):
     @property
     def ready(self) -> Ready:
         """Limits and device. Raises: Closed."""
-        return self._open().ready
+        return self.loaded.ready
 
     def generate(
         self,
@@ -312,7 +312,9 @@ class LLM(Closing):
             del loaded
             _free_garbage()
 
-    def _open(self) -> Loaded:
+    @property
+    def loaded(self) -> Loaded:
+        """The engine, its memory and ranks, for tools that look inside: other versions have others. Raises: Closed."""
         if self._loaded is None:
             raise Closed(f"this LLM of {self._model} is closed")
         _check_process(self._loaded)
@@ -329,7 +331,7 @@ class LLM(Closing):
         continues: bool = True,
     ) -> list[RequestOutput]:
         """`continues`: the text of an answer continues its prompt's; else it is a turn of its own."""
-        self._open()
+        _ = self.loaded  # else it is closed
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: give both lists of prompts to one call")
         try:
@@ -372,7 +374,9 @@ class LLM(Closing):
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
         return self._tokenizer.encode(prompt, self._limits, params.max_tokens)
 
-    def _answers(self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool) -> "list[_Answer]":
+    def _answers(
+        self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool
+    ) -> "list[GrowingAnswer]":
         """The answers of a prompt, still empty. Raises: ValueError if it cannot be served."""
         if self._tokenizer is None and (params.stop or params.structured_outputs):
             feature = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
@@ -399,7 +403,7 @@ class LLM(Closing):
         )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         context = prompt if continues else []
-        answers: list[_Answer] = []
+        answers: list[GrowingAnswer] = []
         for index, output in enumerate(result.outputs):
             own_params = dataclasses.replace(
                 params,
@@ -414,11 +418,11 @@ class LLM(Closing):
             if params.stop:
                 assert self._tokenizer is not None, "a stop string needs a tokenizer"
                 detokenizer = self._tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens)
-            answers.append(_Answer(request, result, output, context, detokenizer))
+            answers.append(GrowingAnswer(request, result, output, context, detokenizer))
         return answers
 
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
-        loaded = self._open()
+        loaded = self.loaded
         engine = loaded.engine
         began_s, num_requests = time.perf_counter(), len(batch.unfinished)
         with (
@@ -444,14 +448,14 @@ class LLM(Closing):
 
     def _read(self, batch: "_Batch", began_s: float) -> None:
         """Take the engine's messages, and abort requests that a stop string has ended."""
-        engine, now_s = self._open().engine, time.perf_counter() - began_s
+        engine, now_s = self.loaded.engine, time.perf_counter() - began_s
         while self._messages:
             for request_id in batch.take(self._messages.popleft(), now_s):
                 engine.receive(Abort(request_id=request_id))
 
     def _abandon(self, batch: "_Batch", error: BaseException) -> None:
         """Abort unfinished requests after an error or Ctrl-C. If that fails too, the LLM is broken."""
-        engine = self._open().engine
+        engine = self.loaded.engine
         if engine.is_interrupted:
             error = EngineDied("this LLM must be closed: it was interrupted within a step, as by a second Ctrl-C")
         if isinstance(error, EngineDied):
@@ -472,7 +476,7 @@ class LLM(Closing):
 
     def _settle(self) -> None:
         """Finish pending unmaps, and drop the engine's messages: no request runs."""
-        loaded = self._open()
+        loaded = self.loaded
         with current(loaded.memory.device):
             loaded.engine.settle()
         self._messages.clear()
@@ -535,7 +539,7 @@ class _Grammars:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class GrowingAnswer:
     """An answer that grows."""
 
     request: Generate
@@ -577,15 +581,15 @@ class _Batch:
     """The answers of one call, in the order of the prompts."""
 
     def __init__(self) -> None:
-        self.answers: list[_Answer] = []
+        self.answers: list[GrowingAnswer] = []
         self.results: list[RequestOutput] = []
-        self.unfinished: dict[str, list[_Answer]] = {}
+        self.unfinished: dict[str, list[GrowingAnswer]] = {}
         """Answers by id of the engine's request: one answer, or all of a beam search."""
         self.num_new_tokens = 0
         self.num_prompt_tokens = 0
         """Prompt tokens computed for answers that have begun."""
 
-    def add(self, answers: list[_Answer]) -> None:
+    def add(self, answers: list[GrowingAnswer]) -> None:
         """Add the answers of one prompt."""
         self.answers += answers
         self.results.append(answers[0].result)

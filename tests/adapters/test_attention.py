@@ -114,8 +114,10 @@ def test_importing_the_adapters_imports_no_library() -> None:
 
 def test_adjoining_slots_of_one_length_are_one_call(decode_problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
-    sdpa = attention._sdpa
-    monkeypatch.setattr(attention, "_sdpa", lambda q, k, v: (batches.append(len(q)), sdpa(q, k, v))[1])
+    sdpa = attention.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention, "scaled_dot_product_attention", lambda q, *given, **how: (batches.append(len(q)), sdpa(q, *given, **how))[1]
+    )
     attention.sdpa_decode_grouped(*decode_problem)
     assert sorted(batches) == [1, 1, 3]
 

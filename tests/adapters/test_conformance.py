@@ -209,11 +209,11 @@ def test_a_script_that_a_child_process_cannot_import_is_told_what_works(
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_device_that_is_not_here_is_said_before_any_check(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(cuda, "_load_bindings", lambda: None)
+    monkeypatch.setattr(cuda, "load_bindings", lambda: None)
     monkeypatch.setattr(cuda, "start", Mock(side_effect=MissingDriver("there is none")))
     with pytest.raises(MissingDriver, match=r"^there is none$"), Worker() as own:
         conformance(attention.sdpa_decode, device=device, worker=own)
-    assert own._process is None
+    assert own.pid is None
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_a_device_that_is_not_here_is_said_before_any_check(monkeypatch: pytest.
 def test_no_check_follows_an_error_of_cuda_in_its_process(message: str, status: str, is_replaced: bool, worker: Worker) -> None:
     options = {**CPU, "checks": ["aliased prefix"], "worker": worker}
     assert conformance(attention.sdpa_decode, **options).passed
-    process = worker._process
+    pid = worker.pid
     (result,) = conformance(functools.partial(broken.says, message=message), **options).results
     assert result.status == status
-    assert (worker._process is not process) == is_replaced
+    assert (worker.pid != pid) == is_replaced
     assert result.detail.startswith("the CUDA context is lost: " if status == "crashed" else "it raised RuntimeError: ")
 
 

@@ -6,6 +6,7 @@ compute for these calls is tested call by call, and with one model.
 
 import ast
 import inspect
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -35,7 +36,7 @@ from tests.adapters.models import (
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import attention as attention_module
-from vmmkv.adapters.transformers.attention import _CHOSEN, DeclinedWarning, attention, declined, mask
+from vmmkv.adapters.transformers.attention import CHOOSING_ARGUMENTS, DeclinedWarning, attention, declined, mask
 from vmmkv.model_config import WITH_SINKS
 from vmmkv.unmodified import INERT_ARGUMENTS
 from vmmkv_kernels import checks, reference
@@ -70,7 +71,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def nothing_is_declined_unseen() -> Iterator[None]:
     declined.clear()
-    attention_module._plans.clear()
+    attention_module.plans.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeclinedWarning)
         yield
@@ -84,8 +85,8 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def decode_in_torch(q: Any, kv: Any, lengths: Any, slots: Any, _: Any, __: Any, options: Any, out: Any, ___: Any) -> None:
         calls.append("decode")
-        cap = options.softcap_log2 / checks._LOG2_E or None
-        scale = options.scale_log2 / checks._LOG2_E * (1.0 if cap is None else cap / 2.0)
+        cap = options.softcap_log2 / math.log2(math.e) or None
+        scale = options.scale_log2 / math.log2(math.e) * (1.0 if cap is None else cap / 2.0)
         window = min(options.rows_seen, 2**30)
         out.copy_(reference.decode(q, kv.k, kv.v, lengths, slots, scale=scale, window=window, softcap=cap))
 
@@ -256,7 +257,7 @@ def test_a_capture_keeps_nothing_for_others_and_has_nothing_of_others(monkeypatc
     scoring = attention_module.Scoring(0.2, None, None)
     before = attention_module.plan_of(q, k, v, scoring)
     masks = attention_module.causal_mask(q.device, 3, 9, None)
-    monkeypatch.setattr(attention_module, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(attention_module, "is_capturing", lambda device: True)
     captured = [attention_module.plan_of(q, k, v, scoring) for _ in range(2)]
     assert captured[0] is not captured[1] and all(plan is not before for plan in captured)
     assert attention_module.causal_mask(q.device, 3, 9, None) is not masks
@@ -311,7 +312,7 @@ def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str
 @pytest.mark.nightly
 def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
     """By a look into its models: what a new release adds is not ignored."""
-    known = {*inspect.signature(attention).parameters, "position_bias", *INERT_ARGUMENTS, *_CHOSEN}
+    known = {*inspect.signature(attention).parameters, "position_bias", *INERT_ARGUMENTS, *CHOOSING_ARGUMENTS}
     of_flash = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
     found: dict[str, str] = {}
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
@@ -383,9 +384,7 @@ def test_queries_that_kernels_cannot_load_are_copied_and_others_are_not(monkeypa
 
 
 def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, launches = [], []
-    plan = attention_module._plan
-    monkeypatch.setattr(attention_module, "_plan", lambda *args: plans.append(args) or plan(*args))
+    plans, launches = attention_module.plans, []
     monkeypatch.setattr(decode, "attend_singles", lambda *args: launches.append(args[0].shape) or args[7].zero_())
     model = llama()
     model.set_attn_implementation("vmmkv")

@@ -30,7 +30,7 @@ from tests.adapters.models import (
 from vmmkv import GIB, MIB, DriverError, KVCache, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
-from vmmkv.adapters.transformers.batch import BatchRows, Lineage, WindowRows
+from vmmkv.adapters.transformers.batch import Lineage, WindowRows
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
@@ -55,13 +55,13 @@ def pages(pool: Pool) -> int:
 
 def drain(cache: VmmCache) -> None:
     """Unmap what is pending reclaim."""
-    for rows in cache._batch.groups:
+    for rows in cache.batch.groups:
         rows.cache.drain()
 
 
 def parents(cache: VmmCache) -> tuple[int, ...]:
-    assert cache._batch.lineage is not None
-    return cache._batch.lineage.parents
+    assert cache.batch.lineage is not None
+    return cache.batch.lineage.parents
 
 
 # memory
@@ -92,7 +92,12 @@ def test_memory_is_mapped_once_a_group_before_any_layer_is_written(pool: Pool, m
     model, grow, written = gemma3(16), WindowRows.grow, []
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, num_tokens=5))
-        monkeypatch.setattr(WindowRows, "grow", lambda self, tokens: (written.append(len(cache._written)), grow(self, tokens)))
+
+        def counted(rows: WindowRows, num_tokens: int) -> None:
+            written.append(sum(cache.get_seq_length(layer) > 5 for layer in range(len(cache.layers))))
+            grow(rows, num_tokens)
+
+        monkeypatch.setattr(WindowRows, "grow", counted)
         forward(model, cache, ids_of(0, num_tokens=1))
     assert written == [0, 0]
 
@@ -301,7 +306,7 @@ def test_a_crop_that_finds_no_page_leaves_all_as_it_was(pool: Pool, make: Any) -
 
 def num_sequences(cache: VmmCache) -> int:
     """Running sequences in the slots of the cache and of its deep copies."""
-    return sum(len(rows.cache.sequences) for rows in cache._batch.groups)
+    return sum(len(rows.cache.sequences) for rows in cache.batch.groups)
 
 
 def test_a_pass_that_forks_is_all_or_none_at_whichever_driver_call_it_fails(pool: Pool) -> None:
@@ -541,7 +546,7 @@ def test_prompts_are_compared_in_little_memory(dtype: torch.dtype, monkeypatch: 
     states = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(8, 1, 1, 1)
     states[5:, :, 150] += 0.3
     for most_bytes in (2 * MIB, 5000):  # less than one token of all pairs takes
-        monkeypatch.setattr(batch_module, "_COMPARED_BYTES", most_bytes)
+        monkeypatch.setattr(batch_module, "COMPARED_BYTES", most_bytes)
         with Temporaries() as temporaries:
             assert batch_module.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
             assert batch_module.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
@@ -582,17 +587,13 @@ def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> N
 
 
 def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sent, index_of = llama(), [], BatchRows._index
-
-    def spy(self: VmmCache, *arguments: Any) -> torch.Tensor:
-        sent.append(index_of(self, *arguments))
-        return sent[-1]
-
-    monkeypatch.setattr(BatchRows, "_index", spy)
+    model, tensor, made = llama(), torch.tensor, []
+    monkeypatch.setattr(torch, "tensor", lambda *given, **how: (made.append(given), tensor(*given, **how))[1])
     with VmmCache(model.config, pool) as cache:
         for _ in range(2):
             forward(model, cache, ids_of(0, 0, num_tokens=20))
-    assert len(sent) == 12 and len(set(map(id, sent))) == 2  # which rows to write, and which to see
+    indices = [given for given, *_ in made if isinstance(given, tuple)]
+    assert indices == [(0,), (0, 0)], "for all layers and passes: which rows to write, and which to see"
 
 
 # how rows are written
@@ -698,7 +699,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
     recorded: list[Any] = []
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(batch_module, "current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         for stream in ("first", "second", "second", "first", "third"):
@@ -716,7 +717,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
 def test_a_deep_copy_on_another_stream_makes_indices_of_its_own(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: None)
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(batch_module, "current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         cache.states(2)

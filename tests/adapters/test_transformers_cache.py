@@ -320,7 +320,7 @@ def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, smal
 def test_copies_that_are_garbage_give_their_slots_and_pages_back(pool: Pool, small: Any) -> None:
     with Pool("cpu", 64 * MIB, driver=pool.driver) as tight, VmmCache(small.config, tight, slots=6) as cache:
         forward(small, cache, IDS)
-        (running,) = (rows.cache.sequences for rows in cache._batch.groups)
+        (running,) = (rows.cache.sequences for rows in cache.batch.groups)
         for _ in range(9):
             copied = copy.deepcopy(cache)  # two slots of six
             forward(small, copied, IDS[:, :3])
@@ -340,7 +340,7 @@ def test_a_copy_goes_on_when_the_cache_that_it_is_of_is_garbage(pool: Pool, smal
         del cache
         gc.collect()
         assert torch.equal(*(forward(small, each, IDS[:, :4]) for each in (copied, other)))
-        (rows,) = copied._batch.groups
+        (rows,) = copied.batch.groups
         assert len(rows.cache.sequences) == 2
         copied.check()
 

@@ -162,11 +162,14 @@ def test_what_is_more_than_causal_attention_is_not_compiled(pool: Pool) -> None:
 
 
 @pytest.mark.nightly
-def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool) -> None:
     """Where nothing in the configuration says so."""
     model = attending(deepseek(num_hidden_layers=2))
-    monkeypatch.setattr(VmmCache, "_is_attended_by_vmmkv", True)
-    with VmmCache(model.config, pool) as cache:
+
+    class Unaware(VmmCache):
+        _is_attended_by_vmmkv = True
+
+    with Unaware(model.config, pool) as cache:
         model(IDS, past_key_values=cache)
         with pytest.raises(AttributeError, match=r"takes \.shape of the keys.*set_attn_implementation"):
             compiled(model, fullgraph=False)(IDS[:, :1], past_key_values=cache)

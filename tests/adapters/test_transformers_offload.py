@@ -21,7 +21,7 @@ MODELS = pytest.mark.parametrize("make", [wide_llama, lambda: gemma3(16)], ids=[
 def test_offloaded_rows_come_back_to_their_addresses_and_share_what_they_shared(
     pool: Pool, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr(saved, "CHUNK_BYTES", 3 * MIB)
     model = make()
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, 0, 1, 1, num_tokens=600), logits_to_keep=1)  # two prompts, in large extents
@@ -31,7 +31,7 @@ def test_offloaded_rows_come_back_to_their_addresses_and_share_what_they_shared(
         before = [each.clone() for each in before]
         cache.offload()
         cache.offload()
-        for rows in cache._batch.groups:
+        for rows in cache.batch.groups:
             rows.cache.map_ahead(lookahead_tokens=700)  # for nothing: what is on the host needs no memory
         assert pool.used_bytes == 0 and cache.get_seq_length() == 660
         assert repr(cache) == "<VmmCache on the host, offloaded: a batch of 4 with 660 tokens each>"

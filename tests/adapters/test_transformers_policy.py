@@ -59,8 +59,8 @@ def test_scores_and_rows_by_head_are_those_of_kvpress(
     model.load_state_dict(recorded, strict=False)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     ranked: list[torch.Tensor] = []
-    highest = policies._highest
-    monkeypatch.setattr(policies, "_highest", lambda scores_T, *sizes: ranked.append(scores_T) or highest(scores_T, *sizes))
+    highest = policies.highest
+    monkeypatch.setattr(policies, "highest", lambda scores_T, *sizes: ranked.append(scores_T) or highest(scores_T, *sizes))
     monkeypatch.setattr(PolicyCache, "attended", lambda self, layer, q, k, *_, **__: seen.append((q, k)))
     with PolicyCache(model.config, pool, policy=policy) as cache:
         forward(model, cache, recorded["ids"])

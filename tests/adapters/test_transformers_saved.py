@@ -28,6 +28,7 @@ from vmmkv.eviction import SnapKV
 from vmmkv.testing.fake_driver import FakeDriver
 
 ROOT = Path(__file__).parents[2]
+MAGIC = b"vmmkv batches 1\n"
 
 
 def ids(*rows: int, num_tokens: int) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_views_of_one_sequence_are_copied_as_they_are_and_stay_views(pool: Pool,
         for chunk in prompt.split(20, dim=1):
             logits, of_alone = (forward(model, each, chunk) for each in (cache, alone))
         for layer in range(len(cache.layers)):
-            of_pass = cache._batch.seen(layer)  # what a pass reads, over the whole arena
+            of_pass = cache.batch.seen(layer)  # what a pass reads, over the whole arena
             for view, seen in zip(cache.states(layer), of_pass, strict=True):
                 assert (view.shape, view.data_ptr(), view.stride()[1:]) == (seen.shape, seen.data_ptr(), seen.stride()[1:])
                 for copied in (copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
@@ -116,13 +117,13 @@ def test_another_process_generates_on_from_a_file(pool: Pool, tmp_path: Path, na
 
 @MODELS
 def test_a_restored_batch_is_as_it_was(pool: Pool, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr(saved, "CHUNK_BYTES", 3 * MIB)
     model, path = make(), tmp_path / "batch"
     with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other:
         forward(model, cache, ids_of(0, 0, 1, 1, num_tokens=600), logits_to_keep=1)
         cache.save(path)
         other.restore(path)
-        assert sum(len(rows.sequences) for rows in other._batch.groups) == 2 * len(other._batch.groups)  # equal prompts, once
+        assert sum(len(rows.sequences) for rows in other.batch.groups) == 2 * len(other.batch.groups)  # equal prompts, once
         other.reset()
         forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=20))  # each row goes its own way
         cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
@@ -226,14 +227,14 @@ def test_a_crafted_header_is_damage(pool: Pool, tmp_path: Path, change: dict[str
     path = tmp_path / "batch"
     with saved_and_empty(pool, path) as cache:
         content = path.read_bytes()
-        begin = len(saved._BATCHES_MAGIC) + 4
+        begin = len(MAGIC) + 4
         end = begin + struct.unpack("<I", content[begin - 4 : begin])[0]
         fields = json.loads(content[begin:end])
         of_window = change.keys() <= fields["windows"][0].keys()
         (fields["windows"][0] if of_window else fields).update(change)
         text = json.dumps(fields).encode()
         size, checksum = struct.pack("<I", len(text)), struct.pack("<I", zlib.crc32(text))
-        path.write_bytes(saved._BATCHES_MAGIC + size + text + checksum + content[end + 4 :])
+        path.write_bytes(MAGIC + size + text + checksum + content[end + 4 :])
         with pytest.raises(ValueError, match=r"is damaged|another layout"):
             cache.restore(path)
         assert cache.get_seq_length() == 0 and pool.used_bytes == 0
@@ -318,7 +319,7 @@ def test_a_saved_batch_is_restored_as_it_was_or_refused(pool: Pool, tmp_path: Pa
         before = [each.clone() for each in states_of(cache)]
         cache.reset()
         whole = path.read_bytes()
-        begin = len(saved._BATCHES_MAGIC) + 4
+        begin = len(MAGIC) + 4
         end = begin + struct.unpack("<I", whole[begin - 4 : begin])[0]
         right, rows = json.loads(whole[begin:end]), whole[end + 4 :]
 
@@ -330,7 +331,7 @@ def test_a_saved_batch_is_restored_as_it_was_or_refused(pool: Pool, tmp_path: Pa
             if edit_text is not None:
                 text = changed(text, edit_text)
             size = struct.pack("<I", len(text) if size_bytes is None else size_bytes)
-            content = saved._BATCHES_MAGIC + size + text + struct.pack("<I", zlib.crc32(text)) + rows
+            content = MAGIC + size + text + struct.pack("<I", zlib.crc32(text)) + rows
             if edit_all is not None:
                 content = changed(content, edit_all)
             path.write_bytes(content)

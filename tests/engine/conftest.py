@@ -223,25 +223,19 @@ class Harness:
 
     def check_table(self) -> None:
         """Recount what the table says of the requests that run, and that it says nothing of free slots."""
-        scheduler, lengths, limits = self.engine._scheduler, self.cache.lengths, self.cache.limits
+        scheduler, lengths, limits = self.engine.scheduler, self.cache.lengths, self.cache.limits
         table, running = scheduler.table, {request.memory.slot: request for request in scheduler.running}
-        places = [request.place for request in scheduler.running]
-        waiting = [(request.ask.priority, request.place) for request in scheduler.waiting]
-        assert places == sorted(places) and waiting == sorted(waiting), "oldest first"
-        assert set(scheduler._prefilling) == {each for each in scheduler.running if each.status is Status.PREFILLING}
+        scheduler.check()
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
         slots = [slot for slot in slots if lengths[slot] < table.ends[slot]]
         assert scheduler.decoding.slots.tolist() == slots
-        priorities = [each.ask.priority for each in scheduler.running for _ in range(each.shape.num_slots)]
-        assert scheduler._priorities == sorted(priorities)
-        assert len(scheduler._by_id) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.held)
-        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting, *scheduler.held}
         for feature in self.engine.features.having(Feature.check):
             feature.check()
         for kept in (each for feature in self.engine.features.every for each in vars(feature).values()):
-            requests = {key for key in kept if isinstance(key, Request)} if isinstance(kept, dict | set) else set()
-            assert requests <= {*scheduler._by_id.values()}, "no table of a feature has a request that has ended"
+            requests = {key for key in kept if isinstance(key, Request)} if isinstance(kept, dict | set | list) else set()
+            known = {*scheduler.running, *scheduler.waiting, *scheduler.held}
+            assert requests <= known, "no table of a feature has a request that has ended"
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (

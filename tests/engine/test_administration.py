@@ -157,7 +157,7 @@ def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness
     one.ask("a", prompt_of(1500, 1), 500)
     one.ask("b", prompt_of(4000, 2), 20)
     one.step(3)
-    assert one.engine.num_running == 1 and one.engine._scheduler.waiting
+    assert one.engine.num_running == 1 and one.engine.scheduler.waiting
     one.pool.resize(8 * 2**21)
     one.engine.budget_changed()
     one.step()
@@ -174,7 +174,7 @@ def test_a_larger_budget_that_an_operator_gives_admits_requests_that_found_no_ro
     for name, prompt in prompts.items():
         one.ask(name, prompt, 20)
     one.step(3)
-    assert one.engine.num_running == 1 and one.engine._scheduler.waiting
+    assert one.engine.num_running == 1 and one.engine.scheduler.waiting
     assert manage(loaded, Resize(budget_bytes=16 * PAGE_BYTES)).error is None
     one.step()
     assert one.engine.num_running == 2

@@ -74,7 +74,7 @@ def test_tokens_behind_a_prefill_engine_are_one_engines_also_when_it_is_killed(
     for prompt in prompts:
         prefill(prompt)
     with LLM(directory, **{**OPTIONS, "kv_lender": socket}) as one:
-        engine = one._open().engine
+        engine = one.loaded.engine
         outputs = one.generate([prompts[0], prompts[0] + [7]], GREEDY)
         assert one.snapshot is not None
         assert one.snapshot.scheduler.hit_tokens == {"lender": 4096, "device": 4500}, "it is borrowed once"

@@ -95,7 +95,7 @@ def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Calla
     for name, prompt in prompts.items():
         one.ask(name, prompt, 120)
     finish(one)
-    assert one.engine._scheduler.counts.preemptions > 0
+    assert one.engine.scheduler.counts.preemptions > 0
     one.assert_expected(prompts, 120)
 
 
@@ -106,7 +106,7 @@ def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness
     most = 0
     while one.engine.has_work:
         one.engine.step()
-        most = max(most, len(one.engine._scheduler.running))
+        most = max(most, len(one.engine.scheduler.running))
     assert most == 4 == one.cache.num_slots
     finish(one)
     assert all(len(one.tokens(str(index))) == 10 for index in range(7))

@@ -271,7 +271,7 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
     searches = {"search": prompt_of(230, 3), "another": prompt_of(20, 4)}
     one.serve(searches, 60, beam_width=4)
     assert not one.failures()
-    assert 1 <= one.engine._scheduler.counts.preemptions < 10, "a preempted search waits until another request has ended"
+    assert 1 <= one.engine.scheduler.counts.preemptions < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
         check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
     one.assert_expected(older, 300)
@@ -284,7 +284,7 @@ def test_an_aborted_search_leaves_nothing_running(harness: MakeHarness, num_step
     one.step(num_steps)
     one.engine.receive(Abort(request_id="gone"))
     one.cache.check()
-    assert not one.engine._scheduler.has_work
+    assert not one.engine.scheduler.has_work
     assert one.cache.stats().num_sequences == 0
     one.run(at_most=3)  # steps under way are read, and nothing else
     assert held_by_sequences(one) == 0
@@ -316,8 +316,8 @@ def test_no_numbers_end_a_search_once_and_alone(harness: MakeHarness) -> None:
     one.ask("bad", prompt_of(9), 20, beam_width=3)
     one.ask("good", prompt_of(9, 1), 20, beam_width=3)
     one.step(4)
-    (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
-    for sequence in one.engine._scheduler.sequences(bad):
+    (bad,) = (request for request in one.engine.scheduler.running if request.ask.request_id == "bad")
+    for sequence in one.engine.scheduler.sequences(bad):
         one.poison(sequence, 5)
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
@@ -374,7 +374,7 @@ def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness:
     one.step(2)
     assert running(one) == ["pressing"]
     one.run()
-    assert one.engine._scheduler.counts.preemptions == 1
+    assert one.engine.scheduler.counts.preemptions == 1
     assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
     check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 

@@ -47,7 +47,7 @@ def test_all_ranks_have_the_sum_and_the_first_ones_inputs() -> None:
 
 def test_a_device_without_symmetric_memory_is_said_once_and_sums_go_on(caplog: pytest.LogCaptureFixture) -> None:
     def without(one: Collectives) -> float:
-        assert one._open_symmetric(HashStore(), CPU) is None
+        assert one.open_symmetric(HashStore(), CPU) is None
         return one.sum(torch.ones(1)).item()
 
     assert each_rank(without) == [2.0, 2.0]
@@ -69,7 +69,7 @@ def test_ranks_that_have_met_another_number_of_times_find_each_others_keys() -> 
 
 def test_torch_finds_a_group_by_its_name_while_it_is_kept() -> None:
     def found(one: Collectives) -> tuple[int, int]:
-        kept = register(one.rank, one.num_ranks, one._group, HashStore(), CPU)
+        kept = register(one.rank, one.num_ranks, one.group, HashStore(), CPU)
         group = _resolve_process_group(kept.group_name)
         return group.rank(), group.size()
 
@@ -84,7 +84,7 @@ def opened(store: HashStore) -> tuple[Ranks, socket.socket]:
 
 
 def test_rank_0_does_not_wait_to_meet_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.1)
     several, theirs = opened(HashStore())
     threading.Timer(0.3, theirs.close).start()
     began_s = time.monotonic()
@@ -109,7 +109,7 @@ def test_collectives_are_ended_when_a_rank_ends_whatever_rank_0_does() -> None:
         several.connect(CPU)
         met.result()
     until_s = time.monotonic() + 10.0
-    while several.collectives._group is not None:  # it may be in a call of the driver, and look at nothing
+    while several.collectives.group is not None:  # it may be in a call of the driver, and look at nothing
         assert time.monotonic() < until_s
         time.sleep(0.01)
     with pytest.raises(RankFailed, match="rank 1 has ended"):

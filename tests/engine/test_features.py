@@ -65,7 +65,7 @@ def test_a_number_that_a_feature_declares_is_exported_without_a_line_elsewhere()
     feature.counts.lookups["found"] = 3
     told = msgspec.structs.replace(READY, feature_metrics=metrics_of([Feature, Looking]))
     ready = decode_from_engine(encode(told))
-    snapshot = msgspec.structs.replace(FakeEngine("ipc://nowhere")._snapshot(), features=feature.statistics().values())
+    snapshot = msgspec.structs.replace(FakeEngine("ipc://nowhere").snapshot(), features=feature.statistics().values())
     feature.counts.lookups["found"] = 4  # of the next snapshot
     client = EngineClient("ipc://nowhere")
     assert isinstance(ready, Ready)

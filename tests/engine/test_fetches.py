@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, wide_rows
 from tests.engine.decoder_models import model_of, small
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier
+from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier, OutOfPages, Pool
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Borrowed, Fetch, fetch_search, transfers
 from vmmkv.tiers import TierStats, Transfer
@@ -39,8 +40,8 @@ from vmmkv_server.protocol import Abort, Compacted, Generate, Snapshot
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing is taken to be slow, so that every fetch is waited for."""
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", 1.0)
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
+    monkeypatch.setattr(fetches, "FIRST_TOKENS_PER_S", 1.0)
+    monkeypatch.setattr(fetches, "LEAST_MEASURED", 1 << 30)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -286,11 +287,9 @@ def test_what_has_come_of_a_fetch_that_is_later_than_computing_is_used(
     one.ask("known", PROMPT)
     one.step()
     one.prefix.poll()
-    slow._late.reverse()
-    for _ in range(4):
-        slow._arrive()
+    slow.come(4)
     one.prefix.poll()
-    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
+    of_engine(one).prefill = Rate(math.inf)
     one.run()
     assert one.tokens("known") == tokens
     assert one.outputs("known")[0].cached == (("faulty host", 256),) and ended(one) == {"late": 1}
@@ -350,7 +349,7 @@ def test_a_running_request_takes_the_memory_that_is_being_loaded_into(harness: M
     one.step(2)
     assert ended(one) == {} and slow.lent
     one.step(160)  # it needs an eighth page
-    assert ended(one)["given_up"] and one.engine._scheduler.counts.preemptions == 0
+    assert ended(one)["given_up"] and one.engine.scheduler.counts.preemptions == 0
     slow.hurry()
     slow.faults.clear()
     one.run()
@@ -402,7 +401,14 @@ def test_a_request_that_is_computed_for_want_of_room_is_counted_once(
 ) -> None:
     one = serving(harness, tier)
     tokens = stored(one, PROMPT)
-    monkeypatch.setattr(transfers.Transfers, "_take", lambda *_: False)
+    acquire, fails = Pool.acquire_mixed, iter([True, True])
+
+    def acquire_none(pool: Pool, *given: Any, **how: Any) -> Any:
+        if next(fails, False):  # for the fetch, and again for it once all is collected
+            raise OutOfPages("as if others had them")
+        return acquire(pool, *given, **how)
+
+    monkeypatch.setattr(Pool, "acquire_mixed", acquire_none)
     assert one.said(PROMPT) == tokens and ended(one) == {"no_room": 1}
 
 
@@ -411,7 +417,7 @@ def test_later_requests_do_not_take_the_room_that_one_waits_for(
 ) -> None:
     """Tiers take several steps to be searched, as over a network; others begin meanwhile."""
     monkeypatch.setattr(fetch_search, "MOST_KEYS", 1)
-    monkeypatch.setattr(transfers, "_PIECES_AT_ONCE", 1)
+    monkeypatch.setattr(transfers, "PIECES_AT_ONCE", 1)
     one = serving(harness, tier, budget_pages=14)
     tokens = stored(one, PROMPT)
     for index in range(20):  # three pages each
@@ -431,7 +437,7 @@ def test_a_preempted_request_comes_back_from_a_tier(harness: MakeHarness, tier: 
     one.step(20)
     one.ask("pressing", PROMPTS[4], 4)
     one.run()
-    assert one.engine._scheduler.counts.preemptions == 1
+    assert one.engine.scheduler.counts.preemptions == 1
     assert ended(one) == {"done": 1} and tier.stats().loaded_bytes == 7 * PAGE_BYTES
     assert one.tokens("low") == one.expected(PROMPT, 30)
     assert one.tokens("pressing") == one.expected(PROMPTS[4], 4)
@@ -461,7 +467,7 @@ def test_nothing_waits_for_the_longer_prompt_of_another_than_for_its_own(harness
     one.step(2)
     waiting = of_engine(one)
     assert len({wait.fetch for wait in waiting.waiting.values()}) == 1
-    assert [waiting._computing_s(wait.fetch, wait.num_tokens) for wait in waiting.waiting.values()] == [448, 322]
+    assert [waiting.computing_s(wait.fetch, wait.num_tokens) for wait in waiting.waiting.values()] == [448, 322]
     one.cache.close()
 
 
@@ -475,15 +481,13 @@ def test_tokens_that_a_tier_has_lost_and_another_request_computes_are_the_device
     one.run()
     assert [one.tokens(name) for name in "ab"] == [tokens] * 2 and ended(one)["done"]
     assert [dict(one.outputs(name)[0].cached).keys() for name in "ab"] == [set(), {"device"}]
-    assert not of_engine(one)._loads["faulty host"]._units, "nothing came, and nothing was measured"
+    assert of_engine(one).loads["faulty host"].per_s == math.inf, "nothing came, and nothing was measured"
 
 
-def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(
-    harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_finds_no_memory_asks_a_slow_tier_once(harness: MakeHarness, tier: HostTier) -> None:
     one = serving(harness, tier, budget_pages=12)
     tokens = stored(one, PROMPT)
-    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 0.0)
+    of_engine(one).prefill = Rate(math.inf)
     for index in range(3):
         one.ask(f"{index}", prompt_of(300, 20 + index), 20)
     one.step(2)
@@ -497,8 +501,8 @@ def test_a_fetch_that_is_declined_once_a_tier_has_answered_counts_once(
 ) -> None:
     one = serving(harness, asks)
     tokens = stored(one, PROMPT)
-    monkeypatch.setattr(Fetches, "_computing_s", lambda *_: 1e6)
-    of_engine(one)._loads["faulty host"].add(1, 0.0, 1.0)
+    monkeypatch.setattr(Fetches, "computing_s", lambda *_: 1e6)
+    of_engine(one).loads["faulty host"].add(1, 0.0, 1.0)
     asks.chance = 1.0
     one.ask("known", PROMPT)
     one.step(2)
@@ -513,7 +517,7 @@ def test_what_is_before_the_records_of_a_slow_tier_is_loaded_and_those_are_compu
     one = serving(harness, host, disk, step_tokens=1024)
     prompt, other = PROMPTS[5], PROMPTS[1]  # with the answers of 11 and 8 pages: the end of the first leaves the host tier
     tokens, _ = stored(one, prompt), stored(one, other)
-    rates = of_engine(one)._loads
+    rates = of_engine(one).loads
     rates["faulty host"].add(1, 0.0, 1e6)
     assert one.said(prompt) == tokens and one.outputs("alone")[-8].cached == (("host", 384),)
     assert disk.stats().loaded_bytes == 0 and ended(one) == {"done": 1, "declined": 1}
@@ -550,8 +554,8 @@ def test_what_preempted_requests_generated_comes_back_from_a_tier(
     roomy, plain, swapping = crowded(harness, budget_pages=64), crowded(harness), crowded(harness, [tier])
     for name in CROWD:
         assert plain.tokens(name) == swapping.tokens(name) == roomy.tokens(name)
-    assert plain.engine._scheduler.counts.resumed_tokens.keys() == {"recomputed"}
-    counts = swapping.engine._scheduler.counts
+    assert plain.engine.scheduler.counts.resumed_tokens.keys() == {"recomputed"}
+    counts = swapping.engine.scheduler.counts
     num_lost, num_kept = counts.resumed_tokens["recomputed"], counts.resumed_tokens["host"]
     assert counts.preemptions and num_lost <= 16 * counts.preemptions < num_kept, "one page each was not stored yet"
     assert counts.hit_tokens == {}, "no prompt was known when its request first began"
@@ -589,26 +593,30 @@ class FakePrefix:
     """Has a fetch for each prompt, and may have no room to borrow some of its tokens."""
 
     def __init__(self, *fetches: FakeFetch, borrowed: Borrowed | None = None) -> None:
-        self._fetches = [*fetches]
-        self._borrowed = borrowed
+        self.fetches = [*fetches]
+        self.borrowed = borrowed
 
     def store_if(self, worth: object) -> None:
         pass
 
     def borrow(self, tokens: object, **options: object) -> Borrowed | None:
-        return self._borrowed
+        return self.borrowed
 
     def fetch(self, tokens: object, **options: object) -> FakeFetch:
-        return self._fetches.pop(0)
+        return self.fetches.pop(0)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetches, list[Request], list[float]]:
+def started(
+    monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch, prefix: FakePrefix | None = None, running: Sequence[Request] = ()
+) -> tuple[Fetches, list[Request], list[float]]:
     """Requests that wait for these, of which each could be computed in 0.5 s, and the time, which is 0 s."""
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    memory = {"memory.prefixes": FakePrefix(*fetches), "memory.layout.row_bytes": 1}
-    one = Fetches(MagicMock(**memory, **{"scheduler.running": {}}))
-    one._prefill.add(100, 0.0, 1.0)
+    prefix = FakePrefix() if prefix is None else prefix
+    prefix.fetches += fetches
+    memory = {"memory.prefixes": prefix, "memory.layout.row_bytes": 1}
+    one = Fetches(MagicMock(**memory, **{"scheduler.running": dict.fromkeys(running)}))
+    one.prefill.add(100, 0.0, 1.0)
     params = [Generate(request_id=f"{index}", prompt=PROMPT, params=GREEDY) for index in range(len(fetches))]
     requests = [Request(each, frozenset()) for each in params]
     assert all(one.hold(request) for request in requests)
@@ -619,12 +627,11 @@ def started(monkeypatch: pytest.MonkeyPatch, *fetches: FakeFetch) -> tuple[Fetch
 def test_a_request_waits_for_room_to_borrow_what_takes_a_while_to_compute(
     num_tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _, _ = started(monkeypatch)
     runs, request = (Request(Generate(request_id=each, prompt=PROMPT, params=GREEDY), frozenset()) for each in ("runs", "lent"))
-    one._scheduler.running[runs] = None
-    one._prefix = cast(Any, FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter())))
+    prefix = FakePrefix(FakeFetch(Counter()), borrowed=Borrowed(0, num_tokens, Counter()))
+    one, _, _ = started(monkeypatch, prefix=prefix, running=[runs])
     assert one.hold(request) is (None if waits else True)
-    assert not one._asked[request].fetched and (request in one.waiting) != waits
+    assert one.sources(request, 100) == {"device": 100} and (request in one.waiting) != waits
 
 
 def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,7 +640,7 @@ def test_a_load_that_nothing_looked_at_in_time_is_as_fast_as_it_was(monkeypatch:
     fetch.end(0.1)
     now_s[0] = 3.0
     assert one.released() == requests and one.counts.fetches == {"done": 1}
-    assert one._loads["host"].per_s == pytest.approx(10_000)
+    assert one.loads["host"].per_s == pytest.approx(10_000)
 
 
 def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +657,7 @@ def test_each_fetch_has_the_time_of_computing_its_own_tokens(monkeypatch: pytest
     assert not one.released()
     fetches[2].end(1.45)
     assert one.released() == requests[2:]
-    assert not one.waiting and not one._began_s
+    assert not one.waiting and not one.under_way
 
 
 @pytest.mark.parametrize(("come", "measured"), [(0, 1), (3, 3)])
@@ -666,28 +673,34 @@ def test_a_fetch_is_late_a_step_after_computing_and_its_tier_as_fast_as_what_cam
     assert not one.released()
     now_s[0] = 0.76
     assert one.released() == requests and one.counts.fetches == {"late": 1}
-    assert one._loads["disk"].per_s == pytest.approx(measured * PAGE_BYTES / 0.76)
-    assert not one._loads["host"]._units
+    assert one.loads["disk"].per_s == pytest.approx(measured * PAGE_BYTES / 0.76)
+    assert one.loads["host"].per_s == math.inf
 
 
 def test_a_fetch_that_more_and_more_requests_wait_for_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck, other = FakeFetch(Counter(host=1000)), FakeFetch(Counter(host=1000))
-    one, (_, behind), now_s = started(monkeypatch, stuck, other)
+    stuck, other, prefix = FakeFetch(Counter(host=1000)), FakeFetch(Counter(host=1000)), FakePrefix()
+    one, (_, behind), now_s = started(monkeypatch, stuck, other, prefix=prefix)
     while behind in one.waiting:
         now_s[0] += 0.4
         assert now_s[0] < 5.0
         stuck.waiting += 1
-        one._prefix = cast(Any, FakePrefix(stuck))
+        prefix.fetches.append(stuck)
         assert one.hold(Request(Generate(request_id="more", prompt=PROMPT, params=GREEDY), frozenset()))
         one.released()
-    assert now_s[0] > 4.0 and stuck in one._began_s
+    assert now_s[0] > 4.0 and stuck in one.under_way
 
 
 def test_requests_behind_many_fetches_wait_but_for_more_urgent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)))
+    prefix = FakePrefix()
+    one, requests, _ = started(monkeypatch, *(FakeFetch(Counter(host=1000)) for _ in range(8)), prefix=prefix)
     assert one.is_full(0) and not one.is_full(-1)
     one.let_go(requests[3])
-    assert not one.is_full(0) and one._asked[requests[3]].num_fetches == 0 and one._asked[requests[4]].num_fetches == 1
+    assert not one.is_full(0)
+    for may_start in (True, True, False):  # it was given up, and that counts for nothing
+        prefix.fetches.append(fetch := FakeFetch(Counter(host=1000)))
+        assert one.hold(requests[3]) is may_start
+        fetch.end(0.0)
+        assert one.released() == [requests[3]] * may_start
 
 
 def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
@@ -696,21 +709,21 @@ def test_a_tier_slower_than_computing_is_asked_again_now_and_then() -> None:
 
     def is_worth(fetch: FakeFetch) -> bool:
         request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
-        answers = {one._is_worth(request, fetch) for _ in range(3)}  # for one request it counts once
+        answers = {one.is_worth(request, fetch) for _ in range(3)}  # for one request it counts once
         return answers.pop()
 
     fetch = FakeFetch(Counter(host=1000, disk=1000))
     assert is_worth(fetch), "nothing is known of it"
-    one._loads["host"].add(1000, 0.0, 0.01)
-    one._loads["disk"].add(1000, 0.0, 1.0)
-    one._prefill.add(100, 0.0, 1.0)
+    one.loads["host"].add(1000, 0.0, 0.01)
+    one.loads["disk"].add(1000, 0.0, 1.0)
+    one.prefill.add(100, 0.0, 1.0)
     declined = 0
     while not is_worth(fetch):
         declined += 1
     assert 50 < declined < 90
-    one._loads["disk"].add(500, 1.0, 1.5)  # it took as long again
+    one.loads["disk"].add(500, 1.0, 1.5)  # it took as long again
     assert not is_worth(fetch)
-    assert one._loads["host"].per_s == pytest.approx(100_000)
+    assert one.loads["host"].per_s == pytest.approx(100_000)
     assert is_worth(FakeFetch(Counter()))
 
 
@@ -732,7 +745,7 @@ def test_a_tier_is_loaded_from_if_it_is_measured_to_be_faster_than_computing(
         now_s += 1e-3 * sum(len(chunk.tokens) for chunk in step.chunks)
         return real(self, step)
 
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 256)
+    monkeypatch.setattr(fetches, "LEAST_MEASURED", 256)
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     monkeypatch.setattr(Runner, "forward", forward)
     tier = Throttled(64 * PAGE_BYTES)
@@ -751,15 +764,15 @@ def test_a_tier_is_loaded_from_if_it_is_measured_to_be_faster_than_computing(
 def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
     harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "_TRIAL", 3)
+    monkeypatch.setattr(fetches, "TRIAL", 3)
     one = serving(harness, tier)
     found = of_engine(one)
     request = Request(Generate(request_id="one", prompt=PROMPT, params=GREEDY), frozenset())
     fetch = FakeFetch(Counter(host=1000))
-    found._loads["host"].add(10, 0.0, 1.0)
-    while not found._is_worth(request, fetch):  # a load is tried now and then, but nothing is known of it yet
-        found._asked[request].declined.clear()
-    del found._asked[request]
+    found.loads["host"].add(10, 0.0, 1.0)
+    while not found.is_worth(request, fetch):  # a load is tried now and then, but nothing is known of it yet
+        found.finished(request)
+    found.finished(request)
     held_bytes = [0]
     for prompt in PROMPTS:
         one.said(prompt, 70)  # inserted in many pieces: all or none are stored
@@ -767,26 +780,25 @@ def test_little_is_stored_in_a_tier_that_is_slower_than_computing(
         held_bytes.append(tier.stats().held_bytes)
     pages = [(more - some) // PAGE_BYTES for some, more in itertools.pairwise(held_bytes)]
     assert pages == [0, 0, (len(PROMPTS[2]) + 70) // 64, 0, 0, (len(PROMPTS[5]) + 70) // 64]
-    found._loads["host"].add(1e9, 1000.0, 1000.1)
-    assert found._is_worth(request, fetch) and found._is_worth_storing("host") and found._is_worth_storing("host")
+    found.loads["host"].add(1e9, 1000.0, 1000.1)
+    assert found.is_worth(request, fetch) and found.is_worth_storing("host") and found.is_worth_storing("host")
 
 
 def test_a_step_that_computes_while_it_is_launched_counts_into_the_rate_of_prefill(
     harness: MakeHarness, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1)
+    monkeypatch.setattr(fetches, "LEAST_MEASURED", 1)
     monkeypatch.setattr(Runner, "forward", lambda *given, real=Runner.forward: (time.sleep(0.1), real(*given))[1])
     one = serving(harness, tier, lookahead=0)
     one.said(PROMPT)
-    assert of_engine(one)._prefill.per_s < len(PROMPT) / 0.1
+    assert of_engine(one).prefill.per_s < len(PROMPT) / 0.1
 
 
 def test_the_rate_of_prefill_is_measured_before_the_first_request(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a fetch could be waited for where computing takes no time."""
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 256)
+    monkeypatch.setattr(fetches, "LEAST_MEASURED", 256)
     with LLM(directory, **OPTIONS) as llm:
-        assert llm._loaded is not None
-        assert llm._loaded.engine.features.of(Fetches)._prefill.per_s != 1.0, "it is as it was taken to be"
+        assert llm.loaded.engine.features.of(Fetches).prefill.per_s != 1.0, "it is as it was taken to be"
 
 
 # options
@@ -807,7 +819,7 @@ def test_models_whose_rows_differ_have_other_fingerprints(directory: Path, tmp_p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_change_of_the_weights_goes_unseen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle, at the ends, in a tensor of odd size, and an exchange of two words."""
-    monkeypatch.setattr(loading, "_HASHED_WORDS", 16)
+    monkeypatch.setattr(loading, "HASHED_WORDS", 16)
     weights = {"large": torch.arange(999.0).to(dtype), "small": torch.ones(99).to(dtype)[3:6], "none": torch.ones(0)}
     prints = {weights_identity(weights)}
     for name, place in (("large", 0), ("large", 500), ("large", 998), ("small", 0), ("small", 2)):

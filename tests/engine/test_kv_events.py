@@ -209,13 +209,26 @@ def test_a_router_has_the_tree_after_a_walk_and_after_a_gap(tmp_path: Path, seed
         router.listen(lambda: not router.blocks)
 
 
+def stall(patch: pytest.MonkeyPatch, goes_on: threading.Event, waits: threading.Event | None = None) -> None:
+    """The publisher's thread waits, with the next change of a tree."""
+    hashed = kv_events.block_hashes
+
+    def slowly(*given: Any) -> Any:
+        if waits is not None:
+            waits.set()
+        goes_on.wait(WAIT_S)
+        return hashed(*given)
+
+    patch.setattr(kv_events, "block_hashes", slowly)
+
+
 def test_changes_that_were_dropped_leave_a_gap_and_no_block_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, rng, goes_on, events_of = clocked_tree(), random.Random(0), threading.Event(), kv_events._events
+    tree, rng, goes_on = clocked_tree(), random.Random(0), threading.Event()
     with published(tmp_path) as (publisher, router):
         monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 8)
-        monkeypatch.setattr(kv_events, "_events", lambda *args, **kind: (goes_on.wait(WAIT_S), events_of(*args, **kind))[1])
+        stall(monkeypatch, goes_on)
         router.replay.close()
         tree.listen(publisher)
         for _ in walk(tree, rng, 300):
@@ -278,7 +291,7 @@ def test_what_an_engine_has_cached_is_what_a_router_knows(tmp_path: Path) -> Non
             loaded.engine.receive(Generate(request_id=str(len(prompt)), prompt=prompt, params=params, cache_salt="salt:s"))
             while loaded.engine.has_work:
                 loaded.engine.step()
-        tree = prefixes._index.tree
+        tree = prefixes.index.tree
         assert {("s", tuple(prompt[:96])) for prompt in prompts} <= known(tree)
         router.listen(lambda: (router.ask(), set(router.blocks.values()) == known(tree))[1])
         prefixes.evict()
@@ -311,8 +324,8 @@ class Tiered:
 
     def held(self) -> dict[str, set[Block]]:
         """The blocks that there are, by medium."""
-        keys, layout = self.prefix._transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
-        found: dict[str, set[Block]] = {"GPU": known(self.prefix._index.tree), "CPU": set(), "STORAGE": set()}
+        keys, layout = self.prefix.transfers.keys, self.prefix.cache.layout  # type: ignore[union-attr]
+        found: dict[str, set[Block]] = {"GPU": known(self.prefix.index.tree), "CPU": set(), "STORAGE": set()}
         for namespace, prompt in self.prompts:
             path = keys.of(prompt, namespace)
             path.hash_some(None)
@@ -323,7 +336,7 @@ class Tiered:
                     if group.window is None:
                         needed |= {*[*of_group, b"a page that is not full"][first // PAGE_BYTES : last // PAGE_BYTES + 1]}
                 for medium, tier in (("CPU", self.host), ("STORAGE", self.disk)):
-                    if needed <= tier._records.keys():
+                    if all(tier.lookup([*needed])):
                         found[medium].add((namespace and "red", tuple(prompt[:end])))
         return found
 
@@ -429,7 +442,7 @@ def test_what_a_tier_could_not_store_is_not_told_and_not_remembered(tmp_path: Pa
             tiered.flush()
             router.listen(lambda: len(router.held["STORAGE"]) == 1 and len(router.held["CPU"]) == 4)
             assert router.at("STORAGE") == {(None, tuple(range(60, 76)))}
-            assert len(publisher._tiers["disk"]._ending) == 1
+            assert publisher.tiers["disk"].num_records == 1
 
 
 def test_records_that_stay_are_told_again_after_changes_were_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +457,8 @@ def test_records_that_stay_are_told_again_after_changes_were_lost(tmp_path: Path
             router.listen(lambda: router.at("CPU") == router.at("STORAGE") == blocks)
             with monkeypatch.context() as patch:
                 patch.setattr(kv_events, "KV_EVENTS_PENDING", 50)
-                patch.setattr(publisher, "_next_events", lambda: (waits.set(), goes_on.wait(WAIT_S), [])[2])
+                stall(patch, goes_on, waits)
+                publisher.stored("another", [bytes(64)])
                 assert waits.wait(WAIT_S)
                 for _ in range(60):
                     publisher.held("host", [b"another"], True)
@@ -463,7 +477,7 @@ def test_the_publisher_rests_by_the_time_it_worked_not_by_changes(monkeypatch: p
     with contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*")) as publisher:
         for number in range(3000):
             publisher.held("host", [number.to_bytes(4, "big")], number % 2 == 0)
-        until(lambda: not publisher._pending)
+        until(lambda: not publisher.num_pending)
     assert 3000 // 12 <= len(pauses) <= 2 * 3000 // 10
 
 
@@ -518,7 +532,7 @@ def test_two_blocks_of_one_record_may_have_one_hash(monkeypatch: pytest.MonkeyPa
             assert event is None or event.block_hashes
         if is_held:
             assert any(blocks.describe(path, None))
-    assert not blocks._ending and not blocks._spanning
+    assert not blocks.num_records
 
 
 def test_a_change_that_fails_is_logged_and_clears_what_routers_know(
@@ -527,7 +541,7 @@ def test_a_change_that_fails_is_logged_and_clears_what_routers_know(
     with published(tmp_path) as (publisher, router):
         router.replay.close()
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._tiers["host"], "hold", Mock(side_effect=KeyError("a defect")))
+            patch.setattr(publisher.tiers["host"], "hold", Mock(side_effect=KeyError("a defect")))
             publisher.held("host", [b"key"], True)
             router.listen(lambda: {"type": "AllBlocksCleared"} in router.events[1:])
         assert "a change could not be told" in caplog.text and "a defect" in caplog.text
@@ -536,17 +550,17 @@ def test_a_change_that_fails_is_logged_and_clears_what_routers_know(
 
 
 def test_the_engine_never_waits_for_a_publisher_that_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, send = threading.Event(), KVEventPublisher._send
+    goes_on = threading.Event()
     with published(tmp_path) as (publisher, router):
         monkeypatch.setattr(kv_events, "KV_EVENTS_PENDING", 50)
-        monkeypatch.setattr(publisher, "_send", lambda events: (goes_on.wait(WAIT_S), send(publisher, events)))
+        stall(monkeypatch, goes_on)
         router.replay.close()
         tiered = Tiered(tmp_path / "disk", LAYOUT, publisher)
         with tiered.stack:
             start_s = time.monotonic()
             tiered.walk(random.Random(0), 60)
             tiered.flush()
-            assert time.monotonic() - start_s < WAIT_S / 2 and len(publisher._pending) <= 51
+            assert time.monotonic() - start_s < WAIT_S / 2 and publisher.num_pending <= 51
             monkeypatch.undo()
             goes_on.set()
             for seed in range(2):
@@ -569,8 +583,10 @@ def test_a_publisher_with_nothing_to_tell_rests(monkeypatch: pytest.MonkeyPatch,
         return poll(poller, timeout)
 
     monkeypatch.setattr(zmq.Poller, "poll", counted)
+    before = set(threading.enumerate())
     publisher = KVEventPublisher("tcp://127.0.0.1:*", replay_endpoint)
-    publisher._thread.name = "this one"
+    (thread,) = set(threading.enumerate()) - before
+    thread.name = "this one"
     time.sleep(5 * kv_events.PERIOD_MS / 1e3)
     publisher.close()
     assert 1 <= polled["this one"] < 100, "some five; without a rest thousands"
@@ -597,7 +613,7 @@ def large_batches(endpoint: str, num_batches: int) -> Iterator[KVEventPublisher]
         patch.setattr(kv_events, "PERIOD_MS", 0)
         num_tokens = (num_batches - 1) * kv_events.MOST_BLOCKS * BLOCK_TOKENS
         publisher.stored(None, [np.arange(num_tokens, dtype=np.int32).tobytes()])
-        until(lambda: publisher._number == num_batches - 1)
+        until(lambda: publisher.number == num_batches - 1)
         yield publisher
 
 
@@ -630,26 +646,26 @@ def test_a_client_that_does_not_read_its_replays_holds_up_a_few_batches_and_no_o
     num_batches, asked = 600, [b"", bytes(8)]
     with large_batches(f"ipc://{tmp_path}/replay", num_batches) as publisher:
         with asking(publisher, asked) as deaf:
-            until(lambda: bool(publisher._replays))
+            until(lambda: bool(publisher.replays))
             for _ in range(60):
                 deaf.send_multipart(asked)
             with asking(publisher, asked) as client:
                 assert replayed(client) == [*range(num_batches)]
                 client.send_multipart((b"", (num_batches - 2).to_bytes(8, "big")))
                 assert replayed(client) == [num_batches - 2, num_batches - 1]
-            turns, replay = itertools.count(), publisher._replay
-            monkeypatch.setattr(publisher, "_replay", lambda: (next(turns), replay())[1])
+            turns, bisect = itertools.count(), kv_events.bisect_left
+            monkeypatch.setattr(kv_events, "bisect_left", lambda *given, **how: (next(turns), bisect(*given, **how))[1])
             until(lambda: next(turns) > num_batches)  # more than would send all
-            (start,) = publisher._replays.values()
+            (start,) = publisher.replays.values()
             assert start < num_batches // 2, "a queue, and the buffers of the kernel"
             numbers = replayed(deaf)
             assert numbers[-1] == num_batches - 1 and len(numbers) < 2 * num_batches, (
                 "asking again begins anew, and adds nothing"
             )
         with asking(publisher, asked) as gone:
-            until(lambda: bool(publisher._replays))
+            until(lambda: bool(publisher.replays))
             gone.close()
-            until(lambda: not publisher._replays)
+            until(lambda: not publisher.replays)
 
 
 @pytest.mark.parametrize("frames", [[b"", b"short"], [b"no", bytes(8)], [b"", bytes(8), b""], [b""], [b"", b"\xff" * 8]])
@@ -670,7 +686,7 @@ def test_batches_for_replays_are_bounded_by_number_and_by_bytes_and_the_oldest_g
     monkeypatch.setattr(kv_events, name, most)
     num_batches = 50
     with large_batches(f"ipc://{tmp_path}/replay", num_batches) as publisher:
-        sizes = [len(batch) for _, batch in publisher._sent]
+        sizes = [len(batch) for _, batch in publisher.sent]
         assert len(sizes) == num_left or most - max(sizes) < sum(sizes) <= most
         with asking(publisher, [b"", bytes(8)]) as client:
             assert replayed(client) == [*range(num_batches - len(sizes), num_batches)]
@@ -679,11 +695,11 @@ def test_batches_for_replays_are_bounded_by_number_and_by_bytes_and_the_oldest_g
 def test_a_peer_that_reads_nothing_or_sends_too_much_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "UNREAD_MS", 100)
     with large_batches("tcp://127.0.0.1:*", 1500) as publisher:
-        assert publisher._replayer is not None
-        monitor = publisher._replayer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert publisher.replayer is not None
+        monitor = publisher.replayer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         with asking(publisher, [b"", bytes(8)]):
             assert monitor.poll(WAIT_S * 1000) and monitor.recv_multipart()
-            until(lambda: not publisher._replays)
+            until(lambda: not publisher.replays)
         with asking(publisher, [b"", bytes(1 << 20)]):
             assert monitor.poll(WAIT_S * 1000)
-        publisher._replayer.disable_monitor()
+        publisher.replayer.disable_monitor()

@@ -154,7 +154,7 @@ def test_a_request_says_the_same_however_often_it_is_preempted(harness: MakeHarn
     wanted = one.said(prompt_of(60), 70, **options)
     assert len(wanted) >= 50 and compacted(one, "alone")
     one.ask("a", prompt_of(60), 70, **options)
-    request, scheduler = one.engine._scheduler.find("a"), one.engine._scheduler
+    request, scheduler = one.engine.scheduler.find("a"), one.engine.scheduler
     assert request is not None
     for num_tokens in (1, 20, 45):
         while len(one.tokens("a")) < num_tokens:
@@ -196,7 +196,7 @@ def test_a_request_that_waits_for_memory_begins_when_another_is_compacted(harnes
         one.step()
     while "length" not in one.finish_reasons("waits"):
         one.step()
-    assert "length" not in one.finish_reasons("long") and not one.engine._scheduler.counts.preemptions
+    assert "length" not in one.finish_reasons("long") and not one.engine.scheduler.counts.preemptions
     one.run()
     assert one.tokens("waits") == one.expected(prompt_of(300, 1), 5)
 

@@ -26,9 +26,10 @@ from vmmkv_server.console import GenerationProgress
 from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.errors import EngineDied
+from vmmkv_server.engine.features.prompt_scores import PromptScores
 from vmmkv_server.engine.runner import Runner
-from vmmkv_server.llm import CompletionOutput, _Answer, _Grammars
-from vmmkv_server.protocol import Failed, Generate, Output
+from vmmkv_server.llm import CompletionOutput, GrowingAnswer
+from vmmkv_server.protocol import Generate, Output
 from vmmkv_server.tokenizer import Tokenizer
 
 VOCABULARY = 258
@@ -52,7 +53,7 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
         assert one.snapshot is not None
         scheduler, memory = one.snapshot.scheduler, one.snapshot.memory
         assert (scheduler.requests_running, scheduler.requests_waiting, memory.kv_mapped_bytes) == (0, 0, 0)
-        one._open().memory.cache.check()
+        one.loaded.memory.cache.check()
 
 
 def answers(completions: list[RequestOutput]) -> list[list[int]]:
@@ -168,7 +169,7 @@ def test_what_comes_behind_a_stop_string_or_with_an_end_token_is_not_the_answers
         own = CompletionOutput(logprobs=[], top_logprobs=[])
         request = Generate(request_id="a", prompt=[97], params=GREEDY)
         detokenizer = None if stop is None else Tokenizer.load(directory).detokenizer((stop,), [])
-        growing = _Answer(request, RequestOutput(prompt_token_ids=[97], outputs=[own]), own, [], detokenizer)
+        growing = GrowingAnswer(request, RequestOutput(prompt_token_ids=[97], outputs=[own]), own, [], detokenizer)
         for output in outputs:
             growing.feed(output)
         return own
@@ -243,16 +244,10 @@ def test_one_priority_for_each_prompt(engine: LLM) -> None:
 def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
     engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = engine._open().engine
-    receive = core.receive
+    def refusal(feature: PromptScores, ask: Generate) -> str | None:
+        return "told to fail" if ask.prompt == token_ids("bad") else None
 
-    def failing(message: Any) -> None:
-        if getattr(message, "prompt", None) == token_ids("bad"):
-            engine._messages.append(Failed(request_id=message.request_id, message="told to fail"))
-        else:
-            receive(message)
-
-    monkeypatch.setattr(core, "receive", failing)
+    monkeypatch.setattr(PromptScores, "refusal", refusal)
     good, bad, last = engine.generate(["good", "bad", "last"], GREEDY)
     assert bad.error == "told to fail"
     assert (bad.outputs[0].token_ids, bad.outputs[0].finish_reason, bad.first_token_s) == ([], None, None)
@@ -262,7 +257,7 @@ def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
 
 def after_steps(engine: LLM, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> list[int]:
     """Have the engine do `act` once, within a step, when it has done so many. Returns a list with the number of its steps."""
-    core = engine._open().engine
+    core = engine.loaded.engine
     step, done = core.step, [0]
 
     def counted() -> None:
@@ -287,7 +282,7 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not engine._open().engine.has_work
+    assert not engine.loaded.engine.has_work
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
@@ -301,7 +296,7 @@ def test_a_handler_that_raises_waits_for_the_step_and_leaves_no_sequence(
     def ring(*_: object) -> None:
         raise Alarm
 
-    memory = engine._open().memory
+    memory = engine.loaded.memory
     attach, before = memory.attach, signal.signal(number, ring)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -316,7 +311,7 @@ def test_a_handler_that_raises_waits_for_the_step_and_leaves_no_sequence(
         assert signal.getsignal(number) is ring
     finally:
         signal.signal(number, before)
-    assert not engine._open().engine.has_work and not memory.stats().num_sequences
+    assert not engine.loaded.engine.has_work and not memory.stats().num_sequences
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
@@ -326,10 +321,10 @@ def test_an_interrupt_within_a_step_ends_the_engine_and_close_gives_all_back(
 ) -> None:
     """As a second Ctrl-C is."""
     with LLM(directory, **OPTIONS) as engine:
-        core, pool = engine._open().engine, engine._open().memory.cache.pool
+        core, pool = engine.loaded.engine, engine.loaded.memory.cache.pool
         holder, name = {
             "a sequence that no request has": (core.memory.cache.slots, "open"),
-            "slots that the device alone has": (core._runner.uploads, "into"),
+            "slots that the device alone has": (core.runner.uploads, "into"),
             "a parked slot": (core.memory.prefixes, "park"),
         }[place]
         call = getattr(holder, name)
@@ -410,10 +405,10 @@ def test_what_a_tier_lacks_is_stored_when_an_llm_ends(directory: Path, tmp_path:
     options = {**OPTIONS, "kv_disk": tmp_path / "kv", "kv_disk_budget_bytes": 64 * MIB}
     prompt = [token % 251 for token in range(4500)]  # two pages of 2,048 tokens, and a rest
     with LLM(directory, **options) as one, monkeypatch.context() as patch:
-        patch.setattr(one._open().engine, "poll_tiers", lambda *_: True)
+        patch.setattr(one.loaded.engine, "poll_tiers", lambda *_: True)
         one.generate([prompt], GREEDY)
     with LLM(directory, **options) as one:
-        assert sum(tier.held_bytes for tier in one._open().memory.prefixes.stats().tiers) == 4 * MIB
+        assert sum(tier.held_bytes for tier in one.loaded.memory.prefixes.stats().tiers) == 4 * MIB
 
 
 def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> None:
@@ -427,7 +422,7 @@ def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> Non
 
 def test_no_call_hangs_in_a_child_made_by_fork(engine: LLM, directory: Path) -> None:
     grammar = SamplingParams(temperature=0.0, max_tokens=2, structured_outputs={"choice": ["ab", "cd"]})
-    engine._grammars = engine._grammars or _Grammars(engine.ready)  # which has a thread
+    engine.generate([[1, 2]], grammar)  # from now on it has a thread for grammars
     child = os.fork()
     if not child:
         num_refused = 0
@@ -454,7 +449,7 @@ def test_no_call_hangs_in_a_child_made_by_fork(engine: LLM, directory: Path) -> 
 
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
     one = LLM(directory, **OPTIONS)
-    calls = one._open().memory.cache.pool.driver.calls
+    calls = one.loaded.memory.cache.pool.driver.calls
     assert repr(one) == f"<LLM of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
     one.generate("a" * 100, GREEDY)
     assert "64.0 MiB of 64.0 MiB free" not in repr(one), "the prefix cache keeps it"
@@ -476,7 +471,7 @@ def test_an_interrupt_of_a_start_leaves_no_memory_taken(directory: Path, monkeyp
 
     def interrupted(engine: Engine, *_: Any, **__: Any) -> None:
         pools.append(engine.memory.cache.pool)
-        runners.append(weakref.ref(engine._runner))
+        runners.append(weakref.ref(engine.runner))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, name, interrupted)

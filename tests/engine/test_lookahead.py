@@ -137,7 +137,7 @@ def test_a_request_that_ends_in_flight_frees_its_slot_at_once(harness: MakeHarne
         one.step()
     assert len(one.engine.in_flight) == lookahead, "these compute what follows the end"
     one.step()
-    (second,) = one.engine._scheduler.running
+    (second,) = one.engine.scheduler.running
     assert second.ask.request_id == "second" and second.memory.length == 21
     one.run()
     assert one.tokens("first") == tokens[:at]
@@ -153,15 +153,16 @@ def test_overrun_rows_are_never_shared(harness: MakeHarness, monkeypatch: pytest
     prompt, free = prompt_of(90), one.expected(prompt_of(90), 60)
     at = first_new(free, range(36, 60))  # past row 128, with which a page begins
     told: list[int] = []
-    extend = PrefixCache._insert
 
-    def telling(cache: PrefixCache, sequence: Any, tokens: Any, **options: Any) -> Any:
-        confirmed = int(one.engine._scheduler.table.num_confirmed[sequence.slot])
+    def telling(call: Any, cache: PrefixCache, sequence: Any, tokens: Any = (), **options: Any) -> Any:
+        confirmed = int(one.engine.scheduler.table.num_confirmed[sequence.slot])
         assert len(tokens) <= confirmed <= sequence.length
         told.append(sequence.length - len(tokens))
-        return extend(cache, sequence, tokens, **options)
+        return call(cache, sequence, tokens, **options)
 
-    monkeypatch.setattr(PrefixCache, "_insert", telling)
+    for name in ("insert", "park", "release"):
+        call = getattr(PrefixCache, name)
+        monkeypatch.setattr(PrefixCache, name, lambda *given, call=call, **options: telling(call, *given, **options))
     one.ask("ends", prompt, 60, stop_token_ids=[free[at]])
     one.run()
     assert one.tokens("ends") == free[:at]

@@ -25,8 +25,8 @@ def test_tokens_are_right_whatever_an_operator_does(seed: int | None, tmp_path: 
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     print(f"seed {seed}")
     chance, looks = random.Random(seed), itertools.count()
-    monkeypatch.setattr(fetches, "_LEAST_MEASURED", 1 << 30)
-    monkeypatch.setattr(fetches, "_FIRST_TOKENS_PER_S", chance.choice([0.1, 10.0, 100.0]))
+    monkeypatch.setattr(fetches, "LEAST_MEASURED", 1 << 30)
+    monkeypatch.setattr(fetches, "FIRST_TOKENS_PER_S", chance.choice([0.1, 10.0, 100.0]))
     monkeypatch.setattr(fetches, "time", SimpleNamespace(perf_counter=lambda: float(next(looks))))  # time is counted in looks
     holder, path = start_holder(tmp_path / "kv.sock"), str(tmp_path / "kv.sock")
     host = FaultyTier(HostTier(chance.choice([8, 40]) * PAGE_BYTES), seed, FAULTS if seed % 2 else ["slow"])

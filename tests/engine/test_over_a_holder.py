@@ -72,14 +72,14 @@ def test_a_holder_makes_the_next_engine_warm_and_changes_no_token(
         first = one.generate([prompt], GREEDY)
         assert one.snapshot is not None
         assert one.snapshot.memory.kv_budget_bytes == 64 * MIB, "all that the holder may own"
-    monkeypatch.setattr(loading, "_PREPARE_S", 0.0)
+    monkeypatch.setattr(loading, "PREPARE_S", 0.0)
     with LLM(directory, **options) as one:
         second = one.generate([prompt], GREEDY)
-        assert one._open().memory.cache.stats().adopted_slots == 0
+        assert one.loaded.memory.cache.stats().adopted_slots == 0
     monkeypatch.undo()
     with LLM(directory, **options) as one:
         third = one.generate([prompt], GREEDY)
-        assert one._open().memory.cache.stats().adopted_slots == 1
+        assert one.loaded.memory.cache.stats().adopted_slots == 1
     assert answers(first) == answers(second) == answers(third) == [expected(directory, prompt)]
     assert [output.cached_tokens for (output,) in (first, second, third)] == [0, 4096, 4096]
     held.stop()

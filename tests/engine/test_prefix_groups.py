@@ -20,8 +20,8 @@ from vmmkv_server.engine.uploads import Uploads
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth sharing."""
-    monkeypatch.setattr(prefix_groups, "_MIN_COMMON", 1)
-    monkeypatch.setattr(prefix_groups, "_MIN_SAVED", 1)
+    monkeypatch.setattr(prefix_groups, "MIN_COMMON", 1)
+    monkeypatch.setattr(prefix_groups, "MIN_SAVED", 1)
 
 
 def prompts_of(tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> list[Prompt]:
@@ -204,7 +204,7 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
         return search(prompts)
 
     def share(slots: Slots, groups: list[PrefixGroup]) -> None:
-        table = one.engine._scheduler.table
+        table = one.engine.scheduler.table
         row = 0
         for group in groups:
             owners = [table.requests[slot] for slot in slots[row : row + len(group.members)]]

@@ -154,7 +154,7 @@ def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: MakeHarnes
 
     one.prefix.attach = watched
     one.run()
-    assert one.engine._scheduler.counts.preemptions == 1
+    assert one.engine.scheduler.counts.preemptions == 1
     assert known[-1][0] == known[-1][1] >= 192, "and no row that is still to be scored"
     assert_right(one, "scored", prompt)
 

@@ -3,6 +3,7 @@
 The other ranks are threads here, with the same code, sockets and collectives as processes, which take seconds to start.
 """
 
+import ctypes
 import re
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import ranks, worker
 from vmmkv_server.engine.errors import EngineDied
 from vmmkv_server.engine.models import transformers as transformers_model
-from vmmkv_server.engine.ranks import Op, Peer, RankFailed, Ranks
+from vmmkv_server.engine.ranks import Peer, RankFailed, Ranks
 from vmmkv_server.engine.step import Readback, Step
 from vmmkv_server.engine.worker import Worker
 from vmmkv_server.models import UnsupportedModel
@@ -45,6 +46,7 @@ class Threads:
         self.workers: list[Worker] = []
         self.errors: list[Exception] = []
         self.timeout_s = 30.0
+        self.channels: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, config: EngineConfig, device: torch.device) -> Ranks:
@@ -52,6 +54,7 @@ class Threads:
         for rank in range(1, config.tensor_parallel_size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peers.append(Peer(rank, ours))
+            self.channels.append(theirs)
             self.workers.append(worker.load(config, rank, theirs, store, self.timeout_s))
             self._threads.append(threading.Thread(target=self._run, args=(self.workers[-1], theirs)))
             self._threads[-1].start()
@@ -78,33 +81,23 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
     one.join()
 
 
-def pages(driver: Any) -> dict[tuple[int, int], tuple[int, Any]]:
-    """What a host driver has mapped: piece and access by reservation and place there."""
-    found = {}
-    for page, mapping in driver._pages.items():
-        for index, (start, end) in enumerate(driver._reserved):
-            if start <= page * 2 * MIB < end:
-                found[index, page * 2 * MIB - start] = mapping.piece.offset_bytes, mapping.access
-    return found
-
-
 def check(llm: LLM, threads: Threads) -> None:
     """All ranks have the pages and the limits of rank 0."""
-    loaded = llm._open()
+    loaded = llm.loaded
     cache: Any = loaded.memory.cache
     cache.check()
     if loaded.ranks is not None:
         loaded.ranks.ask_memory()  # all that was sent has been done
-        own = pages(cache.pool.driver._driver)
+        own = cache.pool.driver.over.mapped_pages()
         for one in threads.workers:
             assert one.limit is not None
-            assert pages(one.driver) == own
+            assert one.driver.mapped_pages() == own
             assert torch.equal(one.limit, cache.limit)
 
 
 def checked(llm: LLM, threads: Threads) -> LLM:
     """The laws are checked after each step."""
-    engine = llm._open().engine
+    engine = llm.loaded.engine
     step = engine.step
 
     def checked_step() -> None:
@@ -245,30 +238,35 @@ def test_prefixes_come_back_from_the_host_with_the_rows_of_all_ranks(
             outputs = checked(llm, threads).generate(prompts, GREEDY)
             assert [output.outputs[0].token_ids for output in outputs] == expected
         assert sum(output.cached_tokens_details.get("host", 0) for output in outputs) > 300
-        (tier,) = llm._open().memory._config.tiers  # type: ignore[attr-defined]
+        (tier,) = llm.loaded.memory.prefixes.transfers.mover.tiers  # type: ignore[union-attr]
         (other,) = threads.workers
-        assert other._host_memory is not None and len(other._host_memory) == tier.budget_bytes
-        assert other._host_memory.count_nonzero() > 0
-        assert not torch.equal(other._host_memory, tier._memory), "each has its own heads"
+        assert other.host_memory is not None and len(other.host_memory) == tier.budget_bytes
+        assert other.host_memory.count_nonzero() > 0
+        assert other.host_memory.numpy().tobytes() != ctypes.string_at(tier.address, tier.budget_bytes), (
+            "each has its own heads"
+        )
 
 
 def test_host_memory_that_a_rank_does_not_get_ends_the_start(
     tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "host_memory", Mock(side_effect=BudgetError("64 MiB cannot be had")))
-    monkeypatch.setattr(ranks, "_LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.2)
     path = saved(tiny_model(vocab_size=258), tmp_path)
     with pytest.raises(RankFailed, match="rank 1: BudgetError: 64 MiB cannot be had"):
         LLM(path, tensor_parallel_size=2, kv_host_budget_bytes=64 * MIB, **OPTIONS)
 
 
-def test_an_answer_by_a_grammar_has_the_tokens_of_one_rank(tmp_path: Path, threads: Threads) -> None:
+def test_an_answer_by_a_grammar_has_the_tokens_of_one_rank(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = AsyncMock(compile=AsyncMock(side_effect=compiled))  # not in a process of its own, which takes a while
+    monkeypatch.setattr("vmmkv_server.llm.GrammarCompiler", lambda *_: here)
     path = saved(tiny_model(vocab_size=SIZE, eos_token_id=257), tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-e]{3,9}fgh(ij)+"})
     found = []
     for num_ranks in (1, 2):
         with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
-            llm._grammars = Mock(compile=compiled)  # not in a process of its own, which takes a while
             (output,) = checked(llm, threads).generate([[3]], params)
             found.append(output.outputs[0])
     assert found[0].token_ids == found[1].token_ids
@@ -277,7 +275,7 @@ def test_an_answer_by_a_grammar_has_the_tokens_of_one_rank(tmp_path: Path, threa
 
 @pytest.fixture
 def llm(tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    monkeypatch.setattr(ranks, "_LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.2)
     path = saved(tiny_model(vocab_size=258), tmp_path)
     with LLM(path, tensor_parallel_size=2, **OPTIONS) as one:
         yield one
@@ -302,13 +300,13 @@ def test_no_rows_are_dropped_by_a_policy(llm: LLM) -> None:
 
 @torch.inference_mode()
 def test_rows_that_are_copied_and_pages_that_are_exchanged_are_so_on_all_ranks(llm: LLM, threads: Threads) -> None:
-    cache: Any = llm._open().memory.cache
+    cache: Any = llm.loaded.memory.cache
     (other,) = threads.workers
     sequence = cache.open()
     sequence.grow(6000)  # a page, and a part of one
     sequence.advance(6000)
     check(llm, threads)
-    k_STKD = other._model._attention._rows.views[1][0]  # type: ignore[union-attr]
+    k_STKD = other.rows.views[1][0]  # type: ignore[union-attr]
     k_STKD[sequence.slot, :6000].normal_()
     written = k_STKD[sequence.slot, :6000].clone()
     (fork,) = cache.fork(sequence)
@@ -344,9 +342,10 @@ def test_a_rank_whose_driver_fails_ends_the_engine_and_says_why(llm: LLM, thread
 
 def test_a_rank_that_is_late_ends_the_engine(llm: LLM, threads: Threads) -> None:
     goes_on = threading.Event()
-    threads.workers[0]._do[Op.FORWARD] = lambda *_: goes_on.wait(60) and None
-    collectives = llm._open().ranks.collectives  # type: ignore[union-attr]
-    collectives._group._set_default_timeout(timedelta(seconds=0.5))
+    assert threads.workers[0].model is not None
+    threads.workers[0].model.forward = lambda *_: goes_on.wait(60)  # type: ignore[method-assign, assignment, return-value]
+    collectives = llm.loaded.ranks.collectives  # type: ignore[union-attr]
+    collectives.group._set_default_timeout(timedelta(seconds=0.5))
     try:
         ends(llm, "a rank failed, or was late: ")
     finally:
@@ -354,10 +353,10 @@ def test_a_rank_that_is_late_ends_the_engine(llm: LLM, threads: Threads) -> None
 
 
 def test_a_device_that_waits_for_a_rank_for_too_long_ends_the_engine(llm: LLM) -> None:
-    several = llm._open().ranks
+    several = llm.loaded.ranks
     assert several is not None
-    several._timeout_s = 0.1
-    fence = llm._open().memory.cache.pool.driver.fence()  # type: ignore[attr-defined]
+    several.timeout_s = 0.1
+    fence = llm.loaded.memory.cache.pool.driver.fence()  # type: ignore[attr-defined]
     for is_done in (False, True):  # in the end by itself, which counts for nothing
         with pytest.raises(RankFailed, match=r"the ranks have waited for one another for 0\.1 s"):
             several.wait_for(lambda: is_done)  # noqa: B023 - called at once
@@ -366,9 +365,9 @@ def test_a_device_that_waits_for_a_rank_for_too_long_ends_the_engine(llm: LLM) -
 
 
 def test_stores_behind_a_step_that_waits_for_a_rank_do_not_keep_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, several = llm._open().engine, llm._open().ranks
+    core, several = llm.loaded.engine, llm.loaded.ranks
     assert several is not None
-    several._timeout_s = 0.1
+    several.timeout_s = 0.1
     readback = Readback(torch.zeros(0, dtype=torch.int32), done=Mock(**{"query.return_value": False}))
     none, polls = np.zeros(0, np.int64), iter(range(30_000))
     core.in_flight.append(Step(none, none, none, [], readback=readback))
@@ -380,23 +379,23 @@ def test_stores_behind_a_step_that_waits_for_a_rank_do_not_keep_the_engine(llm: 
 
 
 def test_a_rank_that_ends_between_requests_is_seen(llm: LLM, threads: Threads) -> None:
-    several = llm._open().ranks
+    several = llm.loaded.ranks
     assert several is not None
     several.check()
-    threads.workers[0]._channel.shutdown(socket.SHUT_RDWR)
+    threads.channels[0].shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankFailed, match="rank 1 has ended"):
         several.check()
     ends(llm, "rank 1 has ended")
 
 
 def test_an_error_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._open().ranks.collectives, "sum", Mock(side_effect=RuntimeError("out of memory")))  # type: ignore[union-attr]
+    monkeypatch.setattr(llm.loaded.ranks.collectives, "sum", Mock(side_effect=RuntimeError("out of memory")))  # type: ignore[union-attr]
     ends(llm, "out of memory")
 
 
 def test_an_interrupt_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._open().ranks.collectives, "sum", Mock(side_effect=KeyboardInterrupt))  # type: ignore[union-attr]
-    ranks = llm._open().ranks
+    monkeypatch.setattr(llm.loaded.ranks.collectives, "sum", Mock(side_effect=KeyboardInterrupt))  # type: ignore[union-attr]
+    ranks = llm.loaded.ranks
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]], GREEDY)
     assert ranks is not None and ranks.are_ended
@@ -406,7 +405,7 @@ def test_an_interrupt_in_a_pass_of_rank_0_ends_all_ranks(llm: LLM, threads: Thre
 
 
 def test_a_call_that_fails_on_rank_0_fails_one_request_and_no_rank_repeats_it(llm: LLM, threads: Threads) -> None:
-    driver: Any = llm._open().memory.cache.pool.driver._driver  # type: ignore[attr-defined]
+    driver: Any = llm.loaded.memory.cache.pool.driver.over  # type: ignore[attr-defined]
     map_, driver.map = driver.map, Mock(side_effect=DriverError("map: no", call="map", code="ENOMEM"))
     (output,) = checked(llm, threads).generate([[1] * 50], GREEDY)
     assert "map: no" in (output.error or "")
@@ -434,7 +433,7 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_the_engine(tmp_path: Pa
         (found,) = several.generate([[1, 2, 3]], GREEDY)
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
         assert not list(folder.glob("vmmkv-ranks-*")), "a process that is killed would leave it"
-        (peer,) = several._open().ranks._peers  # type: ignore[union-attr]
+        (peer,) = several.loaded.ranks.peers  # type: ignore[union-attr]
         assert peer.process is not None and peer.process.poll() is None
         peer.process.kill()
         ends(several, "rank 1 has ended with exit code -9")

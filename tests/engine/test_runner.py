@@ -87,7 +87,7 @@ def steady(harness: MakeHarness, sampling: str, **options: Any) -> Harness:
         one.ask(str(index), prompt_of(20 + index, index), 300, seed=index, **SAMPLING[sampling])
     for _ in range(10):
         one.engine.step()
-    assert len(one.engine._scheduler.running) == 5
+    assert len(one.engine.scheduler.running) == 5
     return one
 
 
@@ -176,8 +176,8 @@ def steady_over_pages(harness: MakeHarness, num_tokens: int, *, share: bool) -> 
         one.ask(str(index), prompt, 4 * TOKENS_A_PAGE)
     for _ in range(10):
         one.engine.step()
-    assert len(one.engine._scheduler.running) == SEQUENCES
-    assert all(request.status is Status.DECODING for request in one.engine._scheduler.running)
+    assert len(one.engine.scheduler.running) == SEQUENCES
+    assert all(request.status is Status.DECODING for request in one.engine.scheduler.running)
     return one
 
 
@@ -192,7 +192,7 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     found = []
     for num_tokens in (TOKENS_A_PAGE, 12 * TOKENS_A_PAGE):
         one = steady_over_pages(harness, num_tokens, share=share)
-        one.engine._step_us = 1e15  # there is time for whatever there is to do
+        one.engine.step_us = 1e15  # there is time for whatever there is to do
         before = one.cache.stats().driver_calls
         with counted() as calls:
             for _ in range(TOKENS_A_PAGE):
@@ -227,7 +227,7 @@ def test_an_interrupted_capture_leaves_the_current_stream_and_is_reset(monkeypat
     """Fences are made on the current stream: on another one they would miss what was launched before."""
     default, capturing = (Mock(device=torch.device("cuda:0")) for _ in range(2))
     current, graph = [default], Mock(**{f"{call}.side_effect": KeyboardInterrupt})
-    monkeypatch.setattr(runner, "_capture_stream", lambda index: capturing)
+    monkeypatch.setattr(runner, "capture_stream", lambda index: capturing)
     for name in ("current_device", "synchronize", "empty_cache", "_get_device_index"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
@@ -235,7 +235,7 @@ def test_an_interrupted_capture_leaves_the_current_stream_and_is_reset(monkeypat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     one = runner.Runner.__new__(runner.Runner)
-    one._cuda_graphs = []
+    one.cuda_graphs = []
     with pytest.raises(KeyboardInterrupt):
         one.captured(lambda: None, None)
     assert capturing in current and current[-1] is default

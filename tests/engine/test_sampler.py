@@ -252,7 +252,7 @@ def test_tokens_that_are_counted_are_as_tokens_that_were_there() -> None:
 
 def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
     sampler = make_sampler(50, *(request_in(slot) for slot in range(1, 20)))
-    assert sampler._penalties.num_rows == 0
+    assert sampler.penalties.num_rows == 0
     logits = torch.randn(50, generator=torch.Generator().manual_seed(6))
     expected = {}
     for slot in range(1, 20):
@@ -260,7 +260,7 @@ def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
             [request_in(slot, [slot], [slot, 49], frequency_penalty=0.5, logit_bias={slot: 1.0} if slot % 2 else {})]
         )
         expected[slot] = adjusted(sampler, logits, slot)
-    size = sampler._penalties.num_rows
+    size = sampler.penalties.num_rows
     assert 20 <= size <= 40
     for slot in range(1, 20):
         assert torch.equal(adjusted(sampler, logits, slot), expected[slot])
@@ -268,7 +268,7 @@ def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
         sampler.release(slot)
         assert not sampler.adjusted_until[slot]
     sampler.assign([request_in(slot, [0], [], presence_penalty=1.0) for slot in range(1, 20)])
-    assert sampler._penalties.num_rows == size
+    assert sampler.penalties.num_rows == size
     assert all(torch.equal(adjusted(sampler, logits, slot), logits) for slot in range(1, 20))  # nothing generated yet
 
 

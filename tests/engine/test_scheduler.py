@@ -19,7 +19,7 @@ WAYS = pytest.mark.parametrize(("lookahead", "share"), [(0, False), (2, True)])
 
 def running(one: Harness) -> list[str]:
     """The running requests, the oldest first."""
-    return [request.ask.request_id for request in one.engine._scheduler.running]
+    return [request.ask.request_id for request in one.engine.scheduler.running]
 
 
 @WAYS
@@ -34,7 +34,7 @@ def test_the_newest_of_the_lowest_priority_gives_its_slot(harness: MakeHarness, 
     one.step(2)
     assert running(one) == ["old", "first", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.counts.preemptions == 1
+    assert not one.failures() and one.engine.scheduler.counts.preemptions == 1
     names = [output.request_id for output in one.outputs() if output.finish_reason]
     assert names.index("pressing") < names.index("second")
 
@@ -54,7 +54,7 @@ def test_as_many_lower_priorities_are_preempted_as_it_takes(harness: MakeHarness
     one.step()
     assert running(one) == ["0", "1", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.counts.preemptions == 2
+    assert not one.failures() and one.engine.scheduler.counts.preemptions == 2
     for index in range(4):
         assert one.tokens(str(index)) == one.expected(prompt_of(40, index), 20)
     assert one.tokens("pressing") == one.expected(prompt_of(100, 7), 20)
@@ -69,12 +69,12 @@ def test_no_preemption_while_sliding_windows_makes_room(harness: MakeHarness, sh
     one.step(2)
     assert running(one) == ["long", "pressing"]
     one.run()
-    assert not one.failures() and one.engine._scheduler.counts.preemptions == 0
+    assert not one.failures() and one.engine.scheduler.counts.preemptions == 0
 
 
 def test_a_cached_prompt_is_a_hit_once_and_resumed_tokens_are_counted_apart(harness: MakeHarness) -> None:
     one = harness(wide_rows(), share=True, max_sequences=1)
-    prompt, counts = prompt_of(150), one.engine._scheduler.counts
+    prompt, counts = prompt_of(150), one.engine.scheduler.counts
     one.ask("first", prompt, 2)
     one.run()
     one.ask("again", prompt, 20, priority=1)
@@ -140,7 +140,7 @@ def test_windowed_layers_need_their_last_window_only(harness: MakeHarness) -> No
 def test_fewer_are_admitted_while_the_device_waits(
     harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, is_idle: bool, admitted: int
 ) -> None:
-    monkeypatch.setattr(Engine, "_is_idle", lambda engine: is_idle)
+    monkeypatch.setattr(Engine, "is_idle", lambda engine: is_idle)
     one = harness(slots=24, step_tokens=512)
     for index in range(24):
         one.ask(str(index), prompt_of(5, index), 4)
@@ -262,7 +262,7 @@ def test_prompts_that_wait_for_a_running_one_are_compared_with_it_once(
         one.ask(str(index), [*stem, 1 + index], 4)
     one.step()
     for _ in range(5):  # its rows have not been read back
-        one.engine._scheduler.schedule()
+        one.engine.scheduler.schedule()
     assert running(one) == ["0"] and compared == [1000, 1000, 1000]
     one.run()
     assert all(one.tokens(str(index)) == one.expected([*stem, 1 + index], 4) for index in range(4))

@@ -153,7 +153,7 @@ def soak(
     one.engine.settle()
     one.cache.check()
 
-    scheduler = one.engine._scheduler
+    scheduler = one.engine.scheduler
     ends = endings(one)
     for each in asked:
         if each.name in sent_before_abort:
@@ -203,7 +203,7 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random, tick: Callabl
     leaving: dict[str, int] = {}
     gone: dict[str, int] = {}
     step = 0
-    scheduler = one.engine._scheduler
+    scheduler = one.engine.scheduler
     while coming or one.engine.has_work:
         while coming and len(scheduler.waiting) < WAITING and chance.random() < 0.6:
             each = coming.pop()

@@ -48,8 +48,8 @@ def test_every_request_ends_once_with_a_tier_that_fails(
     if is_late:
         monkeypatch.setattr(HostDriver, "fence", LateFence)
     monkeypatch.setattr(fetches, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(Fetches, "_is_worth", lambda *_: True)
-    monkeypatch.setattr(Fetches, "_computing_s", lambda _, fetch, __: patience[fetch])
+    monkeypatch.setattr(Fetches, "is_worth", lambda *_: True)
+    monkeypatch.setattr(Fetches, "computing_s", lambda _, fetch, __: patience[fetch])
     monkeypatch.setattr(fetches, "time", SimpleNamespace(perf_counter=lambda: float(next(steps))))  # time is counted in looks
     tier = FaultyTier(HostTier(40 * PAGE_BYTES), 1)
     try:

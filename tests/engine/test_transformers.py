@@ -167,7 +167,7 @@ def test_layers_in_several_groups_of_one_shape_give_the_same_tokens(
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
     with engine_of(tmp_path, dtype="float32", model_impl=implementation) as engine:
-        assert len(engine._open().memory.cache.layout.groups) == 3
+        assert len(engine.loaded.memory.cache.layout.groups) == 3
         for _ in range(2):
             (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
             assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
@@ -279,7 +279,7 @@ def test_the_option_that_a_model_of_any_length_wants_is_named() -> None:
 def test_a_head_that_calls_a_part_of_a_part_has_no_log_probabilities_of_prompts(tmp_path: Path) -> None:
     RIGHT[OPT]().save_pretrained(tmp_path)
     with engine_of(tmp_path, load_format="dummy") as engine:
-        assert not engine._open().engine._runner.model.has_states
+        assert not engine.loaded.engine.runner.model.has_states
         (completion,) = engine.generate([[1, 2, 3]], SamplingParams(prompt_logprobs=0, max_tokens=2))
     assert completion.error is not None and "no log-probabilities of its prompts" in completion.error
 

@@ -146,7 +146,7 @@ def test_device_limits_follow(make: Callable[..., KVCache]) -> None:
 
 def control_stream(cache: KVCache) -> torch.cuda.Stream:
     """The driver's own stream, on which zeroes and limits travel."""
-    stream = cache.pool.driver.over._control
+    stream = cache.pool.driver.over.control
     assert isinstance(stream, torch.cuda.Stream)
     return stream
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, NAN, index, make_case
-from vmmkv_kernels.attention.prefill import _hopper, prefill
+from vmmkv_kernels.attention.prefill import hopper_kernels, prefill
 from vmmkv_kernels.quantise import Kind
 
 COUNTS, LENGTHS = (129, 0, 1, 64, 300, 2), (129, 50, 1000, 777, 1300, 2)
@@ -112,7 +112,7 @@ def test_the_bits_are_the_same_on_every_run() -> None:
 
 def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(LENGTHS, COUNTS, **BF16_128)
-    module = _hopper(DEVICE)
+    module = hopper_kernels(DEVICE)
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         assert module is None
         pytest.skip("the device is no Hopper")
@@ -166,7 +166,7 @@ def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(b
     paged = case.attend_in_blocks(block)
     case.assert_right(paged)
     assert torch.equal(paged, prefill_as_over_blocks(*case.arguments)[:USED]), "by the same kernel the same bits"
-    if _hopper(DEVICE) is None:
+    if hopper_kernels(DEVICE) is None:
         assert torch.equal(paged, case.attend())
     # With a window both are the same kernel; a query that is alone in its launch is decode's.
     options = {"window": 100_000}

@@ -9,7 +9,7 @@ import torch
 from tests.engine.conftest import Harness, making, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, model_of
 from vmmkv.layout import KV_KINDS
-from vmmkv_server.engine.engine import Engine
+from vmmkv_server.engine.step import Readback
 
 
 @pytest.fixture(params=[None, *KV_KINDS])
@@ -21,7 +21,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
 def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups._MIN_SAVED", 1)
+    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups.MIN_SAVED", 1)
     one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16, share=True, budget_pages=512)
     shared, other = prompt_of(900), prompt_of(600, 7)
     prompts = {str(own): [*shared[: 900 - 37 * (own % 2)], *prompt_of(5 + own, own)] for own in range(8)}
@@ -37,19 +37,19 @@ def test_shared_prefixes_as_one_problem_give_the_same_tokens(
 
 def test_the_same_batches_give_the_same_bits(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     """By prefix groups beside chunks of prompts too. The pace of the device does not change the batches here."""
-    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups._MIN_SAVED", 1)
-    monkeypatch.setattr(Engine, "_is_done", lambda *_: False)
+    monkeypatch.setattr("vmmkv_server.engine.features.prefix_groups.MIN_SAVED", 1)
+    monkeypatch.setattr(Readback, "is_done", False)
     model = model_of("qwen3").to(torch.bfloat16)
     one = harness(model, device=DEVICE, ours=True, capture=True, slots=64, share=True, step_tokens=256, budget_pages=512)
     beside_chunks = 0
-    graph_for = one.runner._mixed._graph_for
+    graph_for = one.runner.mixed.graph_for
 
     def counted(num_tokens: int, *, is_grouped: bool) -> Any:
         nonlocal beside_chunks
         beside_chunks += is_grouped
         return graph_for(num_tokens, is_grouped=is_grouped)
 
-    monkeypatch.setattr(one.runner._mixed, "_graph_for", counted)
+    monkeypatch.setattr(one.runner.mixed, "graph_for", counted)
     shared, runs = prompt_of(3000), []
     for number in range(4):
         for index in range(24):

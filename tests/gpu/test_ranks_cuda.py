@@ -38,7 +38,7 @@ def test_two_gpus_give_the_tokens_of_one(make: Any, tmp_path: Path) -> None:
     found = []
     for num_ranks in (1, 2):
         with LLM(path, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
-            several = llm._open().ranks
+            several = llm.loaded.ranks
             assert several is None or several.collectives.symmetric is not None, "NVLink is between them"
             together = llm.generate([[seed, *range(100)] for seed in range(12)], GREEDY)
             found.append([everything(llm), [output.outputs[0].token_ids for output in together]])
@@ -86,8 +86,8 @@ def test_a_rank_that_is_killed_while_steps_run_ends_the_engine(tmp_path: Path) -
     for _ in range(3):
         with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
             llm.generate([[1, 2, 3]], GREEDY)
-            kept.append(list(llm._open().engine._runner._cuda_graphs))  # as a log or a console keeps the frames of an error
-            (peer,) = llm._open().ranks._peers  # type: ignore[union-attr]
+            kept.append(list(llm.loaded.engine.runner.cuda_graphs))  # as a log or a console keeps the frames of an error
+            (peer,) = llm.loaded.ranks.peers  # type: ignore[union-attr]
             assert peer.process is not None
             threading.Timer(0.3, peer.process.kill).start()
             began_s = time.monotonic()
@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_ends_the_engine_within_its_timeout(tmp_path: Path
     path = saved(tiny_model(vocab_size=258), tmp_path)
     with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
         llm.generate([[1, 2, 3]], GREEDY)
-        (peer,) = llm._open().ranks._peers  # type: ignore[union-attr]
+        (peer,) = llm.loaded.ranks.peers  # type: ignore[union-attr]
         assert peer.process is not None
         peer.process.kill()
         ends(llm, "rank 1 has ended with exit code -9")

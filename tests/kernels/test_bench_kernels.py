@@ -84,5 +84,5 @@ def test_flashinfer_is_given_the_blocks_of_each_copy(
 
 def test_flashinfer_that_cannot_be_imported_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert "flashinfer" in str(kernels._why_no_flashinfer(torch.device("cuda")))
+    assert "flashinfer" in str(kernels.why_no_flashinfer(torch.device("cuda")))
     assert list(kernels.absent(Settings(device=torch.device("cpu"), shape=SHAPE))) == [fa3.NAME, "FlashInfer"]

@@ -33,7 +33,7 @@ def test_they_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: Any, part_rows: int
 ) -> None:
     """Each query's log-sum-exp in one part as in three."""
-    monkeypatch.setattr(kernels, "_PART_ROWS", part_rows)
+    monkeypatch.setattr(kernels, "PART_ROWS", part_rows)
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = make_case([1, 70, 40, 33], [1, 32, 40, 5], **shape)
     sums_BT = summed(case, **options)
@@ -49,7 +49,7 @@ def test_by_the_log_sum_exps_of_prefill_they_are_the_same(monkeypatch: pytest.Mo
     expected_BT = summed(case, **options)
     lse_NH = torch.full(case.q_NHD.shape[:2], NAN, device=DEVICE)
     case.attend(lse_NH=lse_NH, **options)
-    monkeypatch.setattr(kernels, "_log_sum_exp", None)
+    monkeypatch.setattr(kernels, "log_sum_exp", None)
     torch.testing.assert_close(summed(case, lse_LNH=lse_NH[None], **options), expected_BT, atol=1e-4, rtol=1e-3)
 
 
@@ -58,7 +58,7 @@ def test_the_reference_adds_up_what_attention_gives_each_row(
     monkeypatch: pytest.MonkeyPatch, queries: int, softcap: float | None
 ) -> None:
     """In parts of 7 queries, where each row has a value of its own."""
-    monkeypatch.setattr(reference, "_WEIGHTS", 7 * 6 * 40)
+    monkeypatch.setattr(reference, "MOST_WEIGHTS", 7 * 6 * 40)
     q_NHD, k_TKD, eye_TKD = torch.randn(queries, 6, 16), torch.randn(40, 3, 16), torch.eye(40)[:, None].expand(-1, 3, -1)
     place = (torch.tensor(each) for each in ([0, queries], [40], [0]))
     sums_LBT = reference.column_sums(q_NHD[None], k_TKD[None, None], *place, scale=0.4, softcap=softcap)

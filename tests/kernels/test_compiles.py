@@ -102,7 +102,7 @@ def pretend_to_have_a_gpu(to_binary: bool) -> None:
     checks.runnable = lambda argument, device: None
     checks.launches_dependents = lambda device: True  # type: ignore[assignment]
     checks.has_tma = lambda device: True  # type: ignore[assignment]
-    append._casts_to_fp8 = lambda device: True  # type: ignore[assignment]
+    append.casts_to_fp8 = lambda device: True  # type: ignore[assignment]
     # By addresses, which tensors without memory have not.
     LayerKV.has_paired_scales = property(lambda memory: memory.scale == "token" and memory.k_scale.stride(2) == 2)  # type: ignore
     for module in (decode, cascade):
@@ -110,8 +110,8 @@ def pretend_to_have_a_gpu(to_binary: bool) -> None:
     if HAS_GLUON:
         from vmmkv_kernels.attention import prefill_hopper
 
-        prefill_hopper._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
-        prefill._hopper = lambda device: prefill_hopper  # type: ignore[assignment]
+        prefill_hopper.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+        prefill.hopper_kernels = lambda device: prefill_hopper  # type: ignore[assignment]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import DEVICE, NAN, SMALL, make_case
 from vmmkv_kernels.attention.decode import decode, workspace_elements
-from vmmkv_kernels.attention.prefill import _hopper
+from vmmkv_kernels.attention.prefill import hopper_kernels
 from vmmkv_kernels.quantise import Kind
 
 pytestmark = pytest.mark.usefixtures("cut_prefill")
@@ -111,4 +111,4 @@ def test_the_workspace_is_that_of_decode() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU it may be imported")
 def test_the_interpreter_never_imports_gluon() -> None:
-    assert _hopper(DEVICE) is None
+    assert hopper_kernels(DEVICE) is None

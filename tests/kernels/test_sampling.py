@@ -145,7 +145,7 @@ def test_flat_rows_are_filtered_as_in_torch() -> None:
 @pytest.mark.parametrize("programs", [1, 4096])
 def test_how_rows_are_cut_changes_nothing(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BV = make_logits(3, 5000, FP32)
-    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    monkeypatch.setattr(module, "PROGRAMS", programs)
     assert_tokens_of_torch(logits_BV, make_parameters(*(FILTERS[name] for name in ("greedy", "plain", "all"))))
     assert argmax(logits_BV).tolist() == logits_BV.argmax(-1).tolist()
 

@@ -3,10 +3,14 @@
 FaultyTier   is slow, has to find out what it has, forgets, refuses, lies, or raises, by turns; with chance 1 it is gone
 FaultyDisk   writes are torn or refused, reads are short or wrong
 FaultyStore  is full, does not answer, or gives wrong records
+
+And an entry of a disk tier's index, as a tier or a damaged file has it.
 """
 
 import errno
 import random
+import struct
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -43,6 +47,12 @@ class FaultyTier:
         """Time passes: slow loads come, in any order."""
         self._random.shuffle(self._late)
         for _ in range(self._random.randint(0, len(self._late))):
+            self._arrive()
+
+    def come(self, count: int) -> None:
+        """So many of the slow loads come, the oldest ones."""
+        self._late.reverse()
+        for _ in range(count):
             self._arrive()
 
     def hurry(self) -> None:
@@ -150,6 +160,13 @@ class FaultyDisk(DiskTier):
             data[len(data) // 3] ^= 1
 
 
+def index_entry(number: int, generation: int, key: bytes, checksum: int, *, is_whole: bool = True) -> tuple[int, bytes]:
+    """Where a slot's entry is in the index of a disk tier, and its 64 bytes; with a wrong checksum if it is not whole."""
+    fields = struct.pack("<Q32sI", generation, key, checksum)
+    own = zlib.crc32(fields, number if is_whole else number + 1)
+    return 64 + 64 * number, (fields + struct.pack("<I", own)).ljust(64, b"\0")
+
+
 STORE_FAULTS = ("full", "gone", "short", "corrupted", "another's")
 
 
@@ -165,11 +182,11 @@ class FaultyStore(SharedTier):
         self.values = {}
 
     def ask(self, names):
-        self._answer()
+        self.answer()
         return [name in self.values for name in names]
 
     def get(self, name):
-        self._answer()
+        self.answer()
         if name not in self.values:
             raise MissedError
         value = bytearray(self.values[name])
@@ -180,7 +197,7 @@ class FaultyStore(SharedTier):
         return value[: len(value) // 2] if self.fault == "short" else value
 
     def put(self, name, header, record):
-        self._answer()
+        self.answer()
         if self.fault == "full":
             raise Refused
         self.values[name] = header + record
@@ -188,9 +205,9 @@ class FaultyStore(SharedTier):
             del self.values[next(iter(self.values))]
 
     def remove(self, name):
-        self._answer()
+        self.answer()
         self.values.pop(name, None)
 
-    def _answer(self):
+    def answer(self):
         if self.fault == "gone":
             raise ConnectionError("injected")

@@ -154,7 +154,7 @@ def check_books(driver: FakeDriver, pool: Pool, caches: Iterable[KVCache], *, st
     wanted = sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in caches for group in cache.layout.groups)
     assert strays or num_null == wanted
     assert driver.used_bytes == pool.created_bytes + (null_page is not None) * PAGE_BYTES  # it is beyond the budget
-    return (len(driver._pages) - num_null) * PAGE_BYTES
+    return driver.mapped_bytes - num_null * PAGE_BYTES
 
 
 def mapped_bytes(caches: Iterable[KVCache]) -> int:

@@ -176,13 +176,22 @@ class SimulatedDriver(FakeDriver):
 
     def advance(self) -> None:
         """Time passes: perhaps some work runs."""
-        while self._random.random() < self._haste and (ready := self._ready()):
-            self._run(self._chosen(ready))
+        while self._random.random() < self._haste and (ready := self.ready()):
+            self.run(self._chosen(ready))
+
+    def ready(self) -> list[Work]:
+        """Work that may run now."""
+        return [work for work in self._unseen if not work.done and all(before.done for before in work.after)]
+
+    def run(self, work: Work) -> None:
+        """Some ready work runs."""
+        work.done = True
+        work.act()
 
     def finish(self, works: Sequence[Work]) -> None:
         """The host waits for some work; other work may run meanwhile."""
         while not all(work.done for work in works):
-            self._run(self._chosen(self._ready()))
+            self.run(self._chosen(self.ready()))
         self.see(works)
 
     def see(self, works: Sequence[Work]) -> bool:
@@ -325,19 +334,12 @@ class SimulatedDriver(FakeDriver):
         self.advance()
         return work
 
-    def _ready(self) -> list[Work]:
-        return [work for work in self._unseen if not work.done and all(before.done for before in work.after)]
-
     def _chosen(self, ready: Sequence[Work]) -> Work:
         for work in ready:
             if work.stream not in self._weights:
                 self._weights[work.stream] = self._random.choice([1, 20, 400])
         (work,) = self._random.choices(ready, [self._weights[work.stream] for work in ready])
         return work
-
-    def _run(self, work: Work) -> None:
-        work.done = True
-        work.act()
 
     def _pieces(self, address: int, size_bytes: int, allowed: set[Access]) -> Iterator[tuple[Handle, int, int, int]]:
         """The parts of [address, address + size_bytes) by mapping: handle, offset in it, offset in the range, size."""

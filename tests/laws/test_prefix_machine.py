@@ -288,7 +288,7 @@ class PrefixMachine(LawMachine):
         assert pinned <= self.texts.num_confirmed(namespace, prompt)
 
     def ends_of_extents(self, namespace: str, prompt: Iterable[int]) -> set[tuple[int, int]]:
-        path, num_tokens = self.prefix._index.tree.match(namespace, list(prompt))
+        path, num_tokens = self.prefix.index.tree.match(namespace, list(prompt))
         pieces = [piece for node in path for piece in node.pieces]
         return {(piece.group, piece.end_token) for piece in pieces if piece.end_token <= num_tokens}
 

@@ -345,4 +345,4 @@ TestRadixMachine, TestRadixMachineAtLength = cases(RadixMachine, 60, 2000)
 @pytest.fixture(autouse=True)
 def sweeping_at_once(monkeypatch):
     """Heaps are swept as soon as half of their entries are of no use; by default a tree this small has too few of them."""
-    monkeypatch.setattr(radix_tree, "_SLACK", 0)
+    monkeypatch.setattr(radix_tree, "SWEEP_SLACK", 0)

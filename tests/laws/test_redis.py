@@ -97,8 +97,9 @@ class TestRedis(StoreLaws):
         until(lambda: works(tier, clock))
         found(tier, *range(2, 8))
         server.send(signal.SIGSTOP)
+        callers.clear()
         transfers = [each for number in range(2, 8) for each in (tier.load(key_of(20)), tier.store(key_of(number)))]
-        until(lambda: tier._calls or is_left_alone(tier))
+        until(lambda: callers or is_left_alone(tier))
         clock.pass_for(tier.timeout_s + 1)
         until(lambda: is_left_alone(tier))
         assert callers and threading.current_thread() not in callers

@@ -8,6 +8,7 @@ import ctypes
 import random
 import tempfile
 from collections import deque
+from unittest.mock import patch
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.laws.faulty_tier import DISK_FAULTS, FAULTS, FaultyTier
 from tests.laws.machine import cases, picks
 from tests.laws.test_tier_machine import PromptDisk
+from vmmkv.driver import open_driver
 from vmmkv.tiers import HostTier, KeyChain, Store
+from vmmkv.tiers import store as store_module
 from vmmkv.tiers.store import SpanCopier
 
 SIZE = 4096
@@ -78,8 +81,9 @@ class StoreMachine(RuleBasedStateMachine):
             FaultyTier(HostTier((1 + seed % 6) * SIZE, record_bytes=SIZE), seed, set(FAULTS) - {"lies"} if seed % 4 else ()),
             FaultyTier(self.disk, seed + 1, FAULTS if seed % 3 == 1 else ()),
         ]
-        self.store = Store(self.tiers[: 1 + seed % 2], "cpu")
-        self.copier = self.store._copier = LateCopier(self.store._driver, seed)
+        self.copier = LateCopier(open_driver("cpu"), seed)
+        with patch.object(store_module, "SpanCopier", lambda driver: self.copier):
+            self.store = Store(self.tiers[: 1 + seed % 2], "cpu")
         self.puts, self.gets, self.kept = [], [], []
 
     def spans(self, content):
@@ -139,8 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_lent_is_under_way(self):
-        under_way = {id(move.transfer) for copy in self.store._copies for move in copy.moves}
-        under_way |= {id(move.transfer) for load in self.store._loads for move in load.coming}
+        under_way = {id(transfer) for transfer in self.store.transfers_under_way()}
         for tier in self.tiers:
             assert {id(transfer) for transfer in tier.lent} <= under_way, "a tier's memory was not given back"
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -25,7 +26,7 @@ def test_what_was_not_asked_before_a_close_is_asked_when_the_tier_is_open_again(
     assert tier.lookup([key_of(1)]) is None  # behind the first question
     closing = threading.Thread(target=tier.close)
     closing.start()
-    until(lambda: tier._asker is None)
+    until(lambda: tier.lookup([key_of(1)]) == [False])  # it asks no more
     ends.set()
     closing.join()
     tier.open(CPU)
@@ -40,14 +41,14 @@ def test_what_an_interrupted_close_has_cancelled_is_asked_when_the_tier_is_open_
     tier.open(CPU)
     assert tier.lookup([key_of(1)]) is None  # behind the first question
 
-    def shutdown(**options):
+    def shutdown(executor, **options):
         ends.set()
-        end(**options)
+        end(executor, **options)
         raise KeyboardInterrupt
 
-    end = tier._asker.shutdown
-    monkeypatch.setattr(tier._asker, "shutdown", shutdown)
-    with pytest.raises(KeyboardInterrupt):
+    end = ThreadPoolExecutor.shutdown
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
         tier.close()
     tier.close()
     tier.open(CPU)
@@ -81,25 +82,26 @@ def test_what_a_store_had_is_not_believed_after_an_outage(clock):
     until(lambda: is_left_alone(tier))
     tier.values.clear()
     tier.fault = None
-    clock.pass_for(shared._FIRST_PAUSE_S)
+    clock.pass_for(shared.FIRST_PAUSE_S)
     until(lambda: not is_left_alone(tier))
-    assert shared._FIRST_PAUSE_S < shared._KNOWN_S and found(tier, 1) == [False]
+    assert shared.FIRST_PAUSE_S < shared.KNOWN_S and found(tier, 1) == [False]
     assert tier.stats().held_bytes == 0 and store(tier, 1) and load(tier, 1)
     tier.close()
 
 
-def test_a_store_that_stays_away_is_asked_half_as_often_each_time(clock):
-    tier, asked = FaultyStore(NUM_RECORDS), []
+def test_a_store_that_stays_away_is_asked_half_as_often_each_time(clock, monkeypatch):
+    tier, asked, questions = FaultyStore(NUM_RECORDS), [], []
     tier.fault = "gone"
-    answer = tier._answer
-    tier._answer = lambda: (asked.append(clock.now_s), answer())
+    answer, submit = tier.answer, ThreadPoolExecutor.submit
+    tier.answer = lambda: (asked.append(clock.now_s), answer())
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *given: questions.append(submit(*given)) or questions[-1])
     tier.open(CPU)
     until(lambda: is_left_alone(tier) and len(asked) == 1)
     for _ in range(63):
-        clock.pass_for(shared._FIRST_PAUSE_S / 2)
+        clock.pass_for(shared.FIRST_PAUSE_S / 2)
         is_left_alone(tier)  # asks, if it is time to
-        until(lambda: not tier._probing)
-    pauses = [(later - earlier) / shared._FIRST_PAUSE_S for earlier, later in itertools.pairwise(asked)]
+        wait(questions)
+    pauses = [(later - earlier) / shared.FIRST_PAUSE_S for earlier, later in itertools.pairwise(asked)]
     assert pauses == [1, 2, 4, 8, 16]
     tier.close()
 
@@ -119,7 +121,7 @@ def test_an_answer_to_an_old_call_does_not_end_a_stores_pause(clock):
     until(lambda: loading.ended)
     assert not loading.missed and is_left_alone(tier)
     tier.finished(loading)
-    clock.pass_for(shared._FIRST_PAUSE_S)
+    clock.pass_for(shared.FIRST_PAUSE_S)
     until(lambda: not is_left_alone(tier))
     tier.close()
 

@@ -131,9 +131,7 @@ class TierMachine(PrefixMachine):
 
     @invariant()
     def what_is_lent_is_under_way(self):
-        mover = self.prefix._transfers.mover
-        under_way = {id(move.transfer) for copy in mover._copies for move in copy.moves}
-        under_way |= {id(move.transfer) for load in mover._loads for move in load.coming}
+        under_way = {id(transfer) for transfer in self.prefix.transfers.mover.transfers_under_way()}
         for tier in self.tiers:
             assert {id(transfer) for transfer in tier.lent} <= under_way, "a tier's memory was not given back"
 
@@ -386,8 +384,8 @@ def test_copies_that_another_brings_while_a_path_is_stored_come_first(monkeypatc
             kernel = driver.launch_kernel(lambda: None, [])
             copied, _ = attached(prefix, texts, [*prompt[:21], 50, 51])
         prefix.poll()
-        while ready := [work for work in driver._ready() if work is not kernel]:
-            driver._run(ready[0])
+        while ready := [work for work in driver.ready() if work is not kernel]:
+            driver.run(ready[0])
             prefix.poll()
         driver.finish_all()
         prefix.flush()
@@ -436,19 +434,20 @@ def test_a_load_waits_for_no_store_and_a_store_holds_nothing_before_its_rows_are
         laid_in_pages(prefix, list(range(100, 298)))  # in more extents than there are windows
         for _ in range(3):
             prefix.poll()
-        mover = prefix._transfers.mover
-        assert not mover._copies and not kernel.done
+        mover = prefix.transfers.mover
+        assert mover.oldest_fence() is None and not kernel.done
         driver.finish_all()
         for _ in range(3):
             prefix.poll()
-        stores = driver._ready()
-        assert mover._copies and stores
+        stores = driver.ready()
+        assert mover.oldest_fence() is not None and stores
         fetch = prefix.fetch(prompt)
         assert prefix.poll()
-        while ready := [work for work in driver._ready() if work not in stores]:
-            driver._run(ready[0])
+        while ready := [work for work in driver.ready() if work not in stores]:
+            driver.run(ready[0])
         prefix.poll()
-        assert fetch.done and prefix.match(prompt) >= fetch.num_tokens and mover._copies
+        assert fetch.done and prefix.match(prompt) >= fetch.num_tokens
+        assert mover.oldest_fence() is not None
 
 
 def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_need(monkeypatch):

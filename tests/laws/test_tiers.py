@@ -11,23 +11,24 @@ import fcntl
 import functools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.laws.faulty_tier import FaultyDisk, FaultyTier
+from tests.laws.faulty_tier import FaultyDisk, FaultyTier, index_entry
 from tests.stores import mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
-from vmmkv.driver.pinned import _Pinned, host_memory
+from vmmkv.driver.pinned import host_memory
 from vmmkv.tiers import Refusal, Transfer, open_store
-from vmmkv.tiers import disk as disk_module
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.tier import ThreadedTier
 
@@ -115,6 +116,12 @@ def disk(tmp_path):
     tier.close()
 
 
+def open_at(path: Path) -> int:
+    """The descriptor by which this process has a file open."""
+    (fd,) = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path.resolve())]
+    return fd
+
+
 def found(tier, *numbers: int) -> list[bool]:
     """Which of these records it has, when it has found out."""
     keys = [key_of(number) for number in numbers]
@@ -182,8 +189,8 @@ def test_a_close_after_an_interrupted_one_waits_for_what_is_written(tmp_path, mo
     transfer = disk.store(key_of(1))
     ctypes.memmove(transfer.address, payload(1), RECORD_BYTES)
     disk.finished(transfer)
-    monkeypatch.setattr(disk._threads, "shutdown", Mock(side_effect=[KeyboardInterrupt, DEFAULT], wraps=disk._threads.shutdown))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ThreadPoolExecutor, "shutdown", Mock(side_effect=KeyboardInterrupt))
         disk.close()
     threading.Timer(0.05, ends.set).start()
     disk.close()
@@ -266,7 +273,7 @@ def test_a_buffer_is_not_lent_again_while_a_thread_reads_into_it():
     addresses = {transfer.address for transfer in lent}
     ends.set()  # also if this fails: nothing waits for the threads
     assert lent and dropped.address not in addresses
-    until(lambda: dropped.address in tier._buffers)
+    until(lambda: lent.extend(filter(None, [tier.load(key_of(2))])) or dropped.address in {each.address for each in lent})
     for transfer in lent:
         tier.drop(transfer)
     tier.close()
@@ -394,7 +401,7 @@ def test_a_write_that_fails_is_a_miss_and_the_disk_goes_on(disk, tmp_path, fault
     assert not any(load(disk, number) for number in range(2, 2 + NUM_RECORDS))
     assert disk.stats().errors >= NUM_RECORDS
     assert all(store(disk, number) and load(disk, number) for number in range(20, 20 + NUM_RECORDS))
-    assert sorted(disk._free) == []
+    assert disk.stats().held_bytes == NUM_RECORDS * RECORD_BYTES
     disk.close()
     again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
     again.open(CPU)
@@ -423,9 +430,9 @@ def test_short_reads_go_on_and_a_file_that_ends_is_a_miss(disk, monkeypatch, mos
 
 @pytest.mark.parametrize(("most", "comes"), [(5 * 4096, True), (100, False), (0, False)])
 def test_short_writes_go_on_and_a_disk_that_takes_no_more_is_a_miss(disk, monkeypatch, most, comes):
-    pwrite = os.pwrite
+    pwrite, records = os.pwrite, open_at(disk.path / "records")
     monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most] if fd == disk._fd else data, at) if most >= 4096 else most
+        os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most] if fd == records else data, at) if most >= 4096 else most
     )
     assert store(disk, 1)
     monkeypatch.undo()
@@ -476,10 +483,9 @@ def test_a_changed_entry_is_no_entry(tmp_path, at):
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_an_entry_that_no_tier_has_written_is_a_miss_and_the_tier_goes_on(tmp_path, caplog, generation, is_whole):
     with_one(tmp_path)
-    fields = disk_module._ENTRY.pack(generation, key_of(2), 0)
-    entry = (fields + disk_module._own_checksum(3 + (not is_whole), fields)).ljust(disk_module._ENTRY_BYTES, b"\0")
+    at, entry = index_entry(3, generation, key_of(2), 0, is_whole=is_whole)
     with open(tmp_path / "tier" / "index", "r+b") as index:
-        index.seek(disk_module._entry_at(3))
+        index.seek(at)
         index.write(entry)
     for first in (20, 40):
         again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
@@ -542,11 +548,15 @@ def test_a_tier_that_is_killed_while_it_shrinks_keeps_what_was_used_last(tmp_pat
             raise KeyboardInterrupt
         write_at(tier, *written)
 
+    shrunk = []
     monkeypatch.setattr(DiskTier, "write_at", killed)
     with contextlib.suppress(KeyboardInterrupt):
-        DiskTier(tmp_path / "tier", 3 * RECORD_BYTES)._close_files()
+        shrunk.append(DiskTier(tmp_path / "tier", 3 * RECORD_BYTES))
     monkeypatch.undo()
-    again = DiskTier(tmp_path / "tier", 3 * RECORD_BYTES)
+    shutil.copytree(tmp_path / "tier", tmp_path / "left")
+    for each in shrunk:
+        each.close()
+    again = DiskTier(tmp_path / "left", 3 * RECORD_BYTES)
     again.open(CPU)
     assert all(load(again, number) for number in (1, 3, 6)) and again.stats().held_bytes == 3 * RECORD_BYTES
     assert store(again, 20) and [load(again, number) for number in (1, 3, 6, 20)].count(True) == 3
@@ -557,8 +567,10 @@ def test_a_record_that_cannot_be_read_while_a_tier_shrinks_is_lost_and_no_other(
     tier = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
     tier.open(CPU)
     assert all(store(tier, number) for number in range(NUM_RECORDS))
-    assert tier._records[key_of(5)].number == 5
     tier.close()
+    with open(tmp_path / "tier" / "records", "rb") as records:
+        records.seek(5 * RECORD_BYTES)
+        assert records.read(RECORD_BYTES) == payload(5)
     read_at = DiskTier.read_at
 
     def damaged(tier, fd, data, offset):
@@ -581,8 +593,9 @@ def test_the_order_of_use_outlives_a_tier_that_is_closed(tmp_path, is_killed):
     tier.open(CPU)
     assert all(store(tier, number) for number in range(NUM_RECORDS))
     found(tier, 0, 1)
-    (tier._close_files if is_killed else tier.close)()
-    again = DiskTier(tmp_path / "tier", NUM_RECORDS * RECORD_BYTES)
+    shutil.copytree(tmp_path / "tier", tmp_path / "left")
+    tier.close()
+    again = DiskTier(tmp_path / ("left" if is_killed else "tier"), NUM_RECORDS * RECORD_BYTES)
     again.open(CPU)
     assert store(again, 20) and store(again, 21)
     assert found(again, *range(4)) == ([False, False, True, True] if is_killed else [True, True, False, False])
@@ -707,21 +720,18 @@ def test_pinned_memory_goes_with_the_last_tensor_over_it(monkeypatch):
 @pytest.mark.parametrize("name", ["host", "disk"])
 def test_nothing_waits_for_a_tier_that_is_being_closed(tmp_path, monkeypatch, name):
     """Neither for its last write nor for its memory to be given back."""
-    tier, asked, ended, ends = TIERS[name](tmp_path / "tier"), [], [], threading.Event()
-    tier.open(CPU)
-
-    def hang(*_):
-        asked.append(None)
-        ended.append(ends.wait(60))
-
-    monkeypatch.setattr(_Pinned, "__del__", hang)
+    tier, cudart, asked, ended, ends = TIERS[name](tmp_path / "tier"), FakeCudart(monkeypatch), [], [], threading.Event()
+    unpin, shutdown = cudart.cudaHostUnregister, ThreadPoolExecutor.shutdown
+    tier.open(torch.device("cuda"))
+    cudart.cudaHostUnregister = lambda address: (asked.append(None), ended.append(ends.wait(60)), unpin(address))[2]
     if name == "disk":
-        monkeypatch.setattr(DiskTier, "write", hang)
+        monkeypatch.setattr(DiskTier, "write", lambda *_: ended.append(ends.wait(60)))
+        monkeypatch.setattr(ThreadPoolExecutor, "shutdown", lambda *given, **how: (asked.append(None), shutdown(*given, **how)))
     transfer = tier.store(key_of(1))
     tier.finished(transfer)
     closing = threading.Thread(target=tier.close)
     closing.start()
-    until(lambda: asked and (tier._memory if name == "host" else tier._threads) is None)
+    until(lambda: asked)
     assert tier.lookup([key_of(2)]) == [False] and tier.store(key_of(2)) is Refusal.NO_ROOM and tier.load(key_of(2)).missed
     assert tier.stats().budget_bytes
     assert not ended
@@ -750,7 +760,7 @@ def test_the_page_cache_is_passed_by_where_the_file_system_takes_that(tmp_path, 
         monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "injected")))
     tier = DiskTier(tmp_path / "tier", RECORD_BYTES)
     monkeypatch.undo()
-    assert refuses <= (not fcntl.fcntl(tier._fd, fcntl.F_GETFL) & os.O_DIRECT)
+    assert refuses <= (not fcntl.fcntl(open_at(tier.path / "records"), fcntl.F_GETFL) & os.O_DIRECT)
     tier.open(CPU)
     assert store(tier, 1) and load(tier, 1)
     tier.close()

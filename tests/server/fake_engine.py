@@ -99,7 +99,7 @@ class FakeEngine:
     """Answers each request with `answer(request)` and an end token, a token each `step_s`, up to max_tokens."""
 
     def __init__(self, address: str, *, ready: Ready = READY) -> None:
-        self._running: dict[str, tuple[Generate, list[int]]] = {}
+        self.running: dict[str, tuple[Generate, list[int]]] = {}
         self._ready = ready
         self._address = address
         self._num_tokens = 0
@@ -133,7 +133,7 @@ class FakeEngine:
         """Requests at once, at the worst."""
         self.is_asleep = False
         self.holder_is_gone: bool | None = None
-        self._running.clear()
+        self.running.clear()
 
     def start(self) -> None:
         self._thread.start()
@@ -150,17 +150,17 @@ class FakeEngine:
             self._socket.set(zmq.LINGER, 1000)
             self._socket.connect(self._address)
             for done in range(3):
-                self._send(Loading(stage="weights", done=done, total=2))
+                self.send(Loading(stage="weights", done=done, total=2))
                 time.sleep(loading_s / 3)
             if cannot_start is not None:
-                self._send(LoadFailed(reason=cannot_start))
+                self.send(LoadFailed(reason=cannot_start))
                 sys.exit(1)
-            self._send(self._ready)
-            self._send(self._snapshot())
+            self.send(self._ready)
+            self.send(self.snapshot())
             while not self._stop.is_set():
-                if self._socket.poll(0 if self._running else 20):
+                if self._socket.poll(0 if self.running else 20):
                     self._take(decode_to_engine(self._socket.recv()))
-                elif self._running:
+                elif self.running:
                     self._step()
                     time.sleep(self.step_s)
 
@@ -170,31 +170,29 @@ class FakeEngine:
             case Generate(request_id=request_id, params=params):
                 seed = params.seed
                 if seed == FAIL_SEED:
-                    self._send(Failed(request_id=request_id, message="the fake engine was told to fail"))
+                    self.send(Failed(request_id=request_id, message="the fake engine was told to fail"))
                 elif seed != SILENT_SEED and seed not in SILENT_SEEDS:
-                    self._running[request_id] = (message, [])
-                    self.most_running = max(self.most_running, len(self._running))
+                    self.running[request_id] = (message, [])
+                    self.most_running = max(self.most_running, len(self.running))
             case Abort(request_id=request_id):
-                self._running.pop(request_id, None)
+                self.running.pop(request_id, None)
             case AskMap():
                 if self.memory_map is not None:
-                    self._send(self.memory_map)
+                    self.send(self.memory_map)
             case Forget():
-                self._send(
+                self.send(
                     Managed(
                         freed_bytes=7, budget_bytes=self._ready.limits.budget_bytes, pool_tokens=self._ready.limits.pool_tokens
                     )
                 )
             case Resize(budget_bytes=budget_bytes):
                 error = "that is too little" if budget_bytes < 1 << 21 else None
-                self._send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
+                self.send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
             case Sleep() | WakeUp():
                 self.is_asleep = isinstance(message, Sleep)
                 error, limits = "told to fail" if self.fails_to_sleep else None, self._ready.limits
-                self._send(
-                    Managed(error=error, freed_bytes=9, budget_bytes=limits.budget_bytes, pool_tokens=limits.pool_tokens)
-                )
-                self._send(self._snapshot())
+                self.send(Managed(error=error, freed_bytes=9, budget_bytes=limits.budget_bytes, pool_tokens=limits.pool_tokens))
+                self.send(self.snapshot())
             case Shutdown():
                 if not self.deaf:
                     self._stop.set()
@@ -207,23 +205,23 @@ class FakeEngine:
             if tokens:
                 chosen = -np.array(tokens, np.float32) / 8
                 ids = np.tile(np.arange(count, dtype=np.int32), (len(tokens), 1))
-                self._send(PromptLogprobs.packed(request.request_id, chosen, -2 - ids.astype(np.float32), ids))
+                self.send(PromptLogprobs.packed(request.request_id, chosen, -2 - ids.astype(np.float32), ids))
 
     def _step(self) -> None:
         outputs: list[Output] = []
-        for request, generated in list(self._running.values()):
+        for request, generated in list(self.running.values()):
             if request.params.kv_policy is not None:
                 rows = len(request.prompt) + len(generated)
-                self._send(Compacted(request_id=request.request_id, kept_rows=2, dropped_rows=rows - 2))
+                self.send(Compacted(request_id=request.request_id, kept_rows=2, dropped_rows=rows - 2))
             if request.params.prompt_logprobs is not None and not generated:
                 self._say_prompt(request)
             if request.params.beam_width:
-                del self._running[request.request_id]
-                self._send(Beams(request_id=request.request_id, beams=self.search(request), cached=self._sources(request)))
+                del self.running[request.request_id]
+                self.send(Beams(request_id=request.request_id, beams=self.search(request), cached=self._sources(request)))
             else:
                 outputs.append(self._output(request, generated))
-        self._send(Outputs(outputs=outputs))
-        self._send(self._snapshot())
+        self.send(Outputs(outputs=outputs))
+        self.send(self.snapshot())
 
     def _output(self, request: Generate, generated: list[int]) -> Output:
         """The next token, or the end."""
@@ -234,7 +232,7 @@ class FakeEngine:
             self._num_tokens += 1
             reason = "length" if len(generated) == params.max_tokens else None
         if reason is not None:
-            del self._running[request.request_id]
+            del self.running[request.request_id]
         return Output(
             request_id=request.request_id,
             token_ids=tuple(generated[place:]),
@@ -248,19 +246,19 @@ class FakeEngine:
         cached = self.cached(request)
         return cached if isinstance(cached, tuple) else (("device", cached),) if cached else ()
 
-    def _snapshot(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         unused: dict[str, Value] = {name: {} if metric.label else 0 for name, metric in self._ready.feature_metrics.items()}
         return Snapshot(
             scheduler=SchedulerStatistics(
-                requests_running=len(self._running),
+                requests_running=len(self.running),
                 hit_tokens={"device": 1, "host": 4},
                 resumed_tokens={"recomputed": 3},
             ),
             answers=AnswerStatistics(generation_tokens=self._num_tokens),
             memory=MemoryStatistics(
-                kv_tokens=sum(len(generated) for _, generated in self._running.values()),
-                kv_mapped_bytes=len(self._running) << 21,
-                kv_created_bytes=len(self._running) << 21,
+                kv_tokens=sum(len(generated) for _, generated in self.running.values()),
+                kv_mapped_bytes=len(self.running) << 21,
+                kv_created_bytes=len(self.running) << 21,
                 kv_budget_bytes=0 if self.is_asleep else self._ready.limits.budget_bytes,
                 stalls=2,
                 stall_seconds=0.0015,
@@ -276,7 +274,7 @@ class FakeEngine:
             features=unused | {"fetches": {"done": 2}, "fetch_wait_seconds": 0.003},
         )
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
 

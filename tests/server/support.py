@@ -26,7 +26,7 @@ from vmmkv_server.http import edge
 from vmmkv_server.http.app import create_app
 from vmmkv_server.http.generation import Service
 from vmmkv_server.launch import uvicorn_options
-from vmmkv_server.protocol import Abort, Generate, Ready, encode
+from vmmkv_server.protocol import Abort, Generate, Ready
 from vmmkv_server.tokenizer import Tokenizer
 
 WAIT_S = 90.0
@@ -139,6 +139,12 @@ class Running:
         """Answers go on up to max_tokens, a token each step."""
         self.engine.endless, self.engine.step_s = True, step_s
 
+    def shows(self, chat_template: Any) -> None:
+        """The tokenizer's template, from now on."""
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = chat_template
+        self.service.tokenizer = Tokenizer(tokenizer)
+
     def post(self, path: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
         """With everything beyond ASCII escaped: httpx's own JSON is UTF-8, which has no lone surrogates."""
         headers = {"Content-Type": "application/json"} | ({} if key is None else bearer(key))
@@ -165,10 +171,10 @@ class Running:
 
     def reset(self) -> None:
         """As a new one, but for counters: nothing runs, and the engine answers as at first."""
-        idle = eventually(lambda: not self.service.queue.num_sequences and not self.client._answers)
+        idle = eventually(lambda: not self.service.queue.num_sequences and not self.client.num_unfinished)
         assert idle, "a request is left"
         mark = Abort(request_id="mark")  # behind all that is on its way to the engine
-        self.loop.call_soon_threadsafe(self.client._send, encode(mark))
+        self.loop.call_soon_threadsafe(self.client.send, mark)
         assert eventually(lambda: mark in self.engine.received)
         self.engine.reset()
         self.service.tokenizer = Tokenizer(byte_tokenizer())

@@ -108,12 +108,12 @@ class TestChat:
         ],
     )
     def test_a_template_that_fails_or_leaves_its_sandbox_is_a_400(self, server: Running, template: Any, said: str) -> None:
-        server.tokenizer._tokenizer.chat_template = template
+        server.shows(template)
         error = server.refuses(CHAT)
         assert said in error["message"] and error["param"] == "messages"
 
     def test_a_template_that_is_no_program_is_an_error_of_the_server(self, server: Running) -> None:
-        server.tokenizer._tokenizer.chat_template = "{% if %}"
+        server.shows("{% if %}")
         for stream in (False, True):
             reply = server.chat(stream=stream)
             assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
@@ -136,13 +136,13 @@ class TestChat:
         for messages in (HELLO, [HELLO[0] | extras], [HELLO[0] | {"reasoning_content": None, "tool_calls": []}]):
             assert server.chat(messages=messages).status_code == 200
         assert len({tuple(request.prompt) for request in server.generates}) == 1
-        server.tokenizer._tokenizer.chat_template = "{{ messages[0].reasoning_content }} {{ 'id' in messages[0] }}"
+        server.shows("{{ messages[0].reasoning_content }} {{ 'id' in messages[0] }}")
         for message, wanted in ((extras, "so True"), ({"id": None}, " False")):
             ids = server.post("/tokenize", {"messages": [HELLO[0] | message]}).json()["tokens"]
             assert ids == token_ids(wanted)
 
     def test_a_template_has_the_variables_of_its_request_alone(self, server: Running) -> None:
-        server.tokenizer._tokenizer.chat_template = "{{ enable_thinking | default('unset') }} {{ name }}"
+        server.shows("{{ enable_thinking | default('unset') }} {{ name }}")
         for variables, wanted in (({"enable_thinking": False, "name": "x"}, "False x"), ({}, "unset "), (None, "unset ")):
             reply = server.chat(chat_template_kwargs=variables).json()
             assert reply["choices"][0]["message"]["content"] == wanted

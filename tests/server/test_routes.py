@@ -259,14 +259,14 @@ class TestMetrics:
 
     def test_times_between_tokens_and_in_the_queue_are_counted(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         fresh.never_ends(step_s=0.01)
-        steps, send = list[Outputs](), fresh.engine._send
+        steps, send = list[Outputs](), fresh.engine.send
 
         def sending(message: Message) -> None:
             if isinstance(message, Outputs):
                 steps.append(message)
             send(message)
 
-        monkeypatch.setattr(fresh.engine, "_send", sending)
+        monkeypatch.setattr(fresh.engine, "send", sending)
         fresh.complete(prompt="abc", max_tokens=8, n=2, seed=1)
         text = fresh.http.get("/metrics").text
         count = re.search(r"^vmmkv_inter_token_latency_seconds_count (\S+)$", text, re.MULTILINE)
@@ -373,10 +373,13 @@ class TestMap:
             assert waits.result(60).status_code == 503, "not when the time for a map is over"
         assert fresh.http.get("/kv").json()["error"]["message"] == "it was a test"
 
-    def test_a_prefix_keeps_its_number_and_a_free_one_is_given_again(self) -> None:
+    def test_a_prefix_keeps_its_number_and_a_free_one_is_given_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine_client, "FRESH_S", 60)
+
         def numbers(maps: MemoryMaps, *handles: int) -> list[int]:
             slots = [live(1 + index, run(0, 1, 2, handle)) for index, handle in enumerate(sorted((*handles, *handles)))]
-            return [slot["runs"][0][5] for slot in maps._drawn(a_map(*slots))["slots"][::2]]
+            maps.take(a_map(*slots))
+            return [slot["runs"][0][5] for slot in asyncio.run(maps.get())["slots"][::2]]
 
         maps = MemoryMaps(lambda message: None)
         assert [numbers(maps, *handles) for handles in ((10, 20, 30), (20, 30), (5, 20, 30))] == [[0, 1, 2], [1, 2], [0, 1, 2]]

@@ -22,8 +22,8 @@ def nothing_is_left(server: Running) -> bool:
     return (
         server.service.queue.num_sequences == 0
         and server.client.waiting_tokens == 0
-        and not server.client._answers
-        and not server.engine._running
+        and server.client.num_unfinished == 0
+        and not server.engine.running
         and server.engine.aborted() <= {request.request_id for request in server.generates}
     )
 

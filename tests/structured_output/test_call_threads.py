@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.server.support import eventually
-from vmmkv_server.structured_output.matcher import CallOverran, CallThreads, _CallThread
+from vmmkv_server.structured_output.matcher import CallOverran, CallThread, CallThreads
 
 
 class Endless:
@@ -153,7 +153,7 @@ def test_a_signal_while_waiting_abandons_the_threads(num_threads: int) -> None:
     assert eventually(lambda: threading.active_count() <= before)
 
 
-PLACES = (_CallThread, "begin"), (_CallThread, "wait"), (threading.Thread, "start")
+PLACES = (CallThread, "begin"), (CallThread, "wait"), (threading.Thread, "start")
 
 
 @pytest.mark.parametrize(("place", "after", "which"), [*itertools.product(PLACES, (False, True), (1, 2))])

@@ -44,13 +44,17 @@ async def compiler(model_dir: Path, anyio_backend: str) -> AsyncIterator[Grammar
     await one.close()
 
 
-async def test_a_grammar_is_compiled_once_by_one_worker_however_often_it_is_asked_for(compiler: GrammarCompiler) -> None:
+async def test_a_grammar_is_compiled_once_by_one_worker_however_often_it_is_asked_for(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(set(await asyncio.gather(*(compiler.start() for _ in range(4))))) == 1
+    monkeypatch.setattr(compiling, "MAX_PENDING", 1)  # a second one would be refused
     same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
     await asyncio.sleep(0)
-    assert len(compiler._pending) == 1 and not compiler.knows(of_object())
+    assert not compiler.knows(of_object())
     assert len(set(await asyncio.gather(*same))) == 1 and compiler.knows(of_object())
-    assert await compiler.compile(of_object()) == same[0].result() and not compiler._pending
+    assert await compiler.compile(of_object()) == same[0].result()
+    assert await compiler.compile(of_choices(["another"])), "none is pending"
 
 
 async def test_a_cancelled_caller_stops_no_compilation(compiler: GrammarCompiler) -> None:
@@ -79,7 +83,7 @@ async def test_the_cache_is_bounded_and_forgets_the_least_recently_used(
     for other in others:
         await compiler.compile(other)
         await compiler.compile(first)
-    assert 0 < compiler._cache_bytes <= 4 * size
+    assert 2 <= sum(map(compiler.knows, (first, *others))) <= 4
     assert compiler.knows(first) and compiler.knows(others[-1]) and not compiler.knows(others[0])
 
 
@@ -106,7 +110,7 @@ async def test_a_grammar_that_waits_for_the_machine_is_compiled(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
-    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.sleep)
+    monkeypatch.setattr(compiling, "compiled_by_worker", in_worker.sleep)
     assert await compiler.compile(of_choices(["waits"])) == b"1.5"
 
 
@@ -115,7 +119,7 @@ async def test_no_grammar_is_blamed_for_a_machine_that_gives_no_time(
 ) -> None:
     worker = await compiler.start()
     monkeypatch.setattr(compiling, "STARVED_S", 0.1)
-    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.sleep)
+    monkeypatch.setattr(compiling, "compiled_by_worker", in_worker.sleep)
     with pytest.raises(CompilerUnavailable, match="try again"):
         await compiler.compile(of_choices(["starves"]))
     assert not worker.has_ended
@@ -123,9 +127,12 @@ async def test_no_grammar_is_blamed_for_a_machine_that_gives_no_time(
 
 @pytest.mark.nightly
 async def test_a_worker_that_was_killed_while_it_waited_is_replaced(compiler: GrammarCompiler) -> None:
+    before = multiprocessing.active_children()
+    await compiler.close()
     worker = await compiler.start()
-    worker._processes[0].kill()
-    await asyncio.to_thread(worker._processes[0].join)
+    (process,) = set(multiprocessing.active_children()) - set(before)
+    process.kill()
+    await asyncio.to_thread(process.join)
     assert await compiler.compile(of_choices(["after"])) and await compiler.start() is not worker
 
 
@@ -134,7 +141,7 @@ async def test_memory_beyond_the_limit_refuses_the_grammar_alone(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, function: Any
 ) -> None:
     worker = await compiler.start()
-    monkeypatch.setattr(compiling, "_compiled_by_worker", function)
+    monkeypatch.setattr(compiling, "compiled_by_worker", function)
     with pytest.raises(GrammarRefused, match="too much memory"):
         await compiler.compile(of_choices([f"large {function.__name__}"]))
     assert not worker.has_ended
@@ -142,10 +149,9 @@ async def test_memory_beyond_the_limit_refuses_the_grammar_alone(
 
 def test_a_compiled_grammar_that_is_too_large_for_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary(byte_tokenizer(), VOCABULARY_SIZE, END_TOKENS)
-    monkeypatch.setattr(compiling, "_compilation", Compilation(vocabulary))
     monkeypatch.setattr(compiling, "MAX_COMPILED_BYTES", 100)
     with pytest.raises(ValueError, match="may take 100"):
-        compiling._compiled_by_worker("choice", '["a"]')
+        Compilation(vocabulary).compile("choice", '["a"]')
 
 
 def no_process(*arguments: object) -> NoReturn:

@@ -37,14 +37,15 @@ from vmmkv import MIB
 from vmmkv_server import LLM
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.features import grammars
-from vmmkv_server.engine.features.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, Following, Grammars
+from vmmkv_server.engine.features.grammars import ANSWER_S, MAX_ABANDONED, THREAD_S, Grammars
 from vmmkv_server.engine.loading import Loaded
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.uploads import TokenMasks, Uploads, apply_masks
 from vmmkv_server.protocol import Abort, Compacted, Generate
 from vmmkv_server.sampling_params import SamplingParams
+from vmmkv_server.structured_output import compiler
 from vmmkv_server.structured_output.compiler import Compilation
-from vmmkv_server.structured_output.matcher import CALL_S, DIGEST_BYTES, CallResult, CallThreads, Matcher, Vocabulary
+from vmmkv_server.structured_output.matcher import CALL_S, CallResult, CallThreads, Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import Grammar, of_choices, of_schema
 
 
@@ -107,12 +108,12 @@ def test_greedy_answers_are_the_same_with_and_without_jumps_which_take_fewer_ste
 
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, before = [], set(threading.enumerate())
     monkeypatch.setattr(grammars.Grammars, "masks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
-    assert not calls and not of_engine(one)._reader._threads
+    assert not calls and not any(thread.name.startswith("grammar_") for thread in set(threading.enumerate()) - before)
 
 
 def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
@@ -121,7 +122,7 @@ def test_a_preempted_answer_goes_on_where_its_grammar_stands(engine: Callable[..
     for name in "ab":
         one.ask(name, token_ids("x" * 1900), 1200, grammar=of(schema), temperature=1.0, seed=ord(name))
     one.run()
-    assert one.engine._scheduler.counts.preemptions >= 1 and one.failures() == {}
+    assert one.engine.scheduler.counts.preemptions >= 1 and one.failures() == {}
     for name in "ab":
         assert jsonschema_rs.is_valid(schema, json.loads(text(one, name))), name
 
@@ -191,8 +192,8 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
         if numbers.random() < 0.3:
             one.engine.receive(Abort(request_id=str(numbers.randrange(12))))
     one.engine.settle()
-    left = of_engine(one)
-    assert not (left._running or left._begun or left._following or one.engine._table.constrained.any())
+    one.check_table()
+    assert not one.engine.scheduler.table.constrained.any()
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
 
 
@@ -293,7 +294,7 @@ def test_a_matcher_that_fails_ends_its_request_and_no_other(
     real, bad = getattr(Matcher, method), list[Matcher]()
 
     def failing(matcher: Matcher, *arguments: Any) -> Any:
-        if matcher in bad and len(matcher._tokens) >= num_tokens:
+        if matcher in bad and matcher.num_tokens >= num_tokens:
             raise Broken("as it happens")
         return real(matcher, *arguments)
 
@@ -313,7 +314,7 @@ def test_a_matcher_that_fails_ends_its_request_and_no_other(
 def test_a_grammar_that_takes_the_loops_time_ends_its_request(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Compilation, "_try", lambda *_, **__: None)
+    monkeypatch.setattr(compiler, "TRIAL_TOKENS", 0)
     slow = Compilation(vocabulary()).compile("regex", "((a{0,60}){0,60}){0,10}")
     one = engine()
     one.ask("slow", token_ids("?"), 200, grammar=slow, logit_bias=dict.fromkeys(token_ids("a"), 50.0))
@@ -350,7 +351,7 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, go, read, real = engine(), threading.Event(), list[bytes](), Vocabulary.read
-    matchers = of_engine(one)
+    asked, takes = list[Request](), Grammars.takes
 
     def slowly(words: Vocabulary, data: bytes) -> Any:
         read.append(data)
@@ -358,10 +359,11 @@ def test_a_grammar_is_read_once_and_not_for_a_cancelled_request_alone(
         return real(words, data)
 
     monkeypatch.setattr(Vocabulary, "read", slowly)
+    monkeypatch.setattr(Grammars, "takes", lambda self, request: asked.append(request) or takes(self, request))
     first, second, being_read = (of({"const": number}) for number in (1, 2, 3))
     for name, grammar in {"z": being_read, "a": first, "b": first, "c": second, "d": first}.items():
         one.ask(name, token_ids("?"), 9, grammar=grammar)
-    assert all(request.ask.grammar == b"" for request, _ in matchers._opening.values())
+    assert len(asked) == 5 and all(request.ask.grammar == b"" for request in asked), "the thread alone keeps megabytes"
     for name in "bc":
         one.engine.receive(Abort(request_id=name))
     go.set()
@@ -386,22 +388,32 @@ def test_a_grammar_that_could_not_be_read_is_read_again(
     assert one.failures().keys() == {"failed"} and text(one, "good") == "1"
 
 
-def test_grammars_beyond_the_limit_are_dropped_oldest_use_first(engine: Callable[..., Harness]) -> None:
-    one, grammars = engine(), [of({"const": number}) for number in (1, 2, 3)]
-    of_engine(one)._cache_bytes = sum(map(len, grammars)) - 1
-    for name, number in (("a", 0), ("b", 1), ("c", 0), ("d", 2)):
-        one.ask(name, token_ids("?"), 9, grammar=grammars[number])
+def read_from_now(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Grammars that are read, and not found ready."""
+    read, real = list[bytes](), Vocabulary.read
+    monkeypatch.setattr(Vocabulary, "read", lambda words, data: read.append(data) or real(words, data))
+    return read
+
+
+def test_grammars_beyond_the_limit_are_dropped_oldest_use_first(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, read = [of({"const": number}) for number in (1, 2, 3)], read_from_now(monkeypatch)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", sum(map(len, some)) - 1)
+    one = engine()
+    for name, number in (("a", 0), ("b", 1), ("c", 0), ("d", 2), ("e", 0), ("f", 2), ("g", 1)):
+        one.ask(name, token_ids("?"), 9, grammar=some[number])
         one.run()
         assert text(one, name) == str(number + 1)
-    assert [digest for _, digest in of_engine(one)._compiled] == [grammars[0][:DIGEST_BYTES], grammars[2][:DIGEST_BYTES]]
+    assert read == [some[0], some[1], some[2], some[1]]
 
 
-def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
-    one = engine()
+def test_namespaces_share_no_grammar(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, read = engine(), read_from_now(monkeypatch)
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
     one.run()
-    assert sorted(str(namespace) for namespace, _ in of_engine(one)._compiled) == ["None", "one", "two"]
+    assert len(read) == 3
     assert {text(one, name) for name in "abcd"} == {"1"}
 
 
@@ -427,7 +439,7 @@ def test_many_slow_choices_are_charged_together(engine: Callable[..., Harness], 
     watched: list[float] = []
 
     def slow(matcher: Matcher) -> Any:
-        if matcher._num_masked != len(matcher._tokens):
+        if not matcher.has_mask:
             until_s = time.thread_time() + 0.02
             while time.thread_time() < until_s:
                 pass
@@ -450,25 +462,31 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
     monkeypatch: pytest.MonkeyPatch, took_s: float, held_s: float, charged_s: float
 ) -> None:
     """Of four calls, each of `took_s` of its thread."""
-    reader, now_s = Grammars(Mock()), time.perf_counter()
-    params = SamplingParams(max_tokens=9)
-    requests = [Request(Generate(request_id=str(index), prompt=[1], params=params), frozenset()) for index in range(4)]
+    core, now_s, params = Mock(), time.perf_counter(), SamplingParams(max_tokens=9)
+    monkeypatch.setattr(grammars, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(Grammars, "matcher_for", Mock())
+    reader = Grammars(core)
 
-    reader._following = {request: Following(Mock(), False) for request in requests}
-
-    def made(calls: list[Callable[[], int]], **_: int) -> list[CallResult[int]]:
+    def made(calls: list[Callable[[], Any]], **_: int) -> list[CallResult[Any]]:
         nonlocal now_s
         now_s += held_s
-        return [CallResult(call(), None, took_s) for call in calls]
+        return [CallResult([], None, took_s) for _ in calls]
 
-    monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
-    monkeypatch.setattr(grammars, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    assert reader._call([(request, lambda: 7) for request in requests]) == ([7] * 4, 4 * took_s)
-    assert [reader._following[request].took_s for request in requests] == [took_s] * 4
-    assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
+    monkeypatch.setattr(reader.threads, "run", made)
+
+    def begin(*names: str) -> None:
+        core.scheduler.add.reset_mock()
+        for name in names:
+            assert reader.takes(Request(Generate(request_id=name, prompt=[1], params=params, grammar=b"one"), frozenset()))
+        assert eventually(lambda: reader.poll() or not reader.is_working())
+        assert core.scheduler.add.call_count == len(names)
+
+    begin("a", "b", "c", "d")
+    assert reader.balance_s == pytest.approx(ANSWER_S - charged_s)
     now_s += 1
-    reader._call([(request, lambda: 7) for request in requests[:1]])
-    assert reader._balance_s == pytest.approx(ANSWER_S - min(took_s, held_s)), "it is filled again, and no further"
+    begin("e")
+    assert reader.balance_s == pytest.approx(ANSWER_S - min(took_s, held_s)), "it is filled again, and no further"
+    reader.close()
 
 
 def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
@@ -476,24 +494,26 @@ def test_tokens_are_followed_in_several_threads_where_the_last_ones_took_long(
 ) -> None:
     without_jumps(monkeypatch)
     one, nums = engine(slots=8), list[int]()
-    took_s = iter(each * THREAD_S / 8 for each in (0.9, 2.1, 1.9, 0.0))
+    took_s = iter(each * THREAD_S / 8 for each in (8, 0.9, 2.1, 1.9, 0.0))
     for index in range(8):
         one.ask(str(index), token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while not one.tokens("7"):
         one.step()
-    nothing = np.zeros(0, np.int64)
-    of_engine(one)._token_s = THREAD_S
-    of_engine(one).sampled(nothing, nothing, nothing > 0)
 
     def made(calls: list[Callable[[], int]], *, num_threads: int) -> list[CallResult[int]]:
+        if not calls:
+            return []
         nums.append(num_threads)
         each_s = next(took_s)
         return [CallResult(call(), None, each_s) for call in calls]
 
     with monkeypatch.context() as patch:
-        patch.setattr(of_engine(one)._threads, "run", made)
+        patch.setattr(of_engine(one).threads, "run", made)
+        one.step()
+        nothing = np.zeros(0, np.int64)
+        of_engine(one).sampled(nothing, nothing, nothing > 0)
         one.step(4)
-    assert nums == [8, 1, 3, 2]
+    assert nums[1:] == [8, 1, 3, 2], "by what the tokens before took"
     one.run()
 
 
@@ -511,7 +531,7 @@ def test_a_step_is_launched_before_the_last_is_read_and_takes_one_trip_to_the_ma
         one.ask(name, token_ids("?"), 40, grammar=compiled(Grammar("regex", "[ab]{39}")))
     while len(one.tokens("d")) < 3:
         one.step()
-    threads = of_engine(one)._threads
+    threads = of_engine(one).threads
     for owner, name in ((one.runner, "forward"), (one.engine, "read"), (threads, "run"), (one.runner, "sample")):
         noted(owner, name)
     for _ in range(10):
@@ -552,8 +572,8 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_no_other(
     real, go, bad = Matcher.mask, threading.Event(), list[Matcher]()
 
     def masking(matcher: Matcher) -> Any:
-        if matcher in bad and len(matcher._tokens) >= 3:
-            matcher._words[:] = 0  # as it may be while it is worked on
+        if matcher in bad and matcher.num_tokens >= 3:
+            real(matcher)[:] = 0  # as it may be while it is worked on
             overrun(go)
         return real(matcher)
 
@@ -581,9 +601,8 @@ def test_no_answer_begins_while_too_many_calls_are_abandoned(
     one = engine(slots=12)
     for index in range(12):
         one.ask(str(index), token_ids("?"), 60, grammar=of({"const": "0123"}))
-    assert eventually(lambda: all(future.done() for _, future in of_engine(one)._opening.values()))
     one.run()
-    num_abandoned = of_engine(one)._threads.num_abandoned
+    num_abandoned = of_engine(one).threads.num_abandoned
     go.set()
     assert num_abandoned == MAX_ABANDONED
     reasons = list(one.failures().values())

@@ -112,7 +112,7 @@ def test_a_long_count_allows_the_tokens_that_a_step_for_each_character_does(
 ) -> None:
     words = vocabulary(smollm2)
     sources = [of_schema({"type": "string", **bounds}).source]
-    monkeypatch.setattr(text, "_RUN", 1000)
+    monkeypatch.setattr(text, "RUN", 1000)
     sources.append(of_schema({"type": "string", **bounds}).source)
     one, other = (words.read(Compilation(words).compile("json", source)) for source in sources)
     has_quote = np.array([b'"' in token for token in words.info.decoded_vocab])

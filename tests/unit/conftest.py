@@ -30,7 +30,7 @@ def pool(driver: FakeDriver, pool_pages: int) -> Iterator[Pool]:
     pool = Pool("cpu", pool_pages * PAGE_BYTES, driver=driver)
     yield pool
     pool.close()
-    assert (driver.live_handles, driver.live_mappings, driver._reserved) == (0, 0, [])
+    assert (driver.live_handles, driver.live_mappings, driver.live_reservations) == (0, 0, 0)
 
 
 @pytest.fixture

@@ -22,4 +22,4 @@ def test_sums_and_broadcasts_over_ranks_are_checked_and_timed(tmp_path: Path) ->
 def test_a_sum_that_is_none_is_seen() -> None:
     alone = Collectives(0, 2)
     with pytest.raises(WrongNumbers, match="sum by none of 4"):
-        collectives._check(alone, SETTINGS.device, collectives.Way("sum", "none", 4096, lambda tensor: tensor))
+        collectives.check_way(alone, SETTINGS.device, collectives.Way("sum", "none", 4096, lambda tensor: tensor))

@@ -38,7 +38,7 @@ def test_what_the_host_does_between_steps_is_timed_by_size(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_pieces", lambda start, end: [])
+    monkeypatch.setattr(host, "pieces_of", lambda start, end: [])
     real = host.RadixTree.match
     monkeypatch.setattr(host.RadixTree, "match", lambda self, namespace, tokens: real(self, namespace, tokens[:-200]))
     recorder = recorder_in(tmp_path, "prefix", replace(SETTINGS, parts=("tree",)))

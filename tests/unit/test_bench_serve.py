@@ -91,7 +91,7 @@ def test_a_cache_is_full_before_requests_are_served_over_a_full_cache() -> None:
     engine = UserEngine(model, SETTINGS)
     try:
         engine.run(filling(model, SETTINGS, engine.num_kv_tokens))
-        snapshot = engine._engine.snapshot
+        snapshot = engine.llm.snapshot
         assert snapshot is not None
         assert snapshot.memory.kv_cached_bytes == snapshot.memory.kv_budget_bytes
     finally:

@@ -34,7 +34,7 @@ def test_tiers_give_back_what_they_were_given(tmp_path: Path) -> None:
 def test_another_answer_over_a_tier_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorder_in(tmp_path, "tiers", SETTINGS)
     engine = SimpleNamespace(snapshot=SimpleNamespace(scheduler=SchedulerStatistics(), features={"fetches": {}}))
-    monkeypatch.setattr(tiers, "_engine", lambda *_: nullcontext(engine))
+    monkeypatch.setattr(tiers, "engine_over", lambda *_: nullcontext(engine))
     answers = iter([[1, 2], [1, 2], [1, 3]])
 
     def serve(_: object) -> list[ServedRun]:
@@ -42,7 +42,7 @@ def test_another_answer_over_a_tier_is_seen(tmp_path: Path, monkeypatch: pytest.
 
     systems = {"none": ("no tier", {}), "host": ("host tier", {"host": 1}), "disk": ("disk tier", {"disk": 1})}
     context, anything = Context(recorder, SHAPES["wide"]), cast(Any, None)
-    tiers._compare(context, "working_set", anything, anything, systems, serve)
+    tiers.compare_tiers(context, "working_set", anything, anything, systems, serve)
     assert found(recorder.rows, "same answers as the first system") == {("working_set", "host tier"): 100}
     assert [(row.system, row.metric) for row in recorder.rows][-1] == ("disk tier", FAILED)
 

@@ -1,9 +1,11 @@
 """One engine maps what another one on the host has sealed: whose rows they are, and what each of the two may do meanwhile."""
 
 import contextlib
+import json
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,6 @@ from tests.unit import holder_engines as engines
 from tests.unit.holder_engines import BUDGET_BYTES, LONG, PROMPT, Engine, Process, holder, opened, path, start, wrong_rows
 from tests.unit.support import STRADDLING, WINDOWED
 from vmmkv import HolderUnavailable, KVCache, Pool, PrefixCache
-from vmmkv.errors import HolderGone
 from vmmkv.holder import HolderClient, Sealed, SealedLog
 from vmmkv.holder.borrowed import BorrowedPrefixes
 from vmmkv.holder.client import check_reach
@@ -303,9 +304,13 @@ def test_a_pool_lends_or_borrows_and_memory_is_of_a_device_within_reach(path, ho
 
 @pytest.mark.parametrize(("first", "then"), [("own", "borrow"), ("borrow", "borrow"), ("borrow", "own")])
 def test_an_engine_joins_once_as_one_or_the_other(path, holder, first, then):
-    client = HolderClient(path, torch.device("cpu"), borrows=first == "borrow")
-    with pytest.raises(HolderGone), contextlib.closing(client):
-        client._ask("join", {"do": then}, lambda *_: None)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+        connection.connect(str(path))
+        assert connection.recv(1 << 16), "it is welcome"
+        connection.send(json.dumps({"do": first}).encode())
+        assert "error" not in json.loads(connection.recv(1 << 16))
+        connection.send(json.dumps({"do": then}).encode())
+        assert not connection.recv(1 << 16), "it is sent away"
     with contextlib.closing(HolderClient(path, torch.device("cpu"))) as next_one:
         assert next_one.log.num_borrowers == 0
 
@@ -355,16 +360,16 @@ def test_a_log_is_followed_through_drops_and_rewrites(monkeypatch):
         if writer.is_due:
             writer.rewrite(b"model", live.values())
         if draw.random() < 0.2:
-            assert borrowed._read()
+            assert borrowed.follow()
             for seal in draw.sample(list(live.values()), min(3, len(live))):
-                found = borrowed._find(None, seal.tokens + b"more")
+                found = borrowed.seals_of(None, seal.tokens + b"more")
                 assert seal in found and all(each in live.values() for each in found)
-            assert not any(borrowed._find(None, each.tokens) for each in dropped[-20:])
+            assert not any(borrowed.seals_of(None, each.tokens) for each in dropped[-20:])
     for serial in (2000, 3000):  # the same half again, and of the same length
         live = {serial: seal._replace(serial=serial)}
         writer.rewrite(b"model", live.values())
         writer.rewrite(b"model", live.values())
-        assert borrowed._read() and borrowed._find(None, seal.tokens) == [*live.values()]
+        assert borrowed.follow() and borrowed.seals_of(None, seal.tokens) == [*live.values()]
     writer.close()
     reader.close()
     os.close(fd)

@@ -543,7 +543,7 @@ def test_a_restored_sequence_knows_which_tokens_its_rows_hold(cache, tmp_path):
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
 def test_no_row_is_written_before_it_is_read(pool, monkeypatch, chunk_rows):
-    monkeypatch.setattr("vmmkv.memory.sharing._CHUNK_BYTES", chunk_rows * ROW_BYTES)
+    monkeypatch.setattr("vmmkv.memory.sharing.CHUNK_BYTES", chunk_rows * ROW_BYTES)
     narrow = Group(layers=(4,), planes=tuple(Plane(name=name, heads=1, dim=96, dtype=torch.float32) for name in "kv"))
     with KVCache(KVLayout(groups=(*LAYOUT.groups, narrow)), pool, slots=1, max_tokens=100) as cache:
         for _ in range(5):
@@ -837,7 +837,7 @@ def test_closed_caches_give_their_addresses_to_later_ones_of_the_same_size():
 
 def test_a_reservation_that_fails_tells_what_open_and_closed_caches_have(monkeypatch):
     refuse = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
-    monkeypatch.setattr("vmmkv.driver.host._reservations", Reservations())
+    monkeypatch.setattr("vmmkv.driver.host.reservations", Reservations())
     with Pool("cpu", 4 * PAGE_BYTES) as host, KVCache(LAYOUT, host, slots=3, max_tokens=128):
         KVCache(LAYOUT, host, slots=1, max_tokens=128).close()
         monkeypatch.setattr("vmmkv.driver.host.reserve", refuse)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import vmmkv.memory.address_space
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import KIB
 
@@ -60,25 +59,6 @@ def test_what_cannot_be_wrapped_is_refused(address: int, size_bytes: int, device
         wrap(address, size_bytes, device)
 
 
-def test_a_capsule_that_torch_does_not_take_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    freed: list[int] = []
-    free = vmmkv.memory.address_space._free
-
-    def refuse(capsule: object) -> torch.Tensor:
-        raise RuntimeError("not today")
-
-    def count(pointer: int) -> None:
-        freed.append(pointer)
-        free(pointer)
-
-    monkeypatch.setattr(vmmkv.memory.address_space, "from_dlpack", refuse)
-    monkeypatch.setattr(vmmkv.memory.address_space, "_free", count)
-    with pytest.raises(RuntimeError, match="not today"):
-        wrap(UNMAPPED, 8, CPU)
-    assert len(freed) == 1
-
-
-@pytest.mark.nightly
 def test_neither_taken_nor_refused_capsules_leak() -> None:
     source = """
 import resource, torch
@@ -100,12 +80,12 @@ def work(count):
             pass
 work(2000)
 before = peak_kib()
-work(100_000)
+work(30_000)
 print(peak_kib() - before)
 """
     root = Path(__file__).parents[2]
     child = subprocess.run([sys.executable, "-c", source], cwd=root, capture_output=True, text=True, check=True)
-    assert int(child.stdout) < 4 * KIB  # 200,000 structures of 80 bytes that leak are above 15,000 KiB
+    assert int(child.stdout) < 2 * KIB  # 60,000 structures of 80 bytes that leak are above 4,600 KiB
 
 
 def test_a_tensor_may_die_in_another_thread() -> None:

@@ -85,7 +85,7 @@ def test_each_lack_has_its_own_error(
     version: str | None,
     init_error: Exception | None,
 ) -> None:
-    monkeypatch.setattr(cuda, "_load_bindings", lambda: bindings_of(**bindings))
+    monkeypatch.setattr(cuda, "load_bindings", lambda: bindings_of(**bindings))
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=init_error))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")

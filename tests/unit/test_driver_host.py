@@ -29,7 +29,7 @@ def driver() -> Iterator[HostDriver]:
 
 def file_bytes(driver: HostDriver) -> int:
     """Physical memory behind a driver, as the kernel counts it."""
-    return os.fstat(driver._file.fd).st_blocks * 512
+    return os.fstat(driver.file.fd).st_blocks * 512
 
 
 class TestHostDriverLaws(DriverLaws):
@@ -72,13 +72,13 @@ def test_a_create_that_the_kernel_refuses_changes_nothing(
     assert caught.value.code == errno.errorcode[number]
     assert file_bytes(driver) == 0
     driver.release(driver.create(PAGE_BYTES))
-    assert os.fstat(driver._file.fd).st_size == PAGE_BYTES
+    assert os.fstat(driver.file.fd).st_size == PAGE_BYTES
 
 
 def test_create_leaves_headroom_and_says_the_budget_that_would_work(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver._memory, "read", lambda: MemoryInfo(host.HEADROOM_BYTES + 4 * MIB, 8 * GIB))
+    monkeypatch.setattr(HostMemory, "read", lambda _: MemoryInfo(host.HEADROOM_BYTES + 4 * MIB, 8 * GIB))
     driver.release(driver.create(4 * MIB))
     with pytest.raises(OutOfDeviceMemory, match=re.escape("6.0 MiB do not fit: 132.0 MiB of 8.0 GiB")) as caught:
         driver.create(6 * MIB)
@@ -86,8 +86,9 @@ def test_create_leaves_headroom_and_says_the_budget_that_would_work(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_control_group_around_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+def test_a_control_group_around_the_process_counts(tmp_path: Path, version: int) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    root = cgroups if version == 2 else cgroups / "memory"
     outer, inner = root / "outer", root / "outer" / "inner"
     for folder in (proc / "self", inner):
         folder.mkdir(parents=True)
@@ -101,9 +102,7 @@ def test_a_control_group_around_the_process_counts(tmp_path: Path, monkeypatch: 
     (outer / limit).write_text(str(4 * GIB))
     (outer / usage).write_text(str(3 * GIB))
     (outer / "memory.stat").write_text(f"{prefix}inactive_file {GIB // 2}\n{prefix}active_file 0\n{prefix}shmem 5\n")
-    monkeypatch.setattr("vmmkv.driver.host._CGROUP_ROOTS", (root,) if version == 2 else ())
-    monkeypatch.setattr("vmmkv.driver.host._CGROUP_V1_ROOTS", (root,))
-    memory = HostMemory(proc)
+    memory = HostMemory(proc, cgroups)
     assert memory.read() == MemoryInfo(free_bytes=3 * GIB // 2, total_bytes=4 * GIB)
     (outer / usage).write_text(str(5 * GIB))
     assert memory.read().free_bytes == 0
@@ -300,7 +299,7 @@ def test_what_is_no_exported_handle_of_this_size_is_refused(driver: HostDriver, 
         os.close(fd)
     with (tmp_path / "file").open("w+") as file:
         assert "not a memfd" in str(refused("import_fd", driver.import_fd, file.fileno(), PAGE_BYTES))
-    assert "carries none" in str(refused("import_fd", driver.import_fd, driver._file.fd, PAGE_BYTES))
+    assert "carries none" in str(refused("import_fd", driver.import_fd, driver.file.fd, PAGE_BYTES))
     refused("import_fd", driver.import_fd, 9999, PAGE_BYTES)
     driver.release(handle)
     assert file_bytes(driver) == 0
@@ -341,4 +340,4 @@ def test_neither_descriptors_nor_offsets_pile_up(driver: HostDriver) -> None:
         HostDriver()
     assert len(os.listdir("/proc/self/fd")) == before
     assert file_bytes(driver) == 0
-    assert os.fstat(driver._file.fd).st_size == PAGE_BYTES, "offsets are used again"
+    assert os.fstat(driver.file.fd).st_size == PAGE_BYTES, "offsets are used again"

@@ -15,17 +15,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.laws.faulty_tier import FaultyStore
+from tests.laws.faulty_tier import FaultyStore, index_entry
 from tests.laws.machine import NIGHTLY
+from tests.laws.test_stores import is_left_alone
 from tests.laws.test_tiers import CPU, found, key_of, load, payload, store
 from tests.unit.support import LAYOUT, WINDOWED
 from tests.unit.test_tiers import PROMPT, assert_reads, write
 from vmmkv import DiskTier, KVCache, SequenceTooLong
-from vmmkv.tiers import disk, shared
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
 from vmmkv.units import MIB
 
 TEXT = PROMPT[:45]
+
+HEADER = struct.Struct("<8sQI")
+MAGIC = b"vmmkv 1\0"
 
 MOST_BYTES = 16 * MIB
 """Of Python's memory, beside the buffers of tiers."""
@@ -164,10 +167,8 @@ def test_what_a_changed_disk_tier_finds_is_right_or_a_miss_and_it_goes_on(tmp_pa
         content = bytearray(right)
         for number, generation, key, checksum, is_right in new:
             checksum = checksum_of(key_of(1), memoryview(payload(1))) if checksum is None else checksum
-            fields = disk._ENTRY.pack(generation, key, checksum)
-            own = disk._own_checksum(number if is_right else number + 1, fields)
-            at = disk._entry_at(number)
-            content[at : at + disk._ENTRY_BYTES] = (fields + own).ljust(disk._ENTRY_BYTES, b"\0")
+            at, entry = index_entry(number, generation, key, checksum, is_whole=is_right)
+            content[at : at + len(entry)] = entry
         index.write_bytes(bytes(content) if edit is None else changed(bytes(content), edit))
         with open(records, "r+b") as file:
             file.truncate(size_bytes if cut_bytes is None else cut_bytes)
@@ -222,11 +223,11 @@ def test_what_a_store_gives_is_the_record_or_a_miss_and_is_removed(num_examples,
         magic, length, checksum, number, edit = change
         record = payload(number)
         checksum = checksum_of(key_of(1), memoryview(record)) if checksum is None else checksum
-        value = shared._HEADER.pack(magic, length, checksum) + record
+        value = HEADER.pack(magic, length, checksum) + record
         value = value if edit is None else changed(value, edit)
         tier.values[name] = value
-        is_right = value[: shared._HEADER.size] == shared._HEADER.pack(
-            shared._MAGIC, RECORD_BYTES, checksum_of(key_of(1), memoryview(value)[shared._HEADER.size :])
+        is_right = value[: HEADER.size] == HEADER.pack(
+            MAGIC, RECORD_BYTES, checksum_of(key_of(1), memoryview(value)[HEADER.size :])
         )
         transfer = tier.load(key_of(1))
         assert transfer is not None and transfer.future is not None
@@ -235,15 +236,15 @@ def test_what_a_store_gives_is_the_record_or_a_miss_and_is_removed(num_examples,
             assert not is_right and name not in tier.values
             tier.drop(transfer)
         else:
-            assert ctypes.string_at(transfer.address, RECORD_BYTES) == value[shared._HEADER.size :]
+            assert ctypes.string_at(transfer.address, RECORD_BYTES) == value[HEADER.size :]
             assert is_right
             tier.finished(transfer)
-        assert not tier._pause_s and not [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert not is_left_alone(tier) and not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
     fuzz(
         num_examples,
         st.tuples(
-            st.just(shared._MAGIC) | st.binary(min_size=8, max_size=8),
+            st.just(MAGIC) | st.binary(min_size=8, max_size=8),
             st.just(RECORD_BYTES) | unsigned,
             st.none() | st.integers(0, (1 << 32) - 1),
             st.integers(1, 2),

@@ -158,15 +158,16 @@ def test_a_file_that_is_no_socket_is_in_the_way_of_a_holder_and_stays(path, name
     assert path.with_name(name).read_text() == "mine"
 
 
-def test_a_seal_that_fills_a_gap_goes_on_from_what_ends_before_it(opened):
+def test_a_seal_that_fills_a_gap_goes_on_from_what_ends_before_it(opened, monkeypatch):
     engine = opened(layout=WINDOWED)
     engine.serve(PROMPT)
     engine.prefix.free_slots(6)
-    index, log = engine.prefix._index, engine.pool.holder.log
+    index, log = engine.prefix.index, engine.pool.holder.log
     sealed = len(log.read().live)
     pieces = [piece for node in index.tree.nodes() for piece in node.pieces if piece.group == 1]
-    with engine.pool.lock:
-        index._discard({pieces[0].value.extent})
+    with monkeypatch.context() as patch, engine.pool.lock:
+        patch.setattr(engine.pool, "import_extents", set)  # the holder has lost them
+        assert not index.import_extents([pieces[0].value.extent])
     assert len(log.read().live) == sealed - 1
     attached = engine.prefix.attach(PROMPT, method=AttachMethod.COMPUTE)
     engines.write(attached.sequence, None, PROMPT, 0)
@@ -668,7 +669,7 @@ def test_rows_are_sealed_once_they_are_known_to_be_written(opened, how):
             launch.finish()
             engine.cache.map_ahead()
         elif how == "the engine ends":
-            [sealed] = engine.prefix._index.followers
+            [sealed] = engine.prefix.index.followers
             sealed.give_up()
         else:
             engine.cache.drain()
@@ -871,7 +872,7 @@ class Words:
 def test_a_writer_that_is_killed_at_any_store_leaves_a_log_of_before_or_after(log):
     writer, fd = log
     writer.rewrite(b"model", ())
-    writer._words = words = Words(writer._words, fd)
+    writer.words = words = Words(writer.words, fd)
     for serial in (1, 2, 3):
         writer.seal(seal(serial, [serial] * 4))
     writer.drop(2)

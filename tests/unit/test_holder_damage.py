@@ -24,7 +24,6 @@ from vmmkv import HolderUnavailable
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder import HolderClient, Sealed, SealedLog, client, process
-from vmmkv.holder import log as sealed_log
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
@@ -32,6 +31,7 @@ __all__ = ["holder", "opened", "path"]
 
 CPU = torch.device("cpu")
 RED = [5] * 40
+RECORD, SEAL = struct.Struct("<IIc"), struct.Struct("<QQQQIIII")
 PROMPTS = [(PROMPT, None), (LONG, None), (RED, ("red", 1))]
 CHANGED = {
     "serial": st.sampled_from([0, 10**6, 2**63, 2**64 - 1]) | st.integers(1, 12),
@@ -62,18 +62,24 @@ def held(path, driver=None):
 
 
 @contextlib.contextmanager
-def left_log(path):
-    """The log of a holder, for a process that neither owns nor borrows."""
+def left_fd(path):
+    """The descriptor of a holder's log, for a process that neither owns nor borrows."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
         connection.connect(str(path))
         _, (fd,), *_ = socket.recv_fds(connection, 1 << 16, 1)
         connection.send(b'{"do": "count"}')
         connection.recv(1 << 16)  # it hears an owner to its end first, and then frees what the log does not name
         try:
-            with contextlib.closing(SealedLog(fd)) as log:
-                yield log
+            yield fd
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def left_log(path):
+    """That log."""
+    with left_fd(path) as fd, contextlib.closing(SealedLog(fd)) as log:
+        yield log
 
 
 def served(path, layout=LAYOUT, prompts=PROMPTS):
@@ -90,28 +96,50 @@ def served(path, layout=LAYOUT, prompts=PROMPTS):
     return found
 
 
-def records(log):
-    """Kind and body of each record."""
-    place, found = 0, []
-    while place < log.used_bytes:
-        kind, body = log._record(log._half, place, log.used_bytes)
-        found.append((kind, body))
-        place += sealed_log._RECORD.size + len(body)
-    return found
+class LogBytes:
+    """The active half of a log, by the format that vmmkv/holder/log.py describes and without its checks."""
+
+    HEADER_BYTES = 4096
+
+    def __init__(self, fd):
+        self.fd = fd
+        self.half = struct.unpack("<Q", os.pread(fd, 8, 8))[0] % 2
+        self.start = self.HEADER_BYTES + self.half * (os.fstat(fd).st_size - self.HEADER_BYTES) // 2
+
+    def used_bytes(self):
+        return struct.unpack("<Q", os.pread(self.fd, 8, 8 * (2 + self.half)))[0]
+
+    def records(self):
+        """Kind and body of each record."""
+        place, found = 0, []
+        while place < self.used_bytes():
+            size_bytes, _, kind = RECORD.unpack(os.pread(self.fd, RECORD.size, self.start + place))
+            found.append((kind, os.pread(self.fd, size_bytes, self.start + place + RECORD.size)))
+            place += RECORD.size + size_bytes
+        return found
+
+    def append(self, kind, body):
+        used_bytes = self.used_bytes()
+        os.pwrite(self.fd, RECORD.pack(len(body), zlib.crc32(kind + body), kind) + body, self.start + used_bytes)
+        self.use(used_bytes + RECORD.size + len(body))
+
+    def use(self, used_bytes):
+        os.pwrite(self.fd, struct.pack("<Q", used_bytes), 8 * (2 + self.half))
+
+    def write(self, written):
+        """Write records in place of all that is there."""
+        self.use(0)
+        for kind, body in written:
+            self.append(kind, body)
 
 
-def write(log, written):
-    """Write records in place of all that is there."""
-    log._words[2 + log._half] = 0
-    for kind, body in written:
-        log._append(log._half, kind, body)
-
-
-def seal_of(body):
-    """The fields of a seal, whatever they are."""
-    serial, parent, end, first, group, page, num_pages, name_bytes = sealed_log._SEAL.unpack_from(body)
-    name, tokens = body[sealed_log._SEAL.size :][:name_bytes], body[sealed_log._SEAL.size :][name_bytes:]
-    return Sealed(serial, parent - 1 if parent else None, end, first, group, page, num_pages, name, tokens)
+def changed_seal(body, what, value):
+    """The bytes of a seal with another value in one of its fields, whatever they are."""
+    serial, parent, end, first, group, page, num_pages, name_bytes = SEAL.unpack_from(body)
+    name, tokens = body[SEAL.size :][:name_bytes], body[SEAL.size :][name_bytes:]
+    seal = Sealed(serial, parent - 1 if parent else None, end, first, group, page, num_pages, name, tokens)
+    serial, parent, *numbers, name, tokens = seal._replace(**{what: value})
+    return SEAL.pack(serial, 0 if parent is None else parent + 1, *numbers, len(name)) + name + tokens
 
 
 @pytest.mark.parametrize(
@@ -200,9 +228,9 @@ def test_two_handles_that_are_sealed_for_the_same_rows_are_damage(path, caplog):
 def test_an_extent_that_is_sealed_with_fewer_rows_than_it_has_is_held_once(path):
     with held(path):
         served(path, WINDOWED)
-        with left_log(path) as log:
-            written = records(log)
-            write(log, edited(written, 18, "first_token", 1))  # a page that a later prompt is attached to
+        with left_fd(path) as fd:
+            log = LogBytes(fd)
+            log.write(edited(log.records(), 18, "first_token", 1))  # a page that a later prompt is attached to
         served(path, WINDOWED)
 
 
@@ -242,8 +270,8 @@ EDITS = st.one_of(
 def edited(written, number, what, value):
     """Records of which one is changed, doubled or taken away, or with a drop behind it."""
     kind, body = written[number]
-    if what in CHANGED and kind == b"s" and len(body) >= sealed_log._SEAL.size:
-        body = sealed_log._pack(seal_of(body)._replace(**{what: value}))
+    if what in CHANGED and kind == b"s" and len(body) >= SEAL.size:
+        body = changed_seal(body, what, value)
     if what == "kind":
         kind = value
     elif what == "cut":
@@ -263,11 +291,12 @@ def test_whatever_stands_in_a_log_with_right_checksums_the_next_engine_starts(tm
     path = tmp_path_factory.mktemp("holder") / "kv.sock"
     with held(path):
         served(path, layout)
-        with left_log(path) as log:
-            written = records(log)
+        with left_fd(path) as fd:
+            log = LogBytes(fd)
+            written = log.records()
             for number, (what, value) in edits:
                 written = edited(written, number % len(written), what, value) if written else []
-            write(log, written)
+            log.write(written)
         driver = FakeDriver(over=HostDriver())
         with contextlib.closing(Engine(path, driver=driver, layout=layout)) as engine:
             engine.cache.check()
@@ -288,8 +317,7 @@ def test_bytes_that_are_no_log_are_damage_and_can_be_written_over(body, words):
     fd = SealedLog.create(MIB)
     with contextlib.closing(SealedLog(fd)) as log:
         log.seal(Sealed(1, None, 16, 0, 0, 0, 1, b"None", bytes(64)))
-        os.pwrite(fd, sealed_log._RECORD.pack(len(body), zlib.crc32(b"s" + body), b"s") + body, 4096 + log.used_bytes)
-        log._words[2] += sealed_log._RECORD.size + len(body)
+        LogBytes(fd).append(b"s", body)
         for at, value in words.items():
             os.pwrite(fd, struct.pack("<Q", value), at)
         with contextlib.suppress(LogDamaged):

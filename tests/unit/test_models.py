@@ -2,14 +2,18 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from vmmkv.cli.main import main
@@ -117,8 +121,9 @@ def test_ctrl_c_does_not_reach_the_conversion(source: Source, tmp_path: Path, mo
 
 
 def test_nothing_is_downloaded_without_what_converts_it(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_CONVERSION_NEEDS", ("json", "no_such_package"))
-    with pytest.raises(ModelUnavailable, match=r"^fetching needs no_such_package; in a checkout: pip install '\.\[hf\]'$"):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else there(name))
+    with pytest.raises(ModelUnavailable, match=r"^fetching needs gguf; in a checkout: pip install '\.\[hf\]'$"):
         source.fetch()
     assert source.downloads == 0
 
@@ -178,17 +183,26 @@ def test_a_failed_refetch_leaves_what_was_there(source: Source, monkeypatch: pyt
     assert source.conversions == 1
 
 
-def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
-    target = source.cache_dir / "models" / "tiny"
-    target.parent.mkdir(parents=True)
+def test_of_two_at_once_one_fetches_and_the_other_finds_it(
+    source: Source, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def download(*given: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        source.download(*given)
+
+    monkeypatch.setattr(models, "download_with_pip", download)
     with ThreadPoolExecutor() as pool:
-        with models._locked(target.with_name("tiny.lock"), "tiny"):
-            other = pool.submit(source.fetch)
-            while "another process is fetching tiny" not in capsys.readouterr().err:
-                time.sleep(0.01)
-            models._fetch_locked(source.model, target, force=False, thorough=False)
-        assert other.result(60) == target
-    assert source.conversions == 1
+        one = pool.submit(source.fetch)
+        assert begun.wait(60)
+        other = pool.submit(source.fetch)
+        while "another process is fetching tiny" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        goes_on.set()
+        assert one.result(60) == other.result(60) == source.cache_dir / "models" / "tiny"
+    assert (source.downloads, source.conversions) == (1, 1)
 
 
 def test_too_little_disk_is_said_before_the_download(source: Source) -> None:
@@ -225,7 +239,7 @@ def test_a_directory_that_lacks_something_is_refused_by_name(tmp_path: Path, mis
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "../x", "a/b/c", "~nobody/x", ""])
 def test_a_path_that_is_not_there_is_not_asked_of_a_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_from_hub", lambda model: pytest.fail("asked"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelUnavailable, match="smollm2-135m"):
         resolve(model)
 

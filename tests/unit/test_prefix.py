@@ -127,8 +127,8 @@ def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
         prompt = [*PROMPT, *[branch] * 20]
         prefix.release(begin(prefix, prompt, method=AttachMethod.COMPUTE), prompt)
     cache.drain()
-    (shared,) = prefix._index.tree.match(None, PROMPT).path
-    prefix._index.restored.append(shared)
+    (shared,) = prefix.index.tree.match(None, PROMPT).path
+    prefix.index.restored.append(shared)
     assert prefix.prepare(0)
     prefix.evict(1)
     other = prefix.attach([0] * 101, namespace="other").sequence  # in the memory of what has gone
@@ -835,13 +835,22 @@ def test_a_parked_slots_own_pages_can_be_had_while_others_run_from_its_prefix(po
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_prefix, driver, last):
+def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_prefix, driver, monkeypatch, last):
     long_prefix.release(compute(long_prefix, LONG), LONG)
-    (extent, *_) = long_prefix._index.holders()
-    target = torch.empty(8, dtype=torch.uint8)
-    driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
+    rows_SRHD = long_prefix.cache.k(0)
+    first = rows_SRHD.data_ptr()
+    slots = range(first, first + len(rows_SRHD) * rows_SRHD.stride(0) * rows_SRHD.itemsize)
+    set_access = driver.set_access
+
+    def fail_in_a_window(address, *given):
+        if address not in slots:
+            driver.fail_at = {driver.num_calls, driver.num_calls + last}  # the access call, and the unmap
+        set_access(address, *given)
+
+    monkeypatch.setattr(driver, "set_access", fail_in_a_window)
     with pytest.raises(DriverError, match="told to fail"):
-        long_prefix._attacher.windows.copy(extent, 0, target.numel(), target.data_ptr())
+        long_prefix.attach([*LONG[:-3], 0, 0])
+    monkeypatch.undo()
     driver.fail_at = set()
     long_prefix.cache.check()
     long_prefix.cache.drain()

@@ -5,6 +5,7 @@ That bytes are right under any order of calls and failures is proved in tests/la
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,7 +23,7 @@ import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
-from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong, saved
+from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import mover
@@ -69,13 +70,20 @@ def compute(prefix, tokens, **options):
     prefix.release(sequence, tokens)
 
 
+def asked_of(tier, monkeypatch):
+    """Lists of keys by which a tier is asked, from now on."""
+    asked, lookup = [], tier.lookup
+    monkeypatch.setattr(tier, "lookup", lambda keys: (asked.append(list(keys)), lookup(keys))[1])
+    return asked
+
+
 def compute_nothing(prefix, tokens):
     """Over a driver without memory: as `compute`, and stored nowhere."""
     sequence = prefix.attach(tokens).sequence
     sequence.grow(len(tokens))
     sequence.advance(len(tokens))
     prefix.release(sequence, tokens)
-    prefix._transfers.give_up()
+    prefix.transfers.give_up()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])
@@ -256,25 +264,28 @@ def test_a_fetch_looks_no_further_than_tiers_have_and_no_nearer_than_the_device_
     tier.close()
 
 
-def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(prefix, host):
+def test_of_a_growing_prompt_that_waits_to_be_stored_only_the_whole_is(prefix, host, monkeypatch):
     compute(prefix, [9] * 80)
     sequence = prefix.attach(PROMPT).sequence
     for end in (32, 64, 100):
         write(sequence, PROMPT[:end])
         prefix.insert(sequence, PROMPT[:end])
-    (stores,) = prefix._transfers.mover._stores
-    assert [len(path.chain.tokens) for path in stores] == [80, 100]
+    asked = asked_of(host, monkeypatch)
     prefix.flush()
+    assert [len(keys) for keys in asked] == [5, 6], "of 80 and of 100 tokens"
     assert host.stats().held_bytes == 11 * PAGE_BYTES
 
 
 def test_of_too_many_paths_that_wait_to_be_stored_the_oldest_is_dropped(prefix, host, monkeypatch):
-    monkeypatch.setattr(mover, "_MOST_QUEUED", 2)
+    monkeypatch.setattr(mover, "MOST_QUEUED", 2)
     for first in range(4):
         compute(prefix, [first, *PROMPT])
-    (stores,) = prefix._transfers.mover._stores
-    assert [int(path.chain.tokens[0]) for path in stores] == [2, 3]
+    asked = asked_of(host, monkeypatch)
     prefix.flush()
+    chains = [PageKeys(LAYOUT, "model").of([first, *PROMPT]) for first in (2, 3)]
+    for chain in chains:
+        chain.hash_some(None)
+    assert [set(keys) for keys in asked] == [set(chain.in_order) for chain in chains]
     assert host.stats().held_bytes == 2 * 6 * PAGE_BYTES
 
 
@@ -345,8 +356,11 @@ def test_a_fetch_that_is_not_worth_it_may_be_without_the_last_tier_and_what_is_b
     chain = PageKeys(LAYOUT, "model").of(PROMPT)
     chain.hash_some(None)
     for tier, lost in ((host, (2, 4)), (middle, (4,))):  # host, host, middle, host, last, host
-        for page in lost:
-            tier._free.append(tier._records.pop(chain.in_order[page]).address)
+        missing = {chain.in_order[page] for page in lost}
+        has = tier.lookup
+        tier.lookup = lambda keys, has=has, missing=missing: [
+            there and key not in missing for key, there in zip(keys, has(keys), strict=True)
+        ]
     middle.name = "middle"
     asked = []
     assert prefix.fetch(PROMPT, worth=lambda fetch: asked.append(fetch.num_tokens)) is None
@@ -876,7 +890,7 @@ def test_what_another_save_left_behind_hinders_none(cache, tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_what_a_killed_save_left_behind_is_removed_by_the_next_one_there(cache, tmp_path):
+def test_what_a_killed_save_left_behind_is_removed_by_the_next_one_there(cache, tmp_path, monkeypatch):
     sequence = cache.open()
     write(sequence, PROMPT)
     foreign = {"mine.backup00.new", "pipe.abcdefgh.new", "empty.abcdefgh.new", "chat.20261129.new"}
@@ -884,21 +898,23 @@ def test_what_a_killed_save_left_behind_is_removed_by_the_next_one_there(cache, 
     os.mkfifo(tmp_path / "pipe.abcdefgh.new")
     (tmp_path / "empty.abcdefgh.new").touch()
     sequence.save(tmp_path / "chat.20261129.new")  # whole, whatever its name
-    if (child := os.fork()) == 0:
-        with saved._replacing(tmp_path / "one", saved._MAGIC) as file:
-            file.write(b"rows")
-            file.flush()
-            os._exit(9)  # as if it was killed
-    os.waitpid(child, 0)
 
     def left():
         return {path.name for path in tmp_path.iterdir()} - foreign
 
-    (killed,) = left()
-    with saved._replacing(tmp_path / "one", saved._MAGIC):  # under way
+    crc32, found = zlib.crc32, []
+
+    def crc32_beside_a_save(data):
+        monkeypatch.undo()
+        (under_way,) = left()
+        shutil.copy(tmp_path / under_way, tmp_path / "one.killed00.new")  # as a process that is killed here leaves it
         sequence.save(tmp_path / "two")
-        assert killed not in left() and len(left()) == 2
-    assert left() == {"one", "two"}
+        found.append(left() == {under_way, "two"})
+        return crc32(data)
+
+    monkeypatch.setattr(zlib, "crc32", crc32_beside_a_save)
+    sequence.save(tmp_path / "one")
+    assert found == [True] and left() == {"one", "two"}
     assert foreign < {path.name for path in tmp_path.iterdir()}
     assert_reads(cache.restore(tmp_path / "chat.20261129.new"), PROMPT)
 
@@ -915,7 +931,7 @@ def test_a_save_that_fails_names_the_path_that_it_was_given(cache, tmp_path):
 
 
 def test_a_sequence_that_ends_while_it_is_saved_is_not_read_and_leaves_no_file(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("vmmkv.saved._CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("vmmkv.saved.CHUNK_BYTES", PAGE_BYTES)
     sequence, crc32, ends = cache.open(), zlib.crc32, []
     write(sequence, PROMPT)
 

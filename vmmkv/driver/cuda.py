@@ -186,7 +186,7 @@ class CudaDriver(DriverBase):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._cu: Final = _load_bindings()
+        self._cu: Final = load_bindings()
         start(self._cu)
         self.device, self._cu_device = open_device(self._cu, device)
         # The structures of the hot calls are built once: making one in Python costs more than cuMemMap.
@@ -206,7 +206,8 @@ class CudaDriver(DriverBase):
         self._check_granularity()
         # The primary context, which torch uses too, stays for as long as the process: every thread can make it current.
         self._context = checked(self._cu, "open", self._cu.cuDevicePrimaryCtxRetain(self._cu_device))
-        self._control = self.new_stream()
+        self.control: Final = self.new_stream()
+        """Stream on which zeroes and limits travel, beside the caller's work."""
         self._events = EventPool(self.device)
         self._unordered = False
         """Was anything put on the control stream since it was last seen empty?"""
@@ -299,7 +300,7 @@ class CudaDriver(DriverBase):
         # torch.cuda.device() would not do: where its device is current already it leaves a new thread without a context.
         checked(self._cu, "zero", self._cu.cuCtxPushCurrent(self._context))
         try:
-            answer = self._cu.cuMemsetD8Async(address, 0, size_bytes, self._control.cuda_stream)
+            answer = self._cu.cuMemsetD8Async(address, 0, size_bytes, self.control.cuda_stream)
         finally:
             self._cu.cuCtxPopCurrent()
         checked(self._cu, "zero", answer, span_text(address, size_bytes))
@@ -341,8 +342,8 @@ class CudaDriver(DriverBase):
         """
         self._enter("write")
         self._unordered = True
-        self._write_on(self._control, tensor, values)
-        tensor.record_stream(self._control)  # if it dies now, torch does not reuse its memory before this is over
+        self._write_on(self.control, tensor, values)
+        tensor.record_stream(self.control)  # if it dies now, torch does not reuse its memory before this is over
         self.calls["write"] += 1
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
@@ -377,17 +378,17 @@ class CudaDriver(DriverBase):
         self._enter("order")
         if not self._unordered:
             return
-        if self._control.query():
+        if self.control.query():
             self._unordered = False
         else:
             for stream in (torch.cuda.current_stream(self.device), *streams):
-                _as_cuda_stream(stream).wait_stream(self._control)
+                _as_cuda_stream(stream).wait_stream(self.control)
 
     def synchronize(self) -> None:
         """Wait for the control stream. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
         self._enter("synchronize")
         if self._unordered:
-            self._control.synchronize()
+            self.control.synchronize()
             self._unordered = False
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
@@ -404,7 +405,7 @@ class CudaDriver(DriverBase):
         return fence
 
     def _fence_behind(self, streams: Iterable[torch.cuda.Stream]) -> CudaFence:
-        return CudaFence(self._events, {torch.cuda.current_stream(self.device), self._control, *streams})
+        return CudaFence(self._events, {torch.cuda.current_stream(self.device), self.control, *streams})
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
         """Is one of these streams being captured? Cost: some 2 us, and 1 us more for each of `streams`."""
@@ -481,12 +482,13 @@ def find_device(device: torch.device) -> torch.device:
 
     Raises: DriverUnavailable, by what is missing.
     """
-    bindings = _load_bindings()
+    bindings = load_bindings()
     start(bindings)
     return open_device(bindings, device)[0]
 
 
-def _load_bindings() -> Any:
+def load_bindings() -> Any:
+    """The module of cuda-python that speaks to the driver. Raises: MissingPackage."""
     try:
         from cuda.bindings import driver  # type: ignore[import-untyped]
     except ImportError as error:

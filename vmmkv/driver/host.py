@@ -35,9 +35,6 @@ from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 # Free memory. The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so free
 # memory is read before: of the machine, and of each control group around the process.
 
-_CGROUP_ROOTS: Final[tuple[Path, ...]] = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
-_CGROUP_V1_ROOTS: Final[tuple[Path, ...]] = (Path("/sys/fs/cgroup/memory"),)
-
 
 @dataclass(frozen=True, slots=True)
 class _ControlGroup:
@@ -62,10 +59,10 @@ class _ControlGroup:
 class HostMemory:
     """Reader of free and total memory for this process. Limits are read once, when it is made; usage at each call."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._meminfo = proc / "meminfo"
         machine_bytes = self._read_machine().total_bytes
-        self._groups = tuple(group for group in _control_groups(proc) if group.limit_bytes < machine_bytes)
+        self._groups = tuple(group for group in _control_groups(proc, cgroups) if group.limit_bytes < machine_bytes)
 
     def read(self) -> MemoryInfo:
         """Read free and total memory. Cost: one small file, and two for each control group with a limit: some 30 us in all."""
@@ -80,7 +77,7 @@ class HostMemory:
         return MemoryInfo(free, total)
 
 
-def _control_groups(proc: Path) -> Iterator[_ControlGroup]:
+def _control_groups(proc: Path, cgroups: Path) -> Iterator[_ControlGroup]:
     """The control groups around this process that have a limit, from its own outwards."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -88,10 +85,11 @@ def _control_groups(proc: Path) -> Iterator[_ControlGroup]:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
+        roots: tuple[Path, ...]
         if number == "0":
-            roots, limit, usage, stat_prefix = _CGROUP_ROOTS, "memory.max", "memory.current", ""
+            roots, limit, usage, stat_prefix = (cgroups, cgroups / "unified"), "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            roots, limit, usage, stat_prefix = _CGROUP_V1_ROOTS, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            roots, limit, usage, stat_prefix = (cgroups / "memory",), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         relative = Path(path.lstrip("/"))
@@ -153,7 +151,8 @@ _BALLAST_MAPPINGS: Final = 32
 
 _ballast: tuple[int, int] | None = None  # address and size
 _reserved: list[tuple[int, int]] = []  # (address, size) of every reservation; they stay until the process ends
-_reservations = Reservations()
+reservations = Reservations()
+"""Addresses that the drivers of this process have reserved."""
 
 
 def _map_nothing(address: int, size_bytes: int, flags: int = 0) -> int:
@@ -395,7 +394,8 @@ class HostDriver(DriverBase):
         self.device = torch.device("cpu")
         self._closed = False
         self._memory = HostMemory()
-        self._file = Memfd()
+        self.file: Final = Memfd()
+        """The memory of all handles."""
         self._numbers = itertools.count(1)
         self._pieces: dict[Handle, MemfdPiece] = {}
         self._reserved: list[tuple[int, int]] = []  # [start, end) of each reservation
@@ -403,20 +403,29 @@ class HostDriver(DriverBase):
 
     def reserve(self, size_bytes: int) -> int:
         """Reserve addresses. Cost: one mmap, and two munmap to align it."""
-        with self._calling("reserve", f"{format_bytes(size_bytes)} of addresses", f"; {_reservations}, less under `ulimit -v`"):
+        with self._calling("reserve", f"{format_bytes(size_bytes)} of addresses", f"; {reservations}, less under `ulimit -v`"):
             self._whole_pages("reserve", size_bytes=size_bytes)
             if size_bytes > ADDRESS_SPACE_BYTES:
-                self._refuse("reserve", f"{format_bytes(size_bytes)} of addresses: {_reservations}", "ENOMEM")
-            address = _reservations.take(size_bytes, reserve)
+                self._refuse("reserve", f"{format_bytes(size_bytes)} of addresses: {reservations}", "ENOMEM")
+            address = reservations.take(size_bytes, reserve)
             self._reserved.append((address, address + size_bytes))
         return address
+
+    def mapped_pages(self) -> dict[tuple[int, int], tuple[int, Access | None]]:
+        """Offset in `file` of the piece, and access, of each mapped page; by its reservation's number and place there."""
+        return {
+            (number, page * PAGE_BYTES - start): (mapping.piece.offset_bytes, mapping.access)
+            for page, mapping in self._pages.items()
+            for number, (start, end) in enumerate(self._reserved)
+            if start <= page * PAGE_BYTES < end
+        }
 
     def has_addresses(self, size_bytes: int) -> bool:
         """Could so many bytes of addresses be reserved now?"""
         self._enter("reserve")
         if size_bytes > ADDRESS_SPACE_BYTES:
             return False
-        if _reservations.has(size_bytes):
+        if reservations.has(size_bytes):
             return True
         try:
             address = _map_nothing(0, size_bytes + PAGE_BYTES)
@@ -428,7 +437,7 @@ class HostDriver(DriverBase):
     def give_back(self, address: int, size_bytes: int) -> None:
         """Free a reservation for reuse."""
         self._reserved.remove((address, address + size_bytes))
-        _reservations.give_back(address, size_bytes)
+        reservations.give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
         """Create a handle. Cost: one fallocate, which zeroes the memory (some 300 us for 2 MiB)."""
@@ -438,7 +447,7 @@ class HostDriver(DriverBase):
             try:
                 if size_bytes + HEADROOM_BYTES > free_bytes:
                     raise OSError(errno.ENOMEM, "shared memory does not fit")
-                return self._number(self._file.take(size_bytes))
+                return self._number(self.file.take(size_bytes))
             except OSError as error:
                 if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                     raise
@@ -552,13 +561,13 @@ class HostDriver(DriverBase):
     def memory(self) -> MemoryInfo:
         """Physical memory that this process may use, also by its control groups' limits. Cost: some 30 us."""
         self._enter("memory")
-        self._file.reap()
+        self.file.reap()
         return self._memory.read()
 
     def export_fd(self, handle: Handle) -> int:
         """Export a handle as a file descriptor. The descriptor, and any mapping made from it, keeps the memory from going."""
         with self._calling("export_fd", f"handle {handle}"):
-            return self._file.lend(self._piece("export_fd", handle))
+            return self.file.lend(self._piece("export_fd", handle))
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
         """Import a handle. Keeps a descriptor of its own until release."""
@@ -580,7 +589,7 @@ class HostDriver(DriverBase):
         for handle in list(self._pieces):
             self.release(handle)
         self._closed = True
-        self._file.close()
+        self.file.close()
 
     @contextmanager
     def _calling(self, call: str, what: str = "", remedy: str = "") -> Iterator[None]:
@@ -629,7 +638,7 @@ class HostDriver(DriverBase):
                 os.close(piece.fd)  # a mapping keeps the memory by itself
                 piece.fd = -1
         elif piece.released and not piece.num_mappings:
-            self._file.give(piece)
+            self.file.give(piece)
 
     def _failure(self, call: str, error: OSError, what: str, remedy: str = "") -> DriverError:
         """The kernel's error as a DriverError. ENOMEM means two things: no memory, or no more mappings."""

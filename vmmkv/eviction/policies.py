@@ -94,7 +94,7 @@ class H2O:
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """Row numbers to keep, ascending."""
-        return _highest(_checked(num_rows, scores_T), self.budget, self.recent)
+        return highest(_checked(num_rows, scores_T), self.budget, self.recent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class SnapKV:
         before = scores_T[: -self.window]
         if len(before):
             before.copy_(avg_pool1d(before[None], self.kernel, stride=1, padding=self.kernel // 2)[0])
-        return _highest(scores_T, self.budget, self.window)
+        return highest(scores_T, self.budget, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class TOVA:
 
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """Row numbers to keep, ascending."""
-        return _highest(_checked(num_rows, scores_T), self.budget, 1)
+        return highest(_checked(num_rows, scores_T), self.budget, 1)
 
 
 def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor)
     return turned_TKD.to(keys_TKD.dtype)
 
 
-def _highest(scores_T: torch.Tensor, budget: int, num_last: int) -> torch.Tensor:
+def highest(scores_T: torch.Tensor, budget: int, num_last: int) -> torch.Tensor:
     """The last rows, and before these the ones of the highest scores; of equal ones the first."""
     import torch
 

@@ -54,12 +54,12 @@ class BorrowedPrefixes:
         Returns how many tokens both then have, 0 if it has no more; and the bytes taken, 0 without room for all.
         Cost: host work by what was sealed since the last call, and by the pages of the tokens; what evicting takes.
         """
-        if self._lender.is_gone() or not self._read():
+        if self._lender.is_gone() or not self.follow():
             return 0, 0
         match, groups = self._index.tree.match(namespace, tokens), self._layout.groups
         pieces = (piece for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens)
         taken = {piece_place(piece) for piece in pieces if not piece.value.first_token}
-        seals = [seal for seal in self._find(namespace, tokens.tobytes()) if seal.end_token > known]
+        seals = [seal for seal in self.seals_of(namespace, tokens.tobytes()) if seal.end_token > known]
         seals = [seal for seal in seals if (seal.end_token, seal.group) not in taken]
         ends = [0] * len(groups)
         for end, group in taken | {(seal.end_token, seal.group) for seal in seals}:
@@ -86,7 +86,7 @@ class BorrowedPrefixes:
             if match.path:
                 tree.unlock(match.path[-1])
 
-    def _read(self) -> bool:
+    def follow(self) -> bool:
         """Read on in the log. False if it is of another layout or model."""
         version = None
         while version != self._lender.log.version:
@@ -121,7 +121,7 @@ class BorrowedPrefixes:
             )
         return identity == self._identity
 
-    def _find(self, namespace: Hashable, packed: bytes) -> list[Sealed]:
+    def seals_of(self, namespace: Hashable, packed: bytes) -> list[Sealed]:
         """The live seals of some tokens."""
         seals, live = self._contents.seals, self._contents.live
         found: list[Sealed] = []

@@ -83,9 +83,10 @@ class SealedLog:
             raise LogDamaged("the shared memory is too small for a log")
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._bytes = memoryview(self._map)
-        self._words = self._bytes[:_HEADER_BYTES].cast("Q")
+        self.words = self._bytes[:_HEADER_BYTES].cast("Q")
+        """The header. Each word is written by one store, so that a writer can be killed between any two."""
         self._half_bytes: Final = (len(self._map) - _HEADER_BYTES) // 2
-        if self._words[0] != _FORMAT:
+        if self.words[0] != _FORMAT:
             self.close()
             raise LogDamaged("the shared memory holds no log of this version")
         self._due_bytes = self._next_due()
@@ -107,33 +108,33 @@ class SealedLog:
 
     def close(self) -> None:
         """Unmap the log. Idempotent."""
-        self._words.release()
+        self.words.release()
         self._bytes.release()
         self._map.close()
 
     @property
     def used_bytes(self) -> int:
         """Bytes used of the active half."""
-        return self._words[2 + self._half]
+        return self.words[2 + self._half]
 
     @property
     def _half(self) -> int:
         """The active half, also where the header is damaged."""
-        return self._words[1] % 2
+        return self.words[1] % 2
 
     @property
     def version(self) -> tuple[int, int]:
         """Version of the places in the log: it changes whenever they are of other records."""
-        return self._words[5], self._words[1]
+        return self.words[5], self.words[1]
 
     @property
     def num_borrowers(self) -> int:
         """Engines that may map what this one seals. The holder counts them."""
-        return self._words[4]
+        return self.words[4]
 
     @num_borrowers.setter
     def num_borrowers(self, number: int) -> None:
-        self._words[4] = number
+        self.words[4] = number
 
     @property
     def is_due(self) -> bool:
@@ -148,7 +149,7 @@ class SealedLog:
 
     def read_on(self, contents: LogContents) -> list[int]:
         """Read what was written behind `contents`, of the same `version`; the places of the new seals. Raises: LogDamaged."""
-        half, used_bytes, new = self._words[1], self.used_bytes, list[int]()
+        half, used_bytes, new = self.words[1], self.used_bytes, list[int]()
         if half > 1 or used_bytes > self._half_bytes:
             raise LogDamaged(f"half {half} with {used_bytes} bytes of {self._half_bytes}")
         while (place := contents.end) < used_bytes:
@@ -180,16 +181,16 @@ class SealedLog:
         A parent in `seals` is the number of an earlier one among them.
         """
         # The generation changes first: a borrower may be reading what is written over.
-        self._words[5] = (self._words[5] + 1) % (1 << 64)
+        self.words[5] = (self.words[5] + 1) % (1 << 64)
         half = 1 - self._half
-        self._words[2 + half] = 0
+        self.words[2 + half] = 0
         self._append(half, _IDENTITY_KIND, identity)
         places: list[int | None] = []
         for seal in seals:
             parent = None if seal.parent is None else places[seal.parent]
             has_parent = seal.parent is None or parent is not None
             places.append(self._append(half, _SEAL_KIND, _pack(seal._replace(parent=parent))) if has_parent else None)
-        self._words[1] = half
+        self.words[1] = half
         self._due_bytes = self._next_due()
         self._map.madvise(mmap.MADV_REMOVE, _HEADER_BYTES + (1 - half) * self._half_bytes, self._half_bytes)
         return places
@@ -198,14 +199,14 @@ class SealedLog:
         return min(max(_LEAST_HALF_BYTES // 2, 2 * self.used_bytes), self._half_bytes * 3 // 4)
 
     def _append(self, half: int, kind: bytes, body: bytes) -> int | None:
-        place = self._words[2 + half]
+        place = self.words[2 + half]
         end = place + _RECORD.size + len(body)
         if end > self._half_bytes:
             return None
         start = _HEADER_BYTES + half * self._half_bytes + place
         _RECORD.pack_into(self._bytes, start, len(body), zlib.crc32(kind + body), kind)
         self._bytes[start + _RECORD.size : start + _RECORD.size + len(body)] = body
-        self._words[2 + half] = end
+        self.words[2 + half] = end
         return place
 
     def _record(self, half: int, place: int, used_bytes: int) -> tuple[bytes, bytes]:

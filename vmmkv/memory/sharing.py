@@ -182,7 +182,8 @@ def num_unmoved(rows: npt.NDArray[np.int64]) -> int:
     return int((rows == np.arange(len(rows))).sum())  # no row moves back, so that all behind one that moves do too
 
 
-_CHUNK_BYTES: Final = 32 * MIB
+CHUNK_BYTES: Final = 32 * MIB
+"""Size of the buffer through which `compact` moves rows."""
 
 
 def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: int) -> None:
@@ -197,7 +198,7 @@ def compact(memory: SlotMemory, slot: int, rows: npt.NDArray[np.int64], first: i
     moved_T = torch.from_numpy(rows[first:])
     moved_T = moved_T.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else moved_T
     largest = max(span.group.row_bytes for span in memory.spans(slot))
-    chunk_rows = min(max(1, _CHUNK_BYTES // largest), len(moved_T))
+    chunk_rows = min(max(1, CHUNK_BYTES // largest), len(moved_T))
     buffer = torch.empty(chunk_rows * largest, dtype=torch.uint8, device=device)
     with memory.copying():
         for span in memory.spans(slot) if chunk_rows else ():

@@ -134,17 +134,18 @@ class PrefixCache:
                 raise ValueError(f"{cache!r} has a prefix cache already")
             if holder is not None and holder.has_prefixes:
                 raise ValueError(f"the holder at {holder.path} keeps the prefixes of one cache, and another one has it")
-            self._index = PrefixIndex(slots)
-            self._attacher = Attacher(slots, self._index)
-            self._transfers: Transfers | None = None
-            if tiers:
-                self._transfers = Transfers(slots, self._index, self._attacher.windows, tiers, fingerprint)
-                self._index.followers.append(self._transfers)
+            self.index: Final = PrefixIndex(slots)
+            """Tree of prefixes, and the parked slots that keep them."""
+            self._attacher = Attacher(slots, self.index)
+            self.transfers: Final = Transfers(slots, self.index, self._attacher.windows, tiers, fingerprint) if tiers else None
+            """Stores and loads of tiers; None without tiers."""
+            if self.transfers is not None:
+                self.index.followers.append(self.transfers)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
-            slots.keeper = self._index
-            cache.pool.reclaimers.append(self._index)
+            slots.keeper = self.index
+            cache.pool.reclaimers.append(self.index)
             identity = cache.layout.identity(fingerprint)
             self._borrowed = self._follow_holder(identity)
 
@@ -155,7 +156,7 @@ class PrefixCache:
             return None
         from vmmkv.holder.borrowed import follow
 
-        return follow(self._index, self.cache.layout, pool, identity)
+        return follow(self.index, self.cache.layout, pool, identity)
 
     # in
 
@@ -171,7 +172,7 @@ class PrefixCache:
         def match() -> int:
             with self.cache.pool.lock:
                 self._slots.check_open()
-                hit = self._attacher.hit(self._index.tree.resume(lookup), most)
+                hit = self._attacher.hit(self.index.tree.resume(lookup), most)
                 return 0 if hit is None else hit.num_tokens
 
         return match
@@ -213,9 +214,9 @@ class PrefixCache:
             attached = self._attacher.attach(tokens, namespace, method=method, end=end)
             begun.append(attached.sequence.live)
             slot, num_tokens = attached.sequence.slot, attached.num_tokens
-            self._index.running[slot] = None  # it has no confirmed tokens yet
+            self.index.running[slot] = None  # it has no confirmed tokens yet
             if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
-                self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
+                self.index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
             self._attached[attached.method] += 1
             self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
             self._hit_tokens += num_tokens
@@ -246,7 +247,7 @@ class PrefixCache:
             if self._insert(live, tokens) is None:
                 self._slots.end(live)
             else:
-                self._index.park(live)
+                self.index.park(live)
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
         """End or preempt a sequence: insert its tokens, and free its slot. Full extents stay in the tree.
@@ -264,7 +265,7 @@ class PrefixCache:
     def _insert(self, live: LiveSlot, tokens: Tokens, *, is_written: bool = False) -> Node[Placed] | None:
         """The node where the tokens end; None for no tokens."""
         slot = live.slot
-        if slot not in self._index.running:
+        if slot not in self.index.running:
             raise ValueError(
                 f"{live!r} did not come from attach() of this prefix cache; what came from open() or fork() is no "
                 "prefix's, and ends by close()"
@@ -272,17 +273,17 @@ class PrefixCache:
         if live.positions is not None:
             raise ValueError(f"{live!r} was compacted, so its rows are no prefix; end it by release() without tokens")
         tokens = _checked_tokens(tokens)
-        num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
+        num_tokens, num_inserted = len(tokens), self.index.num_inserted(slot)
         if not num_inserted <= num_tokens <= live.length:
             raise ValueError(
                 f"{num_tokens} tokens: the sequence in slot {slot} has {live.length}, of which {num_inserted} were "
                 f"inserted before; what was inserted stays so, and rows that have been written count after advance()"
             )
         if num_tokens > num_inserted:
-            self._index.extend(slot, tokens, is_written=is_written)
+            self.index.extend(slot, tokens, is_written=is_written)
         else:
-            self._index.known_path(slot, tokens)
-        return self._index.running[slot]
+            self.index.known_path(slot, tokens)
+        return self.index.running[slot]
 
     # other engines
 
@@ -302,7 +303,7 @@ class PrefixCache:
             if self._borrowed is None or len(tokens) < 2:
                 return None
             known = self._attachable(namespace, tokens)
-            room_pages -= self._index.used_pages(namespace, tokens)
+            room_pages -= self.index.used_pages(namespace, tokens)
             num_tokens, taken_bytes = self._borrowed.borrow(namespace, tokens, known, room_pages)
             if taken_bytes:
                 num_tokens = self._attachable(namespace, tokens)
@@ -317,7 +318,7 @@ class PrefixCache:
     @property
     def has_tiers(self) -> bool:
         """Is what is inserted stored in tiers?"""
-        return self._transfers is not None
+        return self.transfers is not None
 
     def fetch(
         self,
@@ -348,11 +349,11 @@ class PrefixCache:
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
-            transfers = self._transfers
+            transfers = self.transfers
             if transfers is None or len(tokens) < 2:
                 return None
             known = self._attachable(namespace, tokens)
-            room_pages -= self._index.used_pages(namespace, tokens)
+            room_pages -= self.index.used_pages(namespace, tokens)
             return transfers.fetch(namespace, tokens, known, least_tokens, room_pages, worth)
 
     def has_room(self, tokens: Tokens, *, namespace: Hashable = None, room_pages: int) -> bool:
@@ -360,7 +361,7 @@ class PrefixCache:
         tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
             pool = self.cache.pool
-            return room_pages <= pool.spare_pages + pool.kept_pages + self._index.used_pages(namespace, tokens)
+            return room_pages <= pool.spare_pages + pool.kept_pages + self.index.used_pages(namespace, tokens)
 
     def poll(self, budget_us: float = float("inf")) -> bool:
         """Go on with stores and loads for about `budget_us`, in slack, as `KVCache.map_ahead`; False if there is nothing left.
@@ -372,7 +373,7 @@ class PrefixCache:
         Raises: DriverError, and the work before it stays done; GraphCapture.
         """
         with self.cache.pool.lock:
-            transfers = self._transfers
+            transfers = self.transfers
             if transfers is None or transfers.mover.is_idle:
                 return False
             self._slots.check_open()
@@ -382,7 +383,7 @@ class PrefixCache:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""
-        transfers = self._transfers
+        transfers = self.transfers
         if transfers is None:
             return True
         return transfers.mover.flush_by(self.cache.pool.lock, self.poll, transfers.oldest_fence, timeout_s)
@@ -419,31 +420,31 @@ class PrefixCache:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
             self._slots.check_open()
-            return self._index.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
+            return self.index.pin(namespace, tokens, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Take back what `pin` did for exactly these tokens. Other pins stay, also those of prompts that begin alike."""
         tokens, namespace = _checked_tokens(tokens), checked_name("namespace", namespace)
         with self.cache.pool.lock:
-            self._index.tree.unpin(namespace, tokens)
+            self.index.tree.unpin(namespace, tokens)
 
     def evict(self, num_pages: int | None = None) -> int:
         """Evict the least recently used leaves, at least `num_pages` pages if there are so many (all by default)."""
         wanted = None if num_pages is None else whole("num_pages", num_pages)
         with self.cache.pool.lock:
-            before = self._index.evicted_pages
-            while wanted is None or self._index.evicted_pages - before < wanted:
-                leaf = self._index.tree.eviction.oldest()
+            before = self.index.evicted_pages
+            while wanted is None or self.index.evicted_pages - before < wanted:
+                leaf = self.index.tree.eviction.oldest()
                 if leaf is None:
                     break
-                self._index.evict_leaf(leaf)
-            return self._index.evicted_pages - before
+                self.index.evict_leaf(leaf)
+            return self.index.evicted_pages - before
 
     def stats(self) -> PrefixStats:
         """The prefix cache at this moment."""
         with self.cache.pool.lock:
-            index = self._index
-            transfers = self._transfers
+            index = self.index
+            transfers = self.transfers
             return PrefixStats(
                 num_nodes=index.tree.num_nodes,
                 num_tokens=index.tree.num_tokens,
@@ -465,8 +466,8 @@ class PrefixCache:
 
         It is asked once for a sequence, and not of tiers that other engines may load from.
         """
-        if self._transfers is not None:
-            self._transfers.mover.worth = worth
+        if self.transfers is not None:
+            self.transfers.mover.worth = worth
 
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.
@@ -475,9 +476,9 @@ class PrefixCache:
         leaf and record that comes or goes.
         """
         with self.cache.pool.lock:
-            self._index.tree.listen(listener)
-            if self._transfers is not None:
-                self._transfers.listen(listener)
+            self.index.tree.listen(listener)
+            if self.transfers is not None:
+                self.transfers.listen(listener)
 
     def free_slots(self, count: int) -> None:
         """Evict parked slots, the oldest first, until `count` slots are free or closing; the tree keeps their full extents.
@@ -494,8 +495,8 @@ class PrefixCache:
     def __repr__(self) -> str:
         if self.cache.closed:
             return f"<PrefixCache on {self.cache.device}, closed>"
-        tree = self._index.tree
-        tokens, held = counted(tree.num_tokens, "token"), format_bytes(self._index.held_bytes)
+        tree = self.index.tree
+        tokens, held = counted(tree.num_tokens, "token"), format_bytes(self.index.held_bytes)
         return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(tree.num_nodes, 'node')}, {held} held>"
 
 

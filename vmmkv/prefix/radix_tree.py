@@ -641,7 +641,7 @@ def _check_children(node: Node[T]) -> None:
 
 # the order of eviction
 
-_SLACK: Final = 64
+SWEEP_SLACK: Final = 64
 """Useless entries, beyond twice the useful ones, before the heap is swept."""
 
 
@@ -658,13 +658,18 @@ class EvictionOrder(Generic[T]):
         self._is_pinned = is_pinned
         self._now = now
         self._heap: list[tuple[int, int, Node[T]]] = []
-        self._most_entries = _SLACK
+        self._most_entries = SWEEP_SLACK
         self._pinned: dict[Node[T], None] = {}
         """Leaves that were found pinned, in this order."""
         self._first_end = math.inf
         """Time before which no pin of these nodes ends."""
         # Nodes cannot be compared: the tick decides between equal stamps, the older entry first.
         self._ticks = itertools.count()
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that are kept, among them those of no use that wait to be swept."""
+        return len(self._heap) + len(self._pinned)
 
     def add(self, node: Node[T]) -> None:
         """Add an entry for a leaf without locks, or one whose pin has changed, unless it has one. O(log n)."""
@@ -682,7 +687,7 @@ class EvictionOrder(Generic[T]):
         if self._heap and self._heap[0][2] is node:
             heappop(self._heap)
         node.is_queued = False
-        if len(self._heap) > 2 * num_nodes + _SLACK:
+        if len(self._heap) > 2 * num_nodes + SWEEP_SLACK:
             self._sweep()
 
     def oldest(self) -> Node[T] | None:
@@ -754,7 +759,7 @@ class EvictionOrder(Generic[T]):
                 live.append(entry)
         heapify(live)
         self._heap = live
-        self._most_entries = 2 * len(live) + _SLACK
+        self._most_entries = 2 * len(live) + SWEEP_SLACK
 
     def check(self, leaves: set[Node[T]]) -> None:
         """Check that every leaf has the entry that it should; AssertionError says which does not."""

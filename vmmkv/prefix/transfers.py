@@ -40,7 +40,7 @@ _SPARE_WINDOWS: Final = 16
 _LOAD_WINDOWS: Final = 16
 """Windows that stores leave for loads: requests wait for these."""
 
-_PIECES_AT_ONCE: Final = 4
+PIECES_AT_ONCE: Final = 4
 """Multiple of `MOST_KEYS` of keys that are hashed when a fetch begins: some 0.7 ms. Polls hash the others."""
 
 
@@ -295,7 +295,7 @@ class Transfers(IndexFollower):
             worth=worth,
             ended=lambda: self._begin(fetch, room_pages),
         )
-        if search.advance(iter([True] * (_PIECES_AT_ONCE - 1) + [False]).__next__):
+        if search.advance(iter([True] * (PIECES_AT_ONCE - 1) + [False]).__next__):
             self.mover.search(search)
         if search.other is not None:
             search.other.waiting += 1

@@ -124,6 +124,11 @@ class Worker(Closing):
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Number of the process; None before the first check, and after one that spoils its process."""
+        return None if self._process is None else self._process.pid
+
     def run(self, check: str, subject: Subject) -> Result:
         """Do one check. Raises: CheckError if it could not be done; ValueError if the function cannot be sent to a process."""
         try:

@@ -114,6 +114,16 @@ class FakeDriver:
         """Number of mappings that stand."""
         return len(self._mapped)
 
+    @property
+    def live_reservations(self) -> int:
+        """Number of address ranges that were reserved and not given back."""
+        return len(self._reserved)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of addresses that are mapped; those of a handle count once for each of its mappings."""
+        return len(self._pages) * PAGE_BYTES
+
     def mappings_of(self, handle: Handle) -> int:
         """Number of addresses at which a handle is mapped."""
         return self._handles[handle].num_mappings

@@ -29,7 +29,7 @@ BufferT = TypeVar("BufferT", contravariant=True)
 _MOST_AHEAD: Final = 64
 """Loads whose records are requested at once, before any can be copied."""
 
-_MOST_QUEUED: Final = 1024
+MOST_QUEUED: Final = 1024
 """Sources that wait to be stored in a tier. Beyond that the oldest is dropped."""
 
 MOST_KEYS: Final = 64
@@ -221,7 +221,7 @@ class Mover(Generic[B]):
             first = next(iter(stores))
             if replaced in stores and replaced is not first:
                 self._forget(stores, replaced)
-            if len(stores) > _MOST_QUEUED:
+            if len(stores) > MOST_QUEUED:
                 self._forget(stores, first)
 
     def search(self, search: Search) -> None:
@@ -269,6 +269,11 @@ class Mover(Generic[B]):
     def is_idle(self) -> bool:
         """Is there nothing to go on with?"""
         return not (self.is_storing or self._copies or self._searches or self._loads)
+
+    def transfers_under_way(self) -> Iterator[Transfer]:
+        """Transfers whose memory tiers have lent, and that will be finished or dropped."""
+        for moves in (*(copy.moves for copy in self._copies), *(load.coming for load in self._loads)):
+            yield from (move.transfer for move in moves)
 
     def oldest_fence(self) -> Fence | None:
         """Fence of the oldest copies; None if none are under way."""

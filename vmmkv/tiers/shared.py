@@ -36,17 +36,19 @@ _HEADER: Final = struct.Struct("<8sQI")
 
 _MAGIC: Final = b"vmmkv 1\0"
 
-_KNOWN_S: Final = 30.0
+KNOWN_S: Final = 30.0
 """Time for which the answer that a record is there is believed."""
 
-_LACKED_S: Final = 2.0
+LACKED_S: Final = 2.0
 """Time for which the answer that a record is not there is believed: another engine may store it."""
 
 _MOST_KNOWN: Final = 1 << 17
 """Answers that are kept, of each kind."""
 
-_FIRST_PAUSE_S: Final = 1.0
-_LONGEST_PAUSE_S: Final = 30.0
+FIRST_PAUSE_S: Final = 1.0
+"""Time for which a store that does not answer is left alone at first. It doubles each time, up to the longest."""
+
+LONGEST_PAUSE_S: Final = 30.0
 
 
 def open_store(url: str, **options: Any) -> Tier:
@@ -234,9 +236,9 @@ class SharedTier(ThreadedTier):
                 self._known.pop(key, None)
                 self._lacked.pop(key, None)
                 if is_there:
-                    self._known[key] = now_s + _KNOWN_S
+                    self._known[key] = now_s + KNOWN_S
                 else:
-                    self._lacked[key] = now_s + _LACKED_S
+                    self._lacked[key] = now_s + LACKED_S
             for answers in (self._known, self._lacked):
                 while len(answers) > _MOST_KNOWN:
                     answers.popitem(last=False)
@@ -295,7 +297,7 @@ class SharedTier(ThreadedTier):
             self._calls.clear()
             if now_s < self._again_s:
                 return  # another call of the same time has found it out
-            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._again_s = now_s + self._pause_s
             self._known.clear()  # it may come back empty
             self._lacked.clear()

@@ -106,7 +106,7 @@ def _cases(settings: Settings, part: str) -> Sequence[Case]:
 
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out, and why."""
-    why = {fa3.NAME: fa3.why_absent(settings.fa3, settings.device), "FlashInfer": _why_no_flashinfer(settings.device)}
+    why = {fa3.NAME: fa3.why_absent(settings.fa3, settings.device), "FlashInfer": why_no_flashinfer(settings.device)}
     return {name: reason for name, reason in why.items() if reason is not None}
 
 
@@ -248,7 +248,7 @@ _WORKSPACE_BYTES: Final = 128 * MIB
 """As its documentation recommends."""
 
 
-def _why_no_flashinfer(device: torch.device) -> str | None:
+def why_no_flashinfer(device: torch.device) -> str | None:
     """Why it cannot be measured; None if it can."""
     if device.type != "cuda":
         return "its kernels do not run on a CPU"
@@ -304,7 +304,7 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
     }
     if fa3.why_absent(settings.fa3, settings.device) is None:
         systems["FA3"] = bind_fa3
-    if _why_no_flashinfer(settings.device) is None:
+    if why_no_flashinfer(settings.device) is None:
         systems["FlashInfer"] = bind_flashinfer
     return systems
 

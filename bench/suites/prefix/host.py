@@ -384,7 +384,7 @@ def measure_tree(recorder: Recorder) -> None:
                     known = 0
                     for num_turns in range(_TURNS + 1):
                         prompt = talks.prompt(talk, num_turns)
-                        known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
+                        known = tree.insert(None, prompt, pieces_of(known, len(prompt))).node.end
             finally:
                 gc.enable()
             num_talks = size // _TURNS
@@ -416,7 +416,7 @@ def _time_collections(timed: _Timed, tree: RadixTree[int], talks: Talks, num_tal
         nodes = []
         for talk in talks.pick(num_talks, _NEW_NODES):
             prompt, known = talks.next_turn(talk, _TURNS)
-            nodes.append(tree.insert(None, prompt, _pieces(known, len(prompt))).node)
+            nodes.append(tree.insert(None, prompt, pieces_of(known, len(prompt))).node)
         num_before = len(gc.get_objects())  # without frozen ones: to count those would leave the processor's caches cold
         timed(f"full garbage collection, {_NEW_NODES:,} nodes are new", gc.collect)
         if num_before - len(gc.get_objects()) < _NEW_NODES:
@@ -436,7 +436,7 @@ def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -
                 raise WrongNumbers(f"{match.num_tokens} tokens of {len(prompt)} match, and {known} are known")
     for talk in talks.pick(num_talks, count):
         prompt, known = talks.next_turn(talk, _TURNS)
-        pieces = _pieces(known, len(prompt))
+        pieces = pieces_of(known, len(prompt))
         inserted = timed("insert, next turn", lambda: tree.insert(None, prompt, pieces))  # noqa: B023
         if len(inserted.duplicates) or (inserted.node.start, inserted.node.end) != (known, len(prompt)):
             raise WrongNumbers(f"{inserted}: wanted [{known}, {len(prompt)}) and no duplicates")
@@ -452,6 +452,7 @@ def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -
     return timed
 
 
-def _pieces(start: int, end: int) -> list[Piece[int]]:
+def pieces_of(start: int, end: int) -> list[Piece[int]]:
+    """Pieces of a path that are new between two of its tokens."""
     numbers = range(start // _PIECE_TOKENS + 1, end // _PIECE_TOKENS + 1)
     return [Piece(number * _PIECE_TOKENS, 0) for number in numbers]

@@ -231,7 +231,7 @@ def _rotate_and_write(
 
 
 @functools.cache
-def _casts_to_fp8(device: torch.device) -> bool:
+def casts_to_fp8(device: torch.device) -> bool:
     """Has the device an instruction that rounds to e4m3? Bit arithmetic gives the same elsewhere."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -352,7 +352,7 @@ def append(
             0 if cos_TR is None else cos_TR.stride(0), 0 if sin_TR is None else sin_TR.stride(0), *memory.strides[6:],
             K=num_kv_heads, H=num_heads, HALF=head_dim // 2, HALF_PAD=half_pad, BLOCK=memory.block,
             VECTORS=vectors, KIND=memory.kind, QMAX=memory.qmax, TOKEN_SCALE=memory.scale == "token",
-            CAST=_casts_to_fp8(device), num_warps=4,
+            CAST=casts_to_fp8(device), num_warps=4,
             # A fused multiply-add would round a rotation otherwise than the reference does.
             enable_fp_fusion=False, **overlap,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Eviction scores rows by them (H2O, Zhang et al., 2023; SnapKV, Li et al., 2024; TOVA, Oren et al., 2024). Two launches:
 
-1. `_log_sum_exp` reduces the scores of each query, unless `prefill` has left its log-sum-exps.
+1. `log_sum_exp` reduces the scores of each query, unless `prefill` has left its log-sum-exps.
 2. `_column_sums` then has a weight by one product and one exponential. A program owns a tile of rows and walks the queries that
    see it, head by head: nothing is added up between programs, and the sums have the same bits on every run.
 
@@ -23,7 +23,7 @@ from vmmkv.units import ceil_div
 from vmmkv_kernels import checks
 from vmmkv_kernels.attention.kv_memory import kv_memory
 
-_PART_ROWS = 2048
+PART_ROWS = 2048
 """Rows that a program of the log-sum-exp walks at most where queries are few, as in split-KV decode."""
 
 _FEW_PROGRAMS = 512
@@ -87,7 +87,7 @@ def _column_sums(
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_rows", "part_rows", "num_blocks"])
-def _log_sum_exp(
+def log_sum_exp(
     p_q, p_k, p_lse, p_starts, p_lengths, p_slots,
     scale_log2, softcap, num_queries, num_slots, num_rows, part_rows, num_blocks,
     stride_ql, stride_qn, stride_qh, stride_kl, stride_ks, stride_kt, stride_kk,
@@ -202,11 +202,11 @@ def column_sums(
         if lse_LNH is None:
             num_blocks = ceil_div(num_queries * group, queries)
             is_parted = num_blocks * num_sequences * num_layers * memory.num_kv_heads < _FEW_PROGRAMS
-            part_rows = _PART_ROWS if is_parted else num_rows
+            part_rows = PART_ROWS if is_parted else num_rows
             num_parts = ceil_div(num_rows, part_rows)
             shape = (num_parts, num_layers, num_queries, num_heads)
             lse_PLNH = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
-            _log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](
+            log_sum_exp[(num_blocks * num_parts, num_sequences, num_layers * memory.num_kv_heads)](
                 q_LNHD, memory.k, lse_PLNH, *where, options.scale_log2, options.softcap_log2,
                 num_queries, memory.num_slots, num_rows, part_rows, num_blocks, *strides, **constants,
             )  # fmt: skip

@@ -260,7 +260,7 @@ def prefill(
 
 
 @functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
+def hopper_kernels(device: torch.device) -> ModuleType | None:
     """prefill_hopper.py where the device is a Hopper. It is imported only there: Gluon is no part of the interpreter."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
@@ -298,7 +298,7 @@ def launch_prefill(
     if num_queries == 0 or num_sequences == 0:
         return out
 
-    hopper = _hopper(device) if cut is None else None
+    hopper = hopper_kernels(device) if cut is None else None
     cut = cut or prefill_tiling(head_dim, q_NHD.element_size(), memory.kind or "")
     memory.check_tile_offsets(cut.tile_rows)
     num_tiles = num_queries // cut.tokens + num_sequences

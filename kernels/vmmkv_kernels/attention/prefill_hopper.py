@@ -396,7 +396,8 @@ def prefill_kernel(
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU: one program runs on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -471,7 +472,7 @@ def launch_prefill_hopper(
     desc_k, desc_k_end = _plane_descriptors(memory.k)
     desc_v, desc_v_end = _plane_descriptors(memory.v)
     with checks.on_device(device):
-        prefill_kernel[(min(num_work, _num_multiprocessors(device)),)](
+        prefill_kernel[(min(num_work, num_multiprocessors(device)),)](
             _rows_descriptor(q_NHD), desc_k, desc_v, desc_k_end, desc_v_end, out_NHD, lse_NH,
             query_starts, lengths_B, slots_B, limit_S, torch.zeros(1, dtype=torch.int32, device=device), memory.tables_SC,
             options.scale_log2, num_sequences, num_queries, memory.num_slots, memory.num_rows,

@@ -425,7 +425,7 @@ def pick_tokens(
 MAX_VOCABULARY = 2**20
 """Most token ids: the second launch keeps a number for each 1024 ids in registers."""
 
-_PROGRAMS = 1024
+PROGRAMS = 1024
 """Programs of the first launch, about: 8 for each multiprocessor of an H200."""
 _DRAW_ROWS, _DRAW_WARPS = 4, 4
 _ARGMAX_TILE, _ARGMAX_WARPS = 4096, 8
@@ -447,7 +447,7 @@ def argmax(logits_BV: torch.Tensor, *, out: torch.Tensor | None = None) -> torch
         return out
     device = logits_BV.device
     # Small tiles for few rows, so that there are programs enough for the whole device.
-    tile = noise.GROUP if _PROGRAMS // num_rows * _ARGMAX_TILE > num_tokens else _ARGMAX_TILE
+    tile = noise.GROUP if PROGRAMS // num_rows * _ARGMAX_TILE > num_tokens else _ARGMAX_TILE
     part_tiles, num_parts = _parts(num_rows, ceil_div(num_tokens, tile))
     sums_BP = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     ids_BP = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
@@ -529,7 +529,7 @@ def sample(
 
 def _parts(num_rows: int, num_units: int) -> tuple[int, int]:
     """Split of a row: units of a program, and number of programs."""
-    part_units = ceil_div(num_units, max(1, min(_PROGRAMS // num_rows, num_units)))
+    part_units = ceil_div(num_units, max(1, min(PROGRAMS // num_rows, num_units)))
     return part_units, ceil_div(num_units, part_units)
 
 

@@ -21,7 +21,7 @@ from vmmkv_kernels import reference
 from vmmkv_kernels.quantise import dequantise, kind_of, quantise
 from vmmkv_server.engine.ranking import Ranking
 
-_SCORES_BYTES: Final = 64 * MIB
+SCORES_BYTES: Final = 64 * MIB
 """Float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
 
 
@@ -372,7 +372,7 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of one sequence's last tokens to its rows, by torch. The last query sees the last row."""
     num_queries, num_rows = q_NHD.shape[0], k_TKD.shape[0]
-    most = max(1, _SCORES_BYTES // (4 * q_NHD.shape[1] * num_rows))
+    most = max(1, SCORES_BYTES // (4 * q_NHD.shape[1] * num_rows))
     if softcap is not None:  # which torch's own function lacks
         positions_N = torch.arange(num_rows - num_queries, num_rows)
         parts = zip(torch.split(q_NHD, most), torch.split(positions_N, most), strict=True)

@@ -50,7 +50,8 @@ class Collectives:
         """Memory for sums by kernels of our own; None on a CPU, and where the GPUs cannot have it."""
         self._released: SymmetricMemory | None = None
         """Memory that is no longer used for new sums, but by steps on their way and by graphs."""
-        self._group: Any = None
+        self.group: Any = None
+        """Process group of torch; None before `connect` and after `abort`."""
         self._lock = threading.Lock()
         self._device: torch.device | None = None
 
@@ -61,23 +62,23 @@ class Collectives:
             options = _distributed.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [_distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self._group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
+            self.group = _distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
             return
         store.set_timeout(timedelta(seconds=timeout_s / 3))  # of two meetings
         with torch.cuda.device(device):
             options = _distributed.ProcessGroupNCCL.Options()
             options._timeout = _UNLIMITED
             with _environment(_NO_WATCHDOG):
-                self._group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
+                self.group = _distributed.ProcessGroupNCCL(store, self.rank, self.num_ranks, options)
             self.sum(torch.zeros(1, device=device))  # NCCL meets in its first call, which no graph can have
             torch.cuda.synchronize(device)
-            self.symmetric = self._open_symmetric(store, device)
+            self.symmetric = self.open_symmetric(store, device)
 
-    def _open_symmetric(self, store: Any, device: torch.device) -> "SymmetricMemory | None":
+    def open_symmetric(self, store: Any, device: torch.device) -> "SymmetricMemory | None":
         """Symmetric memory if all ranks can have it, else None on all, and a line in the log."""
         found, reason = None, "another rank has none"
         try:
-            found = SymmetricMemory(self.rank, self.num_ranks, self._group, store, device)
+            found = SymmetricMemory(self.rank, self.num_ranks, self.group, store, device)
         except Exception as error:  # of many kinds: GPUs without a link, drivers, containers that hide processes
             reason = f"{type(error).__name__}: {error}"
         num_ready = self.sum(torch.tensor([float(found is not None)], device=device))
@@ -96,7 +97,7 @@ class Collectives:
         """Sum a tensor over the ranks by NCCL or gloo, in place."""
         options = _distributed.AllreduceOptions()
         options.asyncOp = False
-        _wait(self._group.allreduce([tensor], options))
+        _wait(self.group.allreduce([tensor], options))
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Collectives:
         options = _distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.asyncOp = False
-        _wait(self._group.broadcast([tensor], options))
+        _wait(self.group.broadcast([tensor], options))
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ class Collectives:
         gathered = tensor.new_empty(self.num_ranks * len(tensor), *tensor.shape[1:])
         options = _distributed.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
-        _wait(self._group._allgather_base(gathered, tensor, options))
+        _wait(self.group._allgather_base(gathered, tensor, options))
         return gathered.view(self.num_ranks, *tensor.shape)
 
     def abort(self) -> None:
@@ -121,7 +122,7 @@ class Collectives:
         Any thread may call it.
         """
         with self._lock:
-            group, self._group = self._group, None
+            group, self.group = self.group, None
             symmetric, self.symmetric = self.symmetric, None
             self._released = symmetric or self._released
         if group is None:

@@ -102,32 +102,31 @@ class Engine:
     ) -> None:
         self.memory = memory
         self.in_flight: deque[Step] = deque()
-        self._runner = runner
+        self.runner: Final = runner
         self._prefix = memory.prefixes
         self.limits: Final = _limits(runner, memory, max_sequences, kv_policy)
         self.features: Final = Features()
-        self._scheduler = Scheduler(
+        self.scheduler: Final = Scheduler(
             memory,
             runner.sampler,
             step_tokens=step_tokens,
             max_sequences=self.limits.max_sequences,
             drain=self.drain,
-            is_idle=self._is_idle,
+            is_idle=self.is_idle,
             features=self.features,
             most_tokens=None if runner.kv_policy_refusal else KV_POLICY_REACH * memory.max_tokens,
         )
-        self.answers: Final = Answers(self._scheduler, self.features, send, eos_ids)
+        self.answers: Final = Answers(self.scheduler, self.features, send, eos_ids)
         core = Core(
             memory=memory,
             runner=runner,
-            scheduler=self._scheduler,
+            scheduler=self.scheduler,
             answers=self.answers,
             limits=self.limits,
             send=send,
             vocabulary=vocabulary,
         )
         self.features.plug_in(make(core) for make in FEATURES)
-        self._table = self._scheduler.table
         self._lookahead = lookahead
         self._eos_ids = eos_ids
         self._send = send
@@ -138,7 +137,7 @@ class Engine:
         """Has an interrupt come within a step, as of a second Ctrl-C? Then it can only be closed."""
         self._has_mapped_ahead = False
         """Since the last launch began."""
-        self._step_us = 10_000.0
+        self.step_us = 10_000.0
         """Time of a step, averaged."""
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
@@ -150,14 +149,14 @@ class Engine:
 
     def close(self) -> None:
         """End the threads, and reset the graphs. Idempotent; the memory is the caller's."""
-        self._runner.close()
+        self.runner.close()
         for feature in self.features.having(Feature.close):
             feature.close()
 
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step in flight, or a feature at work?"""
-        return self._scheduler.has_work or bool(self.in_flight) or self._are_features_working
+        return self.scheduler.has_work or bool(self.in_flight) or self._are_features_working
 
     @property
     def _are_features_working(self) -> bool:
@@ -173,11 +172,11 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that have memory."""
-        return len(self._scheduler.running)
+        return len(self.scheduler.running)
 
     def request_in(self, slot: int) -> str | None:
         """The id of the request that runs in a slot, if any; a beam search is named by one of its slots."""
-        request = self._table.requests[slot]
+        request = self.scheduler.table.requests[slot]
         return None if request is None else request.ask.request_id
 
     # ------------------------------------------------------------------ requests
@@ -189,9 +188,9 @@ class Engine:
 
     def _receive(self, message: Generate | Abort) -> None:
         if isinstance(message, Abort):
-            request = self._scheduler.find(message.request_id)
+            request = self.scheduler.find(message.request_id)
             if request is not None:
-                self._scheduler.finish(request)
+                self.scheduler.finish(request)
                 return
             for feature in self.features.having(Feature.cancel):
                 feature.cancel(message.request_id)
@@ -204,7 +203,7 @@ class Engine:
             return
         request = Request(message, own_ids if params.ignore_eos else own_ids | self._eos_ids, suppressed_ids)
         if not any(feature.takes(request) for feature in self.features.having(Feature.takes)):
-            self._scheduler.add(request)
+            self.scheduler.add(request)
 
     def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
         """Reason to refuse a request that can never be served, in words for the client; None if it may be."""
@@ -270,7 +269,7 @@ class Engine:
         for feature in self.features.having(Feature.poll):
             feature.poll()
         try:
-            step = self._scheduler.schedule()
+            step = self.scheduler.schedule()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
             self._check_device()
@@ -285,7 +284,7 @@ class Engine:
                 self.read()
         elif self.in_flight:
             self.read()
-        elif self._scheduler.held:
+        elif self.scheduler.held:
             self.poll_tiers()
             time.sleep(NAP_S)
         elif self._are_features_working:
@@ -296,12 +295,12 @@ class Engine:
         """Launch a step, and map ahead while the device computes it."""
         self._has_mapped_ahead = False
         step.launched_s = time.perf_counter()
-        self._scheduler.launched(step)
+        self.scheduler.launched(step)
         try:
             for feature in self.features.having(Feature.launched):
                 feature.launched(step)
-            forwarded = self._runner.forward(step)
-            step.readback = self._runner.sample(forwarded, self._masks(step))
+            forwarded = self.runner.forward(step)
+            step.readback = self.runner.sample(forwarded, self._masks(step))
         except Exception as error:
             self._fail_step(step, error)
         else:
@@ -320,7 +319,7 @@ class Engine:
                 return feature.masks(step)
         return None
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Does the device wait for the next step? Never on a CPU, which computes while a step is launched."""
         return self.memory.device.type == "cuda" and all(map(self._is_done, self.in_flight))
 
@@ -340,34 +339,34 @@ class Engine:
         step = self.in_flight.popleft()
         assert step.readback is not None, "all of it is launched"
         try:
-            results = self._runner.wait(step.readback, self.poll_tiers)
+            results = self.runner.wait(step.readback, self.poll_tiers)
         except Exception as error:
             self._fail_step(step, error)
             return
         now_s = time.perf_counter()
         num_prompt_tokens = sum(len(chunk.tokens) for chunk in step.chunks if chunk.is_own)
         self.prefilled(num_prompt_tokens, max(step.launched_s, self._read_s), now_s)
-        self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
+        self.step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self.step_us)
         self._read_s = now_s
         self.num_steps += 1
         self.answers.give(step, results)
         if self._has_windows and self.num_steps % _WINDOW_STEPS == 0:
-            self._scheduler.slide_windows()
+            self.scheduler.slide_windows()
 
     def map_ahead(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
         self._has_mapped_ahead = True
         try:
-            self.memory.map_ahead(self._step_us / 2)
+            self.memory.map_ahead(self.step_us / 2)
             if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
                 self._prefix.free_slots(self._num_spare_slots)
             for feature in self.features.having(Feature.mapped_ahead):
                 feature.mapped_ahead()
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
-        self.poll_tiers(self._step_us / 4)
-        if self._is_idle():
-            self._step_us /= 2  # the device has waited for this: it takes less time than its steps have come to take
+        self.poll_tiers(self.step_us / 4)
+        if self.is_idle():
+            self.step_us /= 2  # the device has waited for this: it takes less time than its steps have come to take
 
     def poll_tiers(self, budget_us: float = _POLL_US) -> bool:
         """Go on with stores to tiers and loads from them for `budget_us`; False if none are left, or the device failed."""
@@ -413,19 +412,19 @@ class Engine:
             raise error
         self._check_device()
         log.error("a step failed", exc_info=error)
-        live = step.slots[self._table.epochs[step.slots] == step.epochs]
-        decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
+        live = step.slots[self.scheduler.table.epochs[step.slots] == step.epochs]
+        decoding = [request for slot in live.tolist() if (request := self.scheduler.table.requests[slot]) is not None]
         chunked = [chunk.request for chunk in step.chunks if chunk.is_live]
         self.answers.fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
 
     def _check_device(self) -> None:
         """Check after a failure that the device's context and all ranks are still there. Raises: EngineDied."""
-        if self._runner.ranks is not None:
-            self._runner.ranks.check()
+        if self.runner.ranks is not None:
+            self.runner.ranks.check()
         if self.memory.device.type != "cuda":
             return
         try:
-            self._runner.settle()
+            self.runner.settle()
             torch.cuda.synchronize(self.memory.device)
         except EngineDied:
             raise
@@ -446,7 +445,7 @@ class Engine:
 
     def budget_changed(self) -> None:
         """The memory has another budget: there may be room for requests that found none."""
-        self._scheduler.waiting.memory_changed()
+        self.scheduler.waiting.memory_changed()
         self.report()
 
     def report(self, *, only_if_due: bool = False) -> None:
@@ -461,7 +460,7 @@ class Engine:
             features |= feature.statistics().values()
         self._send(
             Snapshot(
-                scheduler=self._scheduler.statistics(),
+                scheduler=self.scheduler.statistics(),
                 answers=self.answers.counts.copy(),
                 memory=MemoryStatistics.of(self.memory.stats(), holder_is_gone=self.holder_is_gone),
                 prefix=PrefixStatistics.of(prefix),

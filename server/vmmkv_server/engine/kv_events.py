@@ -129,26 +129,27 @@ class KVEventPublisher:
         """Events that are left of the change that is being published."""
         self._resumed_s = 0.0
         """The end of the last pause, of time.perf_counter."""
-        self._tiers: Final = {"host": TierBlocks("CPU"), "disk": TierBlocks("STORAGE")}
+        self.tiers: Final = {"host": TierBlocks("CPU"), "disk": TierBlocks("STORAGE")}
         """Blocks of this engine's own tiers, by name. A shared store is no engine's, and evicts by itself."""
         self._lost: set[str] = set()
         """Tiers with records of which something was lost: they tell all before a path is described."""
-        self._number = -1
+        self.number = -1
         """Number of the last batch."""
-        self._sent: deque[tuple[int, bytes]] = deque()
+        self.sent: deque[tuple[int, bytes]] = deque()
         """The last batches and their numbers, for replays."""
         self._sent_bytes = 0
-        self._replays: dict[bytes, int] = {}
+        self.replays: dict[bytes, int] = {}
         """Number of the next batch that each client of a replay is to get."""
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._context.linger = LINGER_MS
         try:
             self._publisher, endpoint = self._open("kv_events", zmq.PUB, endpoint, KV_EVENTS_HWM)
-            self._replayer = None
+            self.replayer = None
+            """Socket that answers requests for replays, if there is one."""
             if replay_endpoint is not None:
-                self._replayer, replay_endpoint = self._open("kv_events_replay", zmq.ROUTER, replay_endpoint, REPLAY_HWM)
-                self._replayer.router_mandatory = True  # a full queue is an error, not a loss
+                self.replayer, replay_endpoint = self._open("kv_events_replay", zmq.ROUTER, replay_endpoint, REPLAY_HWM)
+                self.replayer.router_mandatory = True  # a full queue is an error, not a loss
         except ValueError:
             self._context.destroy()
             raise
@@ -157,6 +158,11 @@ class KVEventPublisher:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        """Changes that wait to be published."""
+        return len(self._pending)
 
     def stored(self, namespace: Hashable, edges: list[bytes]) -> None:
         """The tree has another leaf, at the end of these edges. For the engine's thread."""
@@ -171,13 +177,13 @@ class KVEventPublisher:
         if tier.name in self._lost:
             self._lost.remove(tier.name)
             tier.listen(partial(self.held, tier.name))
-        if tier.name in self._tiers:
-            self._add(partial(self._tiers[tier.name].describe, path, places))
+        if tier.name in self.tiers:
+            self._add(partial(self.tiers[tier.name].describe, path, places))
 
     def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
         """Note records that a tier has or has no longer, as PrefixListener. For any thread."""
-        if tier in self._tiers:
-            self._add(partial(self._tiers[tier].hold, keys, is_held=is_held))
+        if tier in self.tiers:
+            self._add(partial(self.tiers[tier].hold, keys, is_held=is_held))
 
     def close(self) -> None:
         """Publish that all is gone, in place of what waits. Idempotent."""
@@ -194,7 +200,7 @@ class KVEventPublisher:
         """Drop what waits. From any thread: tiers tell their records again behind the None, as they are lost after it."""
         self._pending.clear()
         self._pending.append(None)
-        self._lost.update(self._tiers)
+        self._lost.update(self.tiers)
 
     def _open(self, option: str, kind: int, endpoint: str, most_waiting: int) -> "tuple[zmq.Socket[bytes], str]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -214,11 +220,11 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._replayer or self._publisher, zmq.POLLIN)  # a publisher is sent nothing, but no socket: no wait
+        poller.register(self.replayer or self._publisher, zmq.POLLIN)  # a publisher is sent nothing, but no socket: no wait
         self._send([AllBlocksCleared()])
         while not self._is_closing:
             is_reading = self._replay()
-            idle_ms = REPLAY_PERIOD_MS if self._replays else PERIOD_MS
+            idle_ms = REPLAY_PERIOD_MS if self.replays else PERIOD_MS
             if poller.poll(0 if self._pending or is_reading else idle_ms):
                 self._hear()
             try:
@@ -245,9 +251,9 @@ class KVEventPublisher:
             except IndexError:
                 return events
             if change is None:
-                self._number += 1  # a gap stands for what was lost
+                self.number += 1  # a gap stands for what was lost
                 events = [AllBlocksCleared()]
-                for tier in self._tiers.values():
+                for tier in self.tiers.values():
                     tier.clear()
             else:
                 self._change = itertools.chain(change(), [None])
@@ -258,46 +264,46 @@ class KVEventPublisher:
             self._resumed_s = time.perf_counter()
 
     def _send(self, events: list[Event]) -> None:
-        self._number += 1
+        self.number += 1
         batch = self._encoder.encode(Batch(time.time(), events))
-        self._publisher.send_multipart((self._topic, self._number.to_bytes(8, "big"), batch))
-        if self._replayer is not None:
-            self._sent.append((self._number, batch))
+        self._publisher.send_multipart((self._topic, self.number.to_bytes(8, "big"), batch))
+        if self.replayer is not None:
+            self.sent.append((self.number, batch))
             self._sent_bytes += len(batch)
-            while len(self._sent) > KV_EVENTS_REPLAYED or self._sent_bytes > KV_EVENTS_REPLAYED_BYTES:
-                _, oldest = self._sent.popleft()
+            while len(self.sent) > KV_EVENTS_REPLAYED or self._sent_bytes > KV_EVENTS_REPLAYED_BYTES:
+                _, oldest = self.sent.popleft()
                 self._sent_bytes -= len(oldest)
 
     def _hear(self) -> None:
         """Read one request for the batches from a number on, in place of the client's last; another message has no answer."""
-        assert self._replayer is not None
-        client, *frames = self._replayer.recv_multipart()
+        assert self.replayer is not None
+        client, *frames = self.replayer.recv_multipart()
         if len(frames) == 2 and not frames[0] and len(frames[1]) == len(LAST_NUMBER):
-            self._replays[client] = int.from_bytes(frames[1], "big")
+            self.replays[client] = int.from_bytes(frames[1], "big")
 
     def _replay(self) -> bool:
         """Send each client that asked what fits into its queue. Is there one that had room for all it may have at once?"""
         is_reading = False
-        for client, start in list(self._replays.items()):
-            first = bisect_left(self._sent, start, key=itemgetter(0))
+        for client, start in list(self.replays.items()):
+            first = bisect_left(self.sent, start, key=itemgetter(0))
             try:
-                for number, batch in list(itertools.islice(self._sent, first, first + REPLAY_HWM)):
+                for number, batch in list(itertools.islice(self.sent, first, first + REPLAY_HWM)):
                     self._rest()
                     self._answer(client, self._topic, number.to_bytes(8, "big"), batch)
-                    self._replays[client] = number + 1
-                if first + REPLAY_HWM >= len(self._sent):
+                    self.replays[client] = number + 1
+                if first + REPLAY_HWM >= len(self.sent):
                     self._answer(client, b"", LAST_NUMBER, b"")
-                    del self._replays[client]
+                    del self.replays[client]
                 is_reading = True
             except zmq.Again:  # until it has read
                 continue
             except zmq.ZMQError:  # it has gone
-                del self._replays[client]
+                del self.replays[client]
         return is_reading
 
     def _answer(self, client: bytes, topic: bytes, number: bytes, batch: bytes) -> None:
-        assert self._replayer is not None
-        self._replayer.send_multipart((client, b"", topic, number, batch), zmq.NOBLOCK)
+        assert self.replayer is not None
+        self.replayer.send_multipart((client, b"", topic, number, batch), zmq.NOBLOCK)
 
 
 def _events(namespace: Hashable, edges: list[bytes], *, is_stored: bool) -> Iterator[Event | None]:
@@ -364,6 +370,11 @@ class TierBlocks:
         self._path: PageKeys | None = None
         """Path that was described last, and its blocks' hashes."""
         self._hashes = _NO_HASHES
+
+    @property
+    def num_records(self) -> int:
+        """Records of which blocks are kept."""
+        return len(self._ending.keys() | self._spanning.keys())
 
     def describe(self, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
         """Describe records, as PrefixListener.described. Without places, those that the tier has and no path has described."""

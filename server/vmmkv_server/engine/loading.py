@@ -69,13 +69,13 @@ log = logging.getLogger(__name__)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
 """Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
 
-_PREPARE_S: Final = 1.0
+PREPARE_S: Final = 1.0
 """The longest time for which a start maps what an earlier engine left with the holder."""
 
 _STAGES: Final = ("loading weights", "meeting the other ranks", "preparing the cache", "warming up", "capturing graphs")
 """Stages of a start, in order; without other ranks there is no meeting, and on a CPU there are no graphs."""
 
-_HASHED_WORDS: Final = 1 << 18
+HASHED_WORDS: Final = 1 << 18
 """Words of weights that are hashed at once, 2 MiB: a CPU's caches hold so much."""
 
 LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
@@ -138,7 +138,7 @@ def load(config: EngineConfig, send: Callable[[FromEngine], None]) -> Loaded:
                 ranks.have_host_memory(tier.address, tier.budget_bytes)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.callback(loaded.close)
-        until_s = time.monotonic() + _PREPARE_S
+        until_s = time.monotonic() + PREPARE_S
         loaded.engine.prepare(wait=lambda: time.monotonic() > until_s)
         undo.pop_all()
         return loaded
@@ -387,8 +387,8 @@ def weights_identity(weights: Mapping[str, torch.Tensor]) -> str:
         end = len(flat) // 8 * 8
         if flat.storage_offset() % 8:
             flat = flat.clone()
-        parts = [*torch.split(flat[:end], 8 * _HASHED_WORDS), functional.pad(flat[end:], (0, -len(flat) % 8))]
-        factors = 2 * torch.arange(_HASHED_WORDS, device=tensor.device) + 1  # odd and different: no change of a word is lost
+        parts = [*torch.split(flat[:end], 8 * HASHED_WORDS), functional.pad(flat[end:], (0, -len(flat) % 8))]
+        factors = 2 * torch.arange(HASHED_WORDS, device=tensor.device) + 1  # odd and different: no change of a word is lost
         words = (part.view(torch.int64) for part in parts)
         sums[name] = torch.stack([(each * factors[: len(each)]).sum() for each in words])  # modulo 2**64
     text = repr([(name, tuple(weights[name].shape), each.tolist()) for name, each in sums.items()])

@@ -58,7 +58,7 @@ STEP_S: Final = 60.0
 MESSAGE_BYTES: Final = 1 << 17
 _MAX_LIMITS: Final = 4096
 """Limits in one message."""
-_LAST_WORDS_S: Final = 3.0
+LAST_WORDS_S: Final = 3.0
 """Time for a rank that fails to say why."""
 _GONE_S: Final = 10.0
 """Time for ranks that have said so to end."""
@@ -162,9 +162,10 @@ class Ranks:
 
     def __init__(self, peers: Sequence[Peer], store: Any, *, timeout_s: float = STEP_S) -> None:
         self.collectives: Final = Collectives(0, 1 + len(peers))
-        self._peers: Final = peers
+        self.peers: Final = peers
         self._store: Final = store
-        self._timeout_s: Final = timeout_s
+        self.timeout_s = timeout_s
+        """Longest wait for another rank, in seconds."""
         self._failure: str | None = None
         self._is_closed = False
         self._num_graphs = 0
@@ -210,14 +211,14 @@ class Ranks:
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks, once they have loaded their weights."""
-        for peer in self._peers:
+        for peer in self.peers:
             self._receive(peer, LOAD_S)
         self.send(Op.CONNECT)
         met: Future[None] = Future()
 
         def meet() -> None:
             try:
-                self.collectives.connect(self._store, device, self._timeout_s)
+                self.collectives.connect(self._store, device, self.timeout_s)
                 met.set_result(None)
             except Exception as error:
                 met.set_exception(error)
@@ -238,7 +239,7 @@ class Ranks:
         if not self.are_ended:
             data = array("q", (op, *numbers)).tobytes()
             try:
-                for peer in self._peers:
+                for peer in self.peers:
                     peer.channel.send(data)
             except OSError as error:
                 self._give_up(error)
@@ -257,7 +258,7 @@ class Ranks:
         if self._is_closed:
             return []
         self.send(Op.MEMORY)
-        return [MemoryInfo(*self._receive(peer, self._timeout_s)) for peer in self._peers]
+        return [MemoryInfo(*self._receive(peer, self.timeout_s)) for peer in self.peers]
 
     @property
     def are_ended(self) -> bool:
@@ -273,7 +274,7 @@ class Ranks:
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
         """Wait for this rank's device, which may wait for the others. Its results without them count for nothing."""
-        until_s = time.monotonic() + self._timeout_s
+        until_s = time.monotonic() + self.timeout_s
         self.check()
         while not is_done():
             if time.monotonic() > until_s:
@@ -297,9 +298,9 @@ class Ranks:
         raise RankFailed(self._failure) from error
 
     def _give_up(self, error: BaseException | None) -> None:
-        spoken, until_s = self._have_spoken(_LAST_WORDS_S), time.monotonic() + _GONE_S
+        spoken, until_s = self._have_spoken(LAST_WORDS_S), time.monotonic() + _GONE_S
         reasons = [peer.last_words(until_s) for peer in spoken]
-        late = f"the ranks have waited for one another for {self._timeout_s:g} s"
+        late = f"the ranks have waited for one another for {self.timeout_s:g} s"
         self._failure = "; ".join(reasons) or (
             late if error is None else f"a rank failed, or was late: {str(error) or type(error).__name__}"
         )
@@ -314,7 +315,7 @@ class Ranks:
     def _end(self) -> None:
         self._unwatched.close()
         self.collectives.abort()
-        for peer in self._peers:
+        for peer in self.peers:
             peer.channel.close()
         self._until_met.close()
         self._undo.close()
@@ -327,8 +328,8 @@ class Ranks:
 
     def _have_spoken(self, within_s: float) -> list[Peer]:
         """Ranks that have ended, or said why they will: nothing else comes that was not asked for."""
-        readable = _readable(self._peers, within_s)
-        return [peer for peer in self._peers if peer.channel.fileno() in readable]
+        readable = _readable(self.peers, within_s)
+        return [peer for peer in self.peers if peer.channel.fileno() in readable]
 
     def _receive(self, peer: Peer, within_s: float) -> list[int]:
         if (
@@ -410,7 +411,7 @@ def _readable(peers: Sequence[Peer], within_s: float) -> set[int]:
 def _reap(process: "subprocess.Popen[bytes]") -> None:
     """Let a rank end, whose channel is closed; then make it."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LAST_WORDS_S)
+        process.wait(LAST_WORDS_S)
     process.kill()
     process.wait()
 
@@ -493,7 +494,8 @@ class _MirroredDriver:
     """Calls that the other ranks repeat with the same numbers."""
 
     def __init__(self, driver: Driver, ranks: Ranks) -> None:
-        self._driver: Final = driver
+        self.over: Final = driver
+        """Driver of this process."""
         self._ranks: Final = ranks
         for name in self._HERE:
             setattr(self, name, getattr(driver, name))
@@ -503,42 +505,42 @@ class _MirroredDriver:
             setattr(self, name, partial(self._refuse, name))
 
     def _repeat(self, call: str, *numbers: int) -> None:
-        getattr(self._driver, call)(*numbers)
+        getattr(self.over, call)(*numbers)
         self._ranks.send(Op[call.upper()], *numbers)
 
     def _refuse(self, call: str, *_: object) -> NoReturn:
         raise DriverError(f"{call}: the other ranks cannot repeat this", call=call, code="EINVAL")
 
     def reserve(self, size_bytes: int) -> int:
-        address = self._driver.reserve(size_bytes)
+        address = self.over.reserve(size_bytes)
         self._ranks.send(Op.RESERVE, address, size_bytes)
         return address
 
     def create(self, size_bytes: int) -> Handle:
-        handle = self._driver.create(size_bytes)
+        handle = self.over.create(size_bytes)
         self._ranks.send(Op.CREATE, handle, size_bytes)
         return handle
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
-        self._driver.set_access(address, size_bytes, access)
+        self.over.set_access(address, size_bytes, access)
         self._ranks.send(Op.SET_ACCESS, address, size_bytes, access is Access.READ_WRITE)
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
-        self._driver.write(tensor, values)
+        self.over.write(tensor, values)
         self._send_limits(values)
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
-        fence = self._driver.write_behind(tensor, values, streams)
+        fence = self.over.write_behind(tensor, values, streams)
         self._send_limits(values)
         return self._ranks.fence(fence)
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
-        return self._ranks.fence(self._driver.fence(streams))
+        return self._ranks.fence(self.over.fence(streams))
 
     def memory(self) -> MemoryInfo:
         """The least of all ranks; on a host, which they share, a part of it."""
-        infos = [self._driver.memory(), *self._ranks.ask_memory()]
-        share = 1 if self._driver.device.type == "cuda" else len(infos)
+        infos = [self.over.memory(), *self._ranks.ask_memory()]
+        share = 1 if self.over.device.type == "cuda" else len(infos)
         return MemoryInfo(min(info.free_bytes for info in infos) // share, min(info.total_bytes for info in infos))
 
     def _send_limits(self, values: Mapping[int, int]) -> None:

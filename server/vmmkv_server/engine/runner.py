@@ -130,9 +130,10 @@ class Runner:
         self.groups: Final = GroupTensors(max_rows, memory.device)
         self.has_prefix_groups = False
         """Can rows that decode attend to a common prefix as one problem?"""
-        self._cuda_graphs: list[torch.cuda.CUDAGraph] = []
+        self.cuda_graphs: list[torch.cuda.CUDAGraph] = []
+        """All that were captured."""
         self._decode = _DecodeSteps(self, max_rows)
-        self._mixed = _MixedSteps(self, max_rows, max_tokens)
+        self.mixed = _MixedSteps(self, max_rows, max_tokens)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -143,17 +144,17 @@ class Runner:
         if self.uploads.device.type == "cuda" and self.model.capturable:
             pool = torch.cuda.graph_pool_handle()
             with _without_collections():
-                self._mixed.capture(pool)
+                self.mixed.capture(pool)
                 self.has_prefix_groups = self._decode.capture(pool)
 
     def captured(self, launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
         """Capture launches in a graph. Returns its replay, which works until `close`, and what the launches returned."""
-        self._cuda_graphs.append(graph := torch.cuda.CUDAGraph())
+        self.cuda_graphs.append(graph := torch.cuda.CUDAGraph())
         return graph.replay, capture_graph(graph, launch, pool)
 
     def close(self) -> None:
         """Reset all graphs: NCCL ends when those that call it are destroyed, and a traceback or a cycle may keep one."""
-        for graph in self._cuda_graphs:
+        for graph in self.cuda_graphs:
             graph.reset()
 
     def settle(self) -> None:
@@ -189,7 +190,7 @@ class Runner:
 
         The step gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
         """
-        return self._mixed.forward(step) if step.chunks else self._decode.forward(step)
+        return self.mixed.forward(step) if step.chunks else self._decode.forward(step)
 
     @torch.inference_mode()
     def sample(self, forwarded: "Forwarded", masks: TokenMasks | None = None) -> "Readback":
@@ -369,14 +370,14 @@ def _without_collections() -> Iterator[None]:
 
 
 @functools.cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
+def capture_stream(index: int) -> torch.cuda.Stream:
     """One for each GPU, since graphs of one pool share memory by stream. torch's own is on the GPU that captured first."""
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
 def capture_graph(graph: torch.cuda.CUDAGraph, launch: Callable[[], Result], pool: Any) -> Result:
     """Capture launches in a graph. Returns what they returned."""
-    stream = _capture_stream(torch.cuda.current_device())
+    stream = capture_stream(torch.cuda.current_device())
     # Twice: where a capture cannot begin or end, torch's own context leaves its stream the current one, and fences are of that.
     with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         return launch()
@@ -470,7 +471,7 @@ class _MixedSteps:
         self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         """Graphs by number of tokens, and by whether there are prefix groups among the rows that decode."""
-        self._launch_s = float("inf")
+        self.launch_s = float("inf")
         """Time that the host takes to launch a step without a graph."""
 
     def capture(self, pool: Any) -> None:
@@ -480,14 +481,14 @@ class _MixedSteps:
         for size in sizes:
             self._capture(size, is_grouped=False, pool=pool)
         for size in sizes if self._max_rows >= _MIN_GROUPED_ROWS else ():
-            if self._graphs[size, False].took_s < self._launch_s:
+            if self._graphs[size, False].took_s < self.launch_s:
                 self._capture(size, is_grouped=True, pool=pool)
 
     def _capture(self, size: int, *, is_grouped: bool, pool: Any) -> None:
         uploaded = _MixedInput(*aligned_parts(self._packed, _MixedInput.sizes(self._max_rows, size)))
         forward = functools.partial(self._forward, uploaded, is_grouped=is_grouped)
         graph = self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
-        self._launch_s = min(self._launch_s, graph.launch_s)
+        self.launch_s = min(self.launch_s, graph.launch_s)
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         graph.forward()
@@ -501,7 +502,7 @@ class _MixedSteps:
         is_grouped = self._runner.groups.are_any and num_decoding > 0
         # Graphs give logits of the rows that are given a token; any number of others may be wanted, and queries ranked by.
         by_graph, num_tokens = step.wanted is None and not step.ranked, len(spans.ids_N)
-        size, graph = self._graph_for(num_tokens, is_grouped=is_grouped) if by_graph else (num_tokens, None)
+        size, graph = self.graph_for(num_tokens, is_grouped=is_grouped) if by_graph else (num_tokens, None)
         uploaded, ranking, states = self._upload(spans, size), None, None
         if step.ranked:
             ranking = Ranking(step.ranked, spans.query_ends(), self._runner.uploads)
@@ -547,14 +548,14 @@ class _MixedSteps:
         states_AE = self._runner.model.states(ids_N, attention, torch.cat([last_R, columns_W.long()]))
         return self._runner.model.logits(states_AE[: len(last_R)]), states_AE[len(last_R) :]
 
-    def _graph_for(self, num_tokens: int, *, is_grouped: bool) -> tuple[int, _Graph | None]:
+    def graph_for(self, num_tokens: int, *, is_grouped: bool) -> tuple[int, _Graph | None]:
         """The graph for so many tokens and its size, if it is done before the same, launched one by one, would be."""
         sizes = (size for size, groups in self._graphs if groups == is_grouped and size >= num_tokens)
         size = min(sizes, default=None)
         if size is None:
             return num_tokens, None
         graph = self._graphs[size, is_grouped]
-        is_faster = graph.took_s <= max(self._launch_s, graph.took_s * num_tokens / size)
+        is_faster = graph.took_s <= max(self.launch_s, graph.took_s * num_tokens / size)
         return (size, graph) if is_faster else (num_tokens, None)
 
     def _rows(self, uploaded: "_MixedInput[torch.Tensor]") -> SampledRows:

@@ -62,7 +62,7 @@ class Sampler:
         self._seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._top_p_S.fill_(1.0)
         self._repetition_S.fill_(1.0)
-        self._penalties = Penalties(vocabulary_size, uploads)
+        self.penalties: Final = Penalties(vocabulary_size, uploads)
         self._min_tokens = MinTokens(num_slots, uploads)
         # By slot, on the host.
         self.is_greedy: Final = np.ones(num_slots, np.bool_)
@@ -80,14 +80,14 @@ class Sampler:
         `min_tokens`, and memory for their state. Waits for nothing. Not under graph capture.
         """
         for request in requests:
-            self._penalties.release(request.memory.slot)
+            self.penalties.release(request.memory.slot)
         every = [request.ask.params for request in requests]
         slots = np.array([request.memory.slot for request in requests], np.int32)
         planes_PN = np.empty((_NUM_PLANES, len(requests)), np.int32)
         for i, name in enumerate(_FLOATS):
             planes_PN[i] = np.array([getattr(params, name) for params in every], np.float32).view(np.int32)
         planes_PN[-3] = [min(params.top_k, self._vocabulary_size) for params in every]
-        planes_PN[-2] = self._penalties.assign(requests)
+        planes_PN[-2] = self.penalties.assign(requests)
         planes_PN[-1] = min_lengths = [request.min_length for request in requests]
         self._min_tokens.assign(requests)
         seeds = np.array([request.seed for request in requests], np.uint64)
@@ -101,7 +101,7 @@ class Sampler:
 
     def release(self, slot: int) -> None:
         """The request in this slot samples no more. Changes host state only: launched steps run as they are."""
-        self._penalties.release(slot)
+        self.penalties.release(slot)
         self.is_greedy[slot], self.adjusted_until[slot], self.num_logprobs[slot] = True, 0, -1
 
     def sample(
@@ -130,7 +130,7 @@ class Sampler:
         Rows of other slots stay as they are; positions as in `sample`. Give it a float32 copy: a penalty of 0.1 is lost on a
         bfloat16 logit of 20. Cost: one launch on a GPU, a few more once a request had `min_tokens`. Waits for nothing.
         """
-        self._penalties.apply(
+        self.penalties.apply(
             logits_BV, slots_B, state_row_S=self._penalty_row_S,
             repetition_S=self._repetition_S, frequency_S=self._frequency_S, presence_S=self._presence_S,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class Sampler:
 
     def count(self, slots_B: torch.Tensor, tokens_B: torch.Tensor) -> None:
         """Penalties count these sampled tokens; tokens below 0 are none. Waits for nothing."""
-        self._penalties.count(slots_B, tokens_B, self._penalty_row_S)
+        self.penalties.count(slots_B, tokens_B, self._penalty_row_S)
 
 
 class Penalties:

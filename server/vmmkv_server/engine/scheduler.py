@@ -129,6 +129,17 @@ class Scheduler:
         counts.requests_running, counts.requests_waiting = len(self.running), len(self.waiting) + len(self.held)
         return counts
 
+    def check(self) -> None:
+        """Recount the requests that wait and run; AssertionError says what is broken."""
+        places = [request.place for request in self.running]
+        waiting = [(request.ask.priority, request.place) for request in self.waiting]
+        assert places == sorted(places) and waiting == sorted(waiting), "oldest first"
+        assert set(self._prefilling) == {each for each in self.running if each.status is Status.PREFILLING}
+        priorities = [each.ask.priority for each in self.running for _ in range(each.shape.num_slots)]
+        assert self._priorities == sorted(priorities)
+        known = {each.ask.request_id: each for each in (*self.running, *self.waiting, *self.held)}
+        assert known == self._by_id and len(known) == len(self.running) + len(self.waiting) + len(self.held)
+
     def add(self, request: Request) -> None:
         """A request comes, and waits."""
         self._by_id[request.ask.request_id] = request

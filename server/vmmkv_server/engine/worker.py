@@ -89,14 +89,17 @@ class Worker:
         self._collectives = collectives
         self._source = source
         self._timeout_s = timeout_s
-        self._model: EngineModel | None = None
+        self.model: EngineModel | None = None
+        self.rows: KVRows | None = None
+        """Rows of this rank's heads."""
         self._states_WE: torch.Tensor | None = None
         self.limit: torch.Tensor | None = None
         self._reserved: dict[int, tuple[int, int]] = {}
         """Own address and size of each reservation, by rank 0's address."""
         self._beside: dict[int, torch.Tensor] = {}
         """Copies of rows that are in no reservation, by rank 0's address."""
-        self._host_memory: torch.Tensor | None = None
+        self.host_memory: torch.Tensor | None = None
+        """This rank's memory beside that of the host tier, as large."""
         self._host_spans = range(0)
         """Rank 0's addresses of the same."""
         self._copies: Final[Sequence[torch.Stream]] = [driver.new_stream()]
@@ -139,7 +142,8 @@ class Worker:
     def _rows(self, slots: int, max_tokens: int) -> None:
         address, _ = next(iter(self._reserved.values()))
         cache = Rows(self._source.layout, self.driver, address, slots=slots, max_tokens=max_tokens)
-        self.limit, self._model = cache.limit, self._source.over(KVRows(cache))
+        self.limit, self.rows = cache.limit, KVRows(cache)
+        self.model = self._source.over(self.rows)
 
     # memory
 
@@ -168,7 +172,7 @@ class Worker:
         self.driver.zero(self._at(address), size_bytes)
 
     def _host(self, address: int, size_bytes: int) -> None:
-        self._host_memory = host_memory(size_bytes, self.driver.device)
+        self.host_memory = host_memory(size_bytes, self.driver.device)
         self._host_spans = range(address, address + size_bytes)
 
     def _copy(self, target: int, source: int, size_bytes: int) -> None:
@@ -218,8 +222,8 @@ class Worker:
         for start, (own, size_bytes) in self._reserved.items():
             if start <= address < start + size_bytes:
                 return own + address - start
-        if self._host_memory is not None and address in self._host_spans:
-            return self._host_memory.data_ptr() + address - self._host_spans.start
+        if self.host_memory is not None and address in self._host_spans:
+            return self.host_memory.data_ptr() + address - self._host_spans.start
         return self._beside[address].data_ptr()
 
     # forward passes
@@ -233,8 +237,8 @@ class Worker:
         self._states_WE = self._pass("states", sizes)
 
     def _logits(self, first: int, end: int) -> None:
-        assert self._model is not None and self._states_WE is not None, "states come before their logits"
-        self._model.logits(self._states_WE[first:end])
+        assert self.model is not None and self._states_WE is not None, "states come before their logits"
+        self.model.logits(self._states_WE[first:end])
 
     def _capture(self, *sizes: int) -> None:
         self._cuda_graphs.append(graph := torch.cuda.CUDAGraph())
@@ -245,10 +249,10 @@ class Worker:
         self._cuda_graphs[number].replay()
 
     def _pass(self, method: str, sizes: tuple[int, ...]) -> torch.Tensor:
-        assert self._model is not None, "rows come before passes"
+        assert self.model is not None, "rows come before passes"
         packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=self.driver.device)
         inputs = inputs_of(aligned_parts(self._collectives.broadcast(packed), sizes))
-        states_or_logits: torch.Tensor = getattr(self._model, method)(*inputs)
+        states_or_logits: torch.Tensor = getattr(self.model, method)(*inputs)
         return states_or_logits
 
 

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from vmmkv_server.console import die_with_parent
-from vmmkv_server.structured_output.matcher import CALL_S, Matcher, Vocabulary
+from vmmkv_server.structured_output.matcher import CALL_S, DIGEST_BYTES, Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import Grammar, GrammarKind, GrammarRefused
 from vmmkv_server.structured_output.text import quoted
 
@@ -124,7 +124,7 @@ class GrammarCompiler:
             worker = await self.start()
             try:
                 data = await worker.run(
-                    STARVED_S + START_S, _in_child, COMPILE_S, STARVED_S, _compiled_by_worker, grammar.kind, grammar.source
+                    STARVED_S + START_S, _in_child, COMPILE_S, STARVED_S, compiled_by_worker, grammar.kind, grammar.source
                 )
             except ValueError as error:
                 raise GrammarRefused(str(error)) from error
@@ -268,15 +268,13 @@ def _work_as_child(writer: int, cpu_s: int, function: Callable[..., bytes], *arg
         os._exit(status)
 
 
-def _compiled_by_worker(kind: GrammarKind, source: str) -> bytes:
+def compiled_by_worker(kind: GrammarKind, source: str) -> bytes:
+    """The compiled grammar, in a child of the worker. Raises: ValueError, as `Compilation.compile`."""
     assert _compilation is not None, "it is loaded before anything is compiled"
     try:
-        data = _compilation.compile(kind, source)
+        return _compilation.compile(kind, source)
     except MemoryError:
         raise ValueError("it takes too much memory to compile") from None
-    if len(data) > MAX_COMPILED_BYTES:
-        raise ValueError(f"compiled it takes {len(data)} bytes and may take {MAX_COMPILED_BYTES}")
-    return data
 
 
 # What the worker runs.
@@ -307,6 +305,8 @@ class Compilation:
             for prefers_long in (False, True):
                 self._try(compiled, prefers_long=prefers_long)
             text = with_own_automata(compiled.serialize_json())
+            if (size_bytes := DIGEST_BYTES + len(text)) > MAX_COMPILED_BYTES:
+                raise ValueError(f"compiled it takes {size_bytes} bytes and may take {MAX_COMPILED_BYTES}")
             return hashlib.sha256(text).digest() + text
         except RuntimeError as error:
             # Without the time and the source line that xgrammar puts in front.

@@ -118,6 +118,16 @@ class Matcher:
         self._num_masked = -1
         """The number of tokens after which `_words` is the mask; -1 for none."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were accepted."""
+        return len(self._tokens)
+
+    @property
+    def has_mask(self) -> bool:
+        """Is the mask behind the last token there?"""
+        return self._num_masked == len(self._tokens)
+
     def accept(self, token: int) -> bool:
         """Append a token. False, and nothing changes, if the grammar does not allow it."""
         if not self._matcher.accept_token(token):
@@ -130,7 +140,7 @@ class Matcher:
 
         Takes microseconds; within a string, tens or hundreds of them.
         """
-        if self._num_masked != len(self._tokens):
+        if not self.has_mask:
             if not self._matcher.fill_next_token_bitmask(self._words, 0):
                 self._words[:] = -1  # all is allowed, and xgrammar may have left the mask as it was
             last_byte = int(self._vocabulary.last_bytes[self._tokens[-1]]) if self._tokens else 0
@@ -142,7 +152,7 @@ class Matcher:
 
     def fill(self, words: Words) -> None:
         """Copy the mask of the next token, which `mask` has made."""
-        assert self._num_masked == len(self._tokens), "no mask was made behind the last token"
+        assert self.has_mask, "no mask was made behind the last token"
         words[:] = self._words[0]
 
     def must_end(self) -> bool:
@@ -241,8 +251,8 @@ class CallThreads:
         """`num_threads`: at most; if None, half the cores, up to _MAX_THREADS."""
         self._call_s = call_s
         self._num_threads = num_threads or max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
-        self._threads: list[_CallThread] = []
-        self._abandoned: list[_CallThread] = []
+        self._threads: list[CallThread] = []
+        self._abandoned: list[CallThread] = []
 
     @property
     def num_abandoned(self) -> int:
@@ -262,7 +272,7 @@ class CallThreads:
             while num_left := len(calls) - len(batch.outcomes.keys() | overran.keys()):
                 num_working = max(1, min(num_threads, self._num_threads, num_left // _MIN_CALLS))
                 while len(self._threads) < num_working:
-                    self._threads.append(_CallThread())
+                    self._threads.append(CallThread())
                 working = self._threads[:num_working]
                 for thread in working:
                     thread.begin(batch)
@@ -284,7 +294,7 @@ class CallThreads:
             thread.end()
         self._threads.clear()
 
-    def _abandon(self, threads: "list[_CallThread]") -> None:
+    def _abandon(self, threads: "list[CallThread]") -> None:
         self._abandoned += threads
         self._threads = [thread for thread in self._threads if thread not in threads]
         for thread in threads:
@@ -300,7 +310,7 @@ class _CallBatch(NamedTuple, Generic[T]):
     outcomes: dict[int, CallResult[T]]
 
 
-class _CallThread:
+class CallThread:
     """A daemon thread, since a call may never return."""
 
     def __init__(self) -> None:
@@ -321,6 +331,7 @@ class _CallThread:
             raise
 
     def begin(self, batch: _CallBatch[Any]) -> None:
+        """Take part in a batch."""
         self._began_s, self.is_idle = None, False
         self._batches.put(batch)
 

@@ -438,7 +438,7 @@ ESCAPE: Final = r'["\\/bfnrt] | "u" ([0-9a-cefA-CEF] [0-9a-fA-F] | [dD] [0-7]) [
 """Numbered ones too, but for halves of characters."""
 MAX_NESTED_REPETITIONS: Final = 100
 """Most repetitions of a character that JSON may escape, at the end of a group that is repeated itself."""
-_RUN: Final = 32
+RUN: Final = 32
 """Characters of one run. Tokens that are longer than half of it are tried one by one."""
 _NO_TOKEN: Final = r'(= "\x00")'
 """Behind a rule: no token reaches beyond it. In fact any may, but those are left to other rules."""
@@ -464,12 +464,12 @@ class Rules:
     Where a character can be an escape, each repetition of it is a *step*: a rule that ends with the next one. A group that is
     repeated instead takes a hundred times as long to mask: no token of several characters is known to fit before it is tried.
 
-    A step takes 10 ms to compile, for 49,152 tokens. So of more than _RUN characters only the last are steps, and those before
+    A step takes 10 ms to compile, for 49,152 tokens. So of more than RUN characters only the last are steps, and those before
     them are written three times, to be followed side by side. That takes 0.6 s for any number of them, and masks take as long
     as those of strings without a limit.
 
         one by one     a rule for a character, which ends behind it: exact, but tokens of several are tried
-        in runs        rules of _RUN steps, which end behind them: tokens within a run are known to fit
+        in runs        rules of RUN steps, which end behind them: tokens within a run are known to fit
         in other runs  which begin and end half a run later, so that always one of both has half a run left
     """
 
@@ -515,11 +515,11 @@ class Rules:
             """GBNF behind so many characters, of which the last are steps."""
             return self._steps(_ways(ranges), max(0, minimum - at), None if maximum is None else counted - at, then)
 
-        head = counted - _RUN
+        head = counted - RUN
         if head <= 0:
             return rest(0)
         exact = self._one_by_one(ranges, min(minimum, head), head, then, rest(head))
-        runs = [f"{self._runs(ranges, end)} {rest(end)}" for end in (head, head + _RUN // 2)]
+        runs = [f"{self._runs(ranges, end)} {rest(end)}" for end in (head, head + RUN // 2)]
         return self._make("counted", " | ".join([exact, *runs]))
 
     def _steps(self, ways: Sequence[str], minimum: int, maximum: int | None, then: str) -> str:
@@ -540,8 +540,8 @@ class Rules:
         one = self._make("one", " | ".join([*_plain(ranges), self._make("escape", " | ".join(_escapes(ranges)))]))
 
         def times(count: int) -> str:
-            parts = [one] * (count % _RUN)
-            return " ".join([*[self._make("many", " ".join([one] * _RUN))] * (count // _RUN), *parts])
+            parts = [one] * (count % RUN)
+            return " ".join([*[self._make("many", " ".join([one] * RUN))] * (count // RUN), *parts])
 
         def upto(count: int) -> str:
             """At most so many, and `early`."""
@@ -550,8 +550,8 @@ class Rules:
                 found = self._make("upto", f"{early} | {one} {found}")
             return found
 
-        whole, first = divmod(maximum - minimum, _RUN)
-        for count in [_RUN] * whole + [first] * bool(first):  # from the end, which all maxima share
+        whole, first = divmod(maximum - minimum, RUN)
+        for count in [RUN] * whole + [first] * bool(first):  # from the end, which all maxima share
             rest = self._make("upto", f"{upto(count - 1)} | {times(count)} {rest}")
         return f"{times(minimum)} {rest}".lstrip()
 
@@ -560,12 +560,12 @@ class Rules:
         # A mask is stored as the tokens that fit, which other rules need not try, if a thousand begin with other characters.
         blank, others = (_plain(_common(ranges, each)) for each in (_BLANK, _complement(_BLANK)))
         rest, runs = "", [""]
-        for _ in range(min(count, _RUN)):
+        for _ in range(min(count, RUN)):
             ways = [f"{way} {rest}".rstrip() for way in (*others, *_escapes(ranges))]
             ways += [self._make("blank", f"{way} {rest} {_NO_TOKEN}") for way in blank]
             rest = self._make("run", f"{' | '.join(ways)} {_NO_TOKEN}")
             runs.append(rest)
-        return " ".join([runs[count % _RUN], *[rest] * (count // _RUN)]).lstrip()
+        return " ".join([runs[count % RUN], *[rest] * (count // RUN)]).lstrip()
 
     def _any_number(self, ways: Sequence[str], then: str) -> str:
         if ways == _ways(ANY.ranges) and then == _QUOTE:

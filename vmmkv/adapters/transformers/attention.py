@@ -76,7 +76,7 @@ class Scoring(NamedTuple):
     softcap: float | None
 
 
-_CHOSEN: Final = ("indices", "block_indices")
+CHOOSING_ARGUMENTS: Final = ("indices", "block_indices")
 """Arguments that choose the tokens, or blocks of them, that each query sees. sdpa would ignore them."""
 
 _EVERYTHING: Final = 0
@@ -103,7 +103,7 @@ def attention(
     With None for a mask each query sees its own token and what is before it, but for what the layer's window has passed: the
     queries are the last tokens. `mask` below says when there is one. Raises: NotImplementedError.
     """
-    if chosen := [name for name in _CHOSEN if kwargs.get(name) is not None]:
+    if chosen := [name for name in CHOOSING_ARGUMENTS if kwargs.get(name) is not None]:
         raise NotImplementedError(
             f"this model chooses tokens by itself ({', '.join(chosen)} given to attention), and vmmkv's kernels know nothing "
             f'of it: model.set_attn_implementation("sdpa"), for which it makes masks of them'
@@ -354,7 +354,8 @@ def _attend_by_plan(plan: AttentionPlan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD:
     return out_NHD.view(num_sequences, num_queries, num_heads, head_dim)
 
 
-_plans: dict[tuple[Any, ...], AttentionPlan | str] = {}
+plans: dict[tuple[Any, ...], AttentionPlan | str] = {}
+"""Plan of a call, or the reason to decline it, by all that it depends on: an entry for each pass, shape and window."""
 
 
 def plan_of(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> AttentionPlan | str:
@@ -363,7 +364,7 @@ def plan_of(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) ->
     Cost: for the first layer of a pass up to three small launches; else a look-up on the host.
     """
     device = q_BHND.device
-    if _is_capturing(device):  # what a graph makes has its numbers when that is replayed, and its memory as long as that lives
+    if is_capturing(device):  # what a graph makes has its numbers when that is replayed, and its memory as long as that lives
         return _plan(q_BHND, k_BKTD, v_BKTD, scoring)
     key = (
         q_BHND.shape, q_BHND.stride(), q_BHND.dtype, device, _stream_of(device),
@@ -371,11 +372,11 @@ def plan_of(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) ->
         v_BKTD.shape, v_BKTD.stride(), v_BKTD.dtype, v_BKTD.device, scoring,
         (q_BHND.data_ptr() | k_BKTD.data_ptr() | v_BKTD.data_ptr()) % 16,
     )  # fmt: skip
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _plan(q_BHND, k_BKTD, v_BKTD, scoring)
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plan = plans[key] = _plan(q_BHND, k_BKTD, v_BKTD, scoring)
     return plan
 
 
@@ -446,7 +447,8 @@ def _is_even(states: Tensor) -> bool:
     )
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Is the current stream captured into a graph? Tensors made then belong to the graph alone."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -469,7 +471,7 @@ def _mask_for_sdpa(q_BHND: Tensor, k_BKTD: Tensor, window: int | None) -> Tensor
 
 def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> Tensor:
     """Mask [1, 1, N, T] of the last queries: does the query see the token?"""
-    if _is_capturing(device):
+    if is_capturing(device):
         return _causal_mask.__wrapped__(device, 0, num_queries, num_tokens, window)
     return _causal_mask(device, _stream_of(device), num_queries, num_tokens, window)
 

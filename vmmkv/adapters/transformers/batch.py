@@ -43,7 +43,7 @@ _INT32_END: Final = 2**31
 
 # equal prompts
 
-_COMPARED_BYTES = 64 * MIB
+COMPARED_BYTES = 64 * MIB
 """Temporary memory of a comparison: all of a batch of long prompts would take more than its keys and values."""
 
 _HALF_EQUAL = 0.9
@@ -88,8 +88,8 @@ def _compare(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> li
         # The two, up to four of `_agree_in`, and whether they agree.
         number_bytes = 2 * states.itemsize + 4 * torch.promote_types(states.dtype, torch.float32).itemsize + 1
         token_bytes = states.shape[1] * states.shape[3] * number_bytes
-        num_pairs = min(len(pairs), max(1, _COMPARED_BYTES // token_bytes))
-        num_tokens = max(1, _COMPARED_BYTES // (num_pairs * token_bytes))
+        num_pairs = min(len(pairs), max(1, COMPARED_BYTES // token_bytes))
+        num_tokens = max(1, COMPARED_BYTES // (num_pairs * token_bytes))
         for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left_P, right_P)), strict=True):
             for block in torch.split(states, num_tokens, dim=2):
                 some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
@@ -553,7 +553,8 @@ class WindowRows:
             sequence.truncate(max(0, num_tokens - self.num_dropped))
 
 
-def _current_stream(device: torch.device) -> torch.Stream | None:
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Current stream of a GPU; None on the host, where calls are done when they return."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -715,7 +716,7 @@ class BatchRows:
 
     def follow_stream(self) -> None:
         """Follow the current stream: if it has changed, reclaimed memory waits for both, and indices are made anew."""
-        current = _current_stream(self.pool.device)
+        current = current_stream(self.pool.device)
         if self._stream is not None and current != self._stream:
             self._indices.clear()
             for rows in self.groups:

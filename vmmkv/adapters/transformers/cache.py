@@ -107,7 +107,8 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         self._config = config
         self._share_prompts = share_prompts
         rows_of = functools.partial(WindowRows, pool=pool, slots=slots, max_tokens=max_tokens)
-        self._batch = BatchRows(pool, [rows_of(tuple(indices), window) for window, indices in by_window.items()])
+        self.batch = BatchRows(pool, [rows_of(tuple(indices), window) for window, indices in by_window.items()])
+        """Rows of the batch, by groups of layers."""
         self._num_new = 0
         """New tokens of each sequence in the pass under way, or in the last one."""
         self._written: set[int] = set()
@@ -135,9 +136,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             return self.append(key_states, value_states, layer_idx)
         if self._is_attended_by_vmmkv:
-            return attention.PendingRows(
-                key_states, value_states, self._number, layer_idx, self._batch.num_tokens
-            ), value_states
+            return attention.PendingRows(key_states, value_states, self._number, layer_idx, self.batch.num_tokens), value_states
         seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
         return seen
 
@@ -157,7 +156,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor, layer: int, num_past: int | None = None) -> tuple[Tensor, Tensor]:
         """`update` outside a graph, or when a graph runs: `num_past` is the number of tokens that its positions begin at."""
         self._check_open()
-        batch = self._batch
+        batch = self.batch
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
@@ -193,7 +192,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
     def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
         """Check that a layer has the rows and tokens of the pass under way, or of one that can begin. Raises: LayoutError."""
         num_rows, num_tokens = of_keys[0], of_keys[2]
-        wanted = (self._batch.size, self._num_new) if self._written else (num_rows, num_tokens)
+        wanted = (self.batch.size, self._num_new) if self._written else (num_rows, num_tokens)
         if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
             raise LayoutError(
                 f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
@@ -204,7 +203,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
     def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Begin a pass by the keys and values of its first layer: memory follows the batch, and grows for the new tokens."""
         self._check_finished()
-        batch = self._batch
+        batch = self.batch
         batch.follow_stream()
         size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
         if batch.lineage is None or not batch.num_tokens:
@@ -230,11 +229,11 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         Views of several sequences raise ViewNotCloned there. `save` writes the cache to a file.
         """
         self._check_open()
-        if not self._batch.num_tokens:
+        if not self.batch.num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
-        self._batch.follow_stream()
-        self._batch.restore()
-        return self._batch.seen_alone(layer_idx)
+        self.batch.follow_stream()
+        self.batch.restore()
+        return self.batch.seen_alone(layer_idx)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Keys, values (see `states`; None before the first token) and window of each layer, as a DynamicCache gives them."""
@@ -244,38 +243,38 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence, padding included, in this layer."""
-        return self._batch.num_tokens + (self._num_new if layer_idx in self._written else 0)
+        return self.batch.num_tokens + (self._num_new if layer_idx in self._written else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of keys that a layer gives the next `query_length` tokens, and number of the first of these tokens.
 
         Raises: ValueError for no tokens, which is what generate leaves of a prompt half as long as what the cache holds.
         """
-        num_tokens = self._batch.num_tokens
+        num_tokens = self.batch.num_tokens
         if query_length == 0:
             if not num_tokens:
                 raise ValueError("no token is new, and the cache has none: give the model a prompt")
             raise ValueError(
-                f"no token is new: the cache has a batch of {self._batch.size} with {num_tokens} tokens each, and generate "
+                f"no token is new: the cache has a batch of {self.batch.size} with {num_tokens} tokens each, and generate "
                 f"takes a prompt for these and what follows them. reset() begins anew, with a batch of any size; to go on, "
                 f"give all {num_tokens} tokens and those behind them"
             )
-        first = self._batch.rows(layer_idx).first_token(num_tokens)
+        first = self.batch.rows(layer_idx).first_token(num_tokens)
         return num_tokens - first + query_length, first
 
     @property
     def is_initialized(self) -> bool:
         """Has the cache tokens? Models in which a prompt's tokens see each other both ways ask if this pass is the first."""
-        return self._batch.num_tokens > 0
+        return self.batch.num_tokens > 0
 
     @property
     def batch_size(self) -> int:
         """Rows of the model's batch, or -1 if there is none yet, as transformers says it."""
-        return -1 if self._batch.size is None else self._batch.size
+        return -1 if self.batch.size is None else self.batch.size
 
     def activate_past_recording(self) -> None:
         """Keep rows that windows have passed until `crop`, from now on, so that it can go back there. For drafts of tokens."""
-        self._batch.record_past = True
+        self.batch.record_past = True
 
     # between passes
 
@@ -289,7 +288,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         """
         self._check_open()
         removed = whole("tokens_to_remove", tokens_to_remove)
-        num_tokens = self._batch.num_tokens - (self._num_new if self._calls.have_failed() else 0)
+        num_tokens = self.batch.num_tokens - (self._num_new if self._calls.have_failed() else 0)
         if not -num_tokens <= removed <= 0:
             raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
         num_tokens += removed
@@ -297,15 +296,15 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
             self._end()
             return
         self._check_crop(removed, num_tokens)
-        self._batch.truncate(num_tokens)
+        self.batch.truncate(num_tokens)
         self._written.clear()
         self._calls = PassCalls()
 
     def _check_crop(self, removed: int, num_tokens: int) -> None:
         """Check that rows are still there to go back to `num_tokens` tokens. Raises: ValueError."""
-        if num_tokens < self._batch.compacted_tokens:
+        if num_tokens < self.batch.compacted_tokens:
             raise ValueError(
-                f"crop({removed}): it would go back before {self._batch.compacted_tokens} tokens, of which rows were dropped "
+                f"crop({removed}): it would go back before {self.batch.compacted_tokens} tokens, of which rows were dropped "
                 f"then; crop to these at least, or reset()"
             )
 
@@ -318,14 +317,14 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         All or none. Raises: ValueError for no tokens, or no layer of full attention; else as Sequence.compact.
         """
         self._check_between_passes()
-        full = self._batch.full_rows()
+        full = self.batch.full_rows()
         if full is None:
             raise ValueError("the cache has no tokens yet, or every layer has a window: there are no rows to drop")
-        self._batch.follow_stream()
-        self._batch.restore()
+        self.batch.follow_stream()
+        self.batch.restore()
         kept = full.sequences[0].rows_to_keep(keep)
         if len(kept) < full.sequences[0].length:
-            self._batch.compact([kept] * len(full.sequences))
+            self.batch.compact([kept] * len(full.sequences))
 
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
@@ -333,10 +332,10 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         self._end()
 
     def _end(self) -> None:
-        self._batch.follow_stream()  # first: it can be refused
+        self.batch.follow_stream()  # first: it can be refused
         self._written.clear()
         self._calls = PassCalls()
-        self._batch.end()
+        self.batch.end()
 
     def offload(self) -> None:
         """Move all rows to host memory: their pages go back to the pool, the addresses stay. The next pass restores them.
@@ -348,7 +347,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         Raises: BudgetError if the host lacks the memory; DriverError; RuntimeError for an unfinished pass.
         """
         self._check_between_passes()
-        self._batch.offload()
+        self.batch.offload()
 
     def save(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> None:
         """Write the batch to a file, for `restore(path)` of a VmmCache of this model, also in another process.
@@ -359,12 +358,12 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         Raises: OSError; ValueError for no tokens; DriverError; RuntimeError for an unfinished pass.
         """
         self._check_between_passes()
-        if not self._batch.num_tokens:
+        if not self.batch.num_tokens:
             raise ValueError(f"save({str(path)!r}): the cache has no tokens yet")
-        self._batch.follow_stream()
-        self._batch.restore()
-        header = saved.header(self._config, self._batch)
-        save_batches([rows.live_slots for rows in self._batch.groups], Path(path), fingerprint, header)
+        self.batch.follow_stream()
+        self.batch.restore()
+        header = saved.header(self._config, self.batch)
+        save_batches([rows.live_slots for rows in self.batch.groups], Path(path), fingerprint, header)
 
     def restore(self, path: str | os.PathLike[str] | None = None, *, fingerprint: str = "") -> None:
         """Bring rows back: offloaded ones to the same addresses, or with `path` those that `save` wrote to a file.
@@ -379,17 +378,17 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
             self._restore_file(Path(path), fingerprint)
         else:
             self._check_open()
-            self._batch.restore()
+            self.batch.restore()
 
     def _restore_file(self, path: Path, fingerprint: str) -> None:
         self._check_between_passes()
-        if num_tokens := self._batch.num_tokens:
+        if num_tokens := self.batch.num_tokens:
             raise ValueError(f"restore({str(path)!r}): the cache has {counted(num_tokens, 'token')}; reset() it first")
         self._end()  # a first pass may have failed
         with open(path, "rb") as file:
-            batch = saved.read(read_batches_header(file, path), path, self._config, self._batch.groups)
+            batch = saved.read(read_batches_header(file, path), path, self._config, self.batch.groups)
             try:
-                self._batch.fill(batch, lambda slots: fill_batches(file, path, slots, fingerprint))
+                self.batch.fill(batch, lambda slots: fill_batches(file, path, slots, fingerprint))
             except BaseException:
                 self._end()
                 raise
@@ -404,31 +403,31 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
         repeats = whole("repeats", repeats)
-        self._select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
+        self._select([row for row in range(self.batch.size or 0) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows alone of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
-        rows = torch.arange(self._batch.size or 0)
+        rows = torch.arange(self.batch.size or 0)
         self._select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
 
     def _select(self, rows: list[int]) -> None:
         """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
         self._check_between_passes()
-        size, lineage = self._batch.size, self._batch.lineage
+        size, lineage = self.batch.size, self.batch.lineage
         if size is None or lineage is None:
             return
         if not rows or not all(0 <= row < size for row in rows):
             raise ValueError(f"rows {rows} of a batch of {size}: they are from 0 on, and at least one")
-        self._batch.lineage = lineage.select(rows)
+        self.batch.lineage = lineage.select(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
         self._check_between_passes()
-        batch = self._batch.fork()
+        batch = self.batch.fork()
         memo[id(self)] = other = type(self).__new__(type(self))
         other.__dict__.update(vars(self))
         other.layers = [RowLayer(other, index, layer.sliding_window) for index, layer in enumerate(self.layers)]
-        other._batch, other._written, other._calls = batch, set(), PassCalls()
+        other.batch, other._written, other._calls = batch, set(), PassCalls()
         other._number = registry.enter(other)
         return other
 
@@ -446,11 +445,11 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         """
         self._closed = True
         self._end()
-        self._batch.close()
+        self.batch.close()
 
     def check(self) -> None:
         """Recount the laws from scratch, of all arenas and the pool. See KVCache.check."""
-        self._batch.check()
+        self.batch.check()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -469,15 +468,15 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
             raise RuntimeError(_UNFINISHED)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not self._batch.closed and not self._batch.leave():
+        if not getattr(self, "_closed", True) and not self.batch.closed and not self.batch.leave():
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         if self._closed or self.pool.closed:
             return f"<{type(self).__name__} on {self.pool.device}, closed>"
-        where = "the host, offloaded" if self._batch.is_offloaded else self.pool.device
-        tokens = counted(self._batch.num_tokens, "token")
-        return f"<{type(self).__name__} on {where}: a batch of {self._batch.size or 0} with {tokens} each>"
+        where = "the host, offloaded" if self.batch.is_offloaded else self.pool.device
+        tokens = counted(self.batch.num_tokens, "token")
+        return f"<{type(self).__name__} on {where}: a batch of {self.batch.size or 0} with {tokens} each>"
 
 
 def _check_pool(pool: Pool) -> None:
@@ -520,11 +519,11 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def record_past(self) -> bool:
         """Are rows kept that the window has passed, until `crop`?"""
-        return self._cache._batch.record_past
+        return self._cache.batch.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._cache._batch.record_past = value
+        self._cache.batch.record_past = value
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         """Write the new tokens of this layer, as VmmCache.update does."""

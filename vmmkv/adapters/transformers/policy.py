@@ -59,7 +59,7 @@ class PolicyCache(VmmCache):
         share_prompts: bool = True,
     ) -> None:
         super().__init__(config, pool, max_tokens=max_tokens, slots=slots, share_prompts=share_prompts)
-        if all(rows.window is not None for rows in self._batch.groups):
+        if all(rows.window is not None for rows in self.batch.groups):
             raise ValueError(f"{config.model_type} has windows in all layers: policy={policy} finds no rows to drop")
         self._eviction = Eviction(policy)
         self._inv_freq_R = None if inv_freq is None else inv_freq.to(pool.device)
@@ -103,7 +103,7 @@ class PolicyCache(VmmCache):
 
     def turned(self, layer: int, new_BHTD: Tensor) -> Tensor:
         """Queries or keys of new tokens, turned back from the tokens seen to the rows held; as they are without `inv_freq`."""
-        rows = self._batch.rows(layer)
+        rows = self.batch.rows(layer)
         if self._inv_freq_R is None or rows.window is not None or not rows.num_dropped:
             return new_BHTD
         back_1 = torch.full((1,), rows.num_dropped, device=new_BHTD.device)
@@ -121,7 +121,7 @@ class PolicyCache(VmmCache):
                 f"{self._eviction.policy} drops rows of tokens, and an attention_mask would then hide others: give prompts of "
                 f"one length, without padding"
             )
-        batch, full = self._batch, self._batch.full_rows()
+        batch, full = self.batch, self.batch.full_rows()
         if full is not None and layer in full.layers:
             self._eviction.observe(layer, q_BHND, k_BKTD, Scoring(scale, None, softcap))
         if self._written or layer != max(batch.rows_of):
@@ -146,7 +146,7 @@ class PolicyCache(VmmCache):
         return other
 
     def _end(self) -> None:
-        self._batch.follow_stream()  # first: it can be refused
+        self.batch.follow_stream()  # first: it can be refused
         self._eviction.clear()
         self._is_unattended = False
         super()._end()
@@ -158,7 +158,7 @@ class PolicyCache(VmmCache):
         self._refuse("drafts of tokens")
 
     def _check_crop(self, removed: int, num_tokens: int) -> None:
-        if num_tokens < self._batch.num_tokens or self._written:
+        if num_tokens < self.batch.num_tokens or self._written:
             self._refuse(f"crop({removed})")
 
     def compact(self, keep: npt.ArrayLike | Tensor) -> None:

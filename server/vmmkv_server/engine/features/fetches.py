@@ -43,16 +43,16 @@ _MOST_FETCHES: Final = 2
 _SPARE_TOKENS: Final = 16
 """Spare tokens of each running request: memory for them is left when a fetch takes some. Else it was given up soon."""
 
-_FIRST_TOKENS_PER_S: Final = 1000.0
+FIRST_TOKENS_PER_S: Final = 1000.0
 """Rate of prefill until it is measured, which the warm-up does: of an engine whose steps are too short to measure it."""
 
-_LEAST_MEASURED: Final = 256
+LEAST_MEASURED: Final = 256
 """Prompt tokens of a step that measures the rate of prefill. A step with fewer spends its time on other things."""
 
 _KEPT: Final = 0.9
 """Weight of the earlier measurements beside a new one."""
 
-_TRIAL: Final = 64
+TRIAL: Final = 64
 """One path of so many is stored in a tier that is slower than computing. Loads of those find out when it is no longer."""
 
 _HOPE: Final = 1.01
@@ -136,18 +136,24 @@ class Fetches(Feature):
         self._prefix, self._scheduler, self._layout = core.memory.prefixes, core.scheduler, core.memory.layout
         self._has_windows = any(group.window is not None for group in self._layout.groups)
         if self._prefix is not None:
-            self._prefix.store_if(self._is_worth_storing)
+            self._prefix.store_if(self.is_worth_storing)
         self._token_bytes = 0.0
         """Bytes that tiers have for each token, of the fetch that was last asked about."""
         self._num_paths: Counter[str] = Counter()
         """Paths that could be stored, by tier."""
-        self._prefill = Rate(_FIRST_TOKENS_PER_S)
+        self.prefill = Rate(FIRST_TOKENS_PER_S)
+        """Prompt tokens that are computed in a second."""
         self._step_s = 0.0
         """Time of the last step."""
-        self._loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
+        self.loads: defaultdict[str, Rate] = defaultdict(partial(Rate, float("inf")))
         """Bytes a second of each tier, by its name."""
         self._began_s: dict[Fetch, float] = {}
         """Time at which each fetch that is under way began, or became the oldest. The oldest is first."""
+
+    @property
+    def under_way(self) -> list[Fetch]:
+        """Fetches under way, the oldest first."""
+        return list(self._began_s)
 
     def hold(self, request: Request) -> bool | None:
         """Borrow what another engine has of a request, and start to load what tiers have, if that is worth it.
@@ -204,7 +210,7 @@ class Fetches(Feature):
     def check(self) -> None:
         """Exactly the requests that are held wait for a fetch, and each fetch under way is waited for."""
         assert self.waiting.keys() == self._scheduler.held.keys()
-        assert set(self._began_s) <= {wait.fetch for wait in self.waiting.values()}
+        assert set(self.under_way) <= {wait.fetch for wait in self.waiting.values()}
 
     def is_full(self, priority: float) -> bool:
         """Are as many fetches under way as may be, for requests of this priority or a more urgent one?
@@ -230,7 +236,7 @@ class Fetches(Feature):
         had_no_room = asked.unfetched == "no_room"
         if had_no_room and not self._prefix.has_room(tokens, namespace=namespace, room_pages=room_pages):
             return None  # tiers are not asked in vain
-        asked.unfetched, worth = "unknown", partial(self._is_worth, request)
+        asked.unfetched, worth = "unknown", partial(self.is_worth, request)
         fetch = self._prefix.fetch(tokens, namespace=namespace, least_tokens=LEAST_TOKENS, room_pages=room_pages, worth=worth)
         if fetch is None:
             if asked.unfetched == "declined":
@@ -242,30 +248,30 @@ class Fetches(Feature):
         self.waiting[request] = _Wait(fetch, now_s, len(tokens), had_no_room)
         return True
 
-    def _is_worth(self, request: Request, fetch: Fetch) -> bool:
+    def is_worth(self, request: Request, fetch: Fetch) -> bool:
         """Will a fetch take less time than its tokens would take to compute? If not, this may be asked about its beginning."""
         asked = self._asked[request]
-        loading_s = {tier: size_bytes / self._loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
+        loading_s = {tier: size_bytes / self.loads[tier].per_s for tier, size_bytes in fetch.bytes_by_tier.items()}
         self._token_bytes = fetch.size_bytes / (fetch.num_tokens - fetch.known_tokens)
-        if sum(loading_s.values()) < self._computing_s(fetch, len(request.attachable)):
+        if sum(loading_s.values()) < self.computing_s(fetch, len(request.attachable)):
             asked.unfetched = "no_room"  # if nothing comes of it
             return True
         slowest = max(loading_s, key=loading_s.__getitem__)
         if slowest not in asked.declined:
-            self._loads[slowest].hope()
+            self.loads[slowest].hope()
         asked.declined.add(slowest)
         asked.unfetched = "declined"
         return False
 
-    def _is_worth_storing(self, tier: str) -> bool:
-        """Is it measured to be faster than computing, or not measured yet? If not, one path of `_TRIAL` is."""
+    def is_worth_storing(self, tier: str) -> bool:
+        """Is it measured to be faster than computing, or not measured yet? If not, one path of `TRIAL` is."""
         self._num_paths[tier] += 1
-        is_faster = self._loads[tier].measured_per_s > self._token_bytes * self._prefill.per_s
-        return is_faster or self._num_paths[tier] % _TRIAL == 0
+        is_faster = self.loads[tier].measured_per_s > self._token_bytes * self.prefill.per_s
+        return is_faster or self._num_paths[tier] % TRIAL == 0
 
-    def _computing_s(self, fetch: Fetch, num_tokens: int) -> float:
+    def computing_s(self, fetch: Fetch, num_tokens: int) -> float:
         """Time to compute what a fetch brings of a prompt of so many tokens. It may have begun for a longer prompt."""
-        return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self._prefill.per_s
+        return (min(fetch.num_tokens, num_tokens) - fetch.known_tokens) / self.prefill.per_s
 
     def released(self) -> list[Request]:
         """Requests whose fetch is done, or would take longer than computing."""
@@ -294,7 +300,7 @@ class Fetches(Feature):
         """
         oldest, began_s = next(iter(self._began_s.items()), (None, 0.0))
         began_s = max(began_s, wait.began_s) if wait.fetch is oldest else math.inf
-        computing_s = self._computing_s(wait.fetch, wait.num_tokens)
+        computing_s = self.computing_s(wait.fetch, wait.num_tokens)
         return now_s > min(began_s + computing_s, wait.began_s + _MOST_AT_ONCE * computing_s) + self._step_s
 
     def let_go(self, request: Request) -> None:
@@ -326,11 +332,11 @@ class Fetches(Feature):
             self._began_s[next(iter(self._began_s))] = ended_s
         if began_s is None or not came_bytes:
             return
-        tier = max(came_bytes, key=lambda each: came_bytes[each] / self._loads[each].per_s)
-        self._loads[tier].add(came_bytes[tier], began_s, ended_s)
+        tier = max(came_bytes, key=lambda each: came_bytes[each] / self.loads[each].per_s)
+        self.loads[tier].add(came_bytes[tier], began_s, ended_s)
 
     def prefilled(self, num_tokens: int, began_s: float, ended_s: float) -> None:
         """Measure the time of a step, and the rate of prefill by one that computed many prompt tokens."""
         self._step_s = ended_s - began_s
-        if num_tokens >= _LEAST_MEASURED:
-            self._prefill.add(num_tokens, began_s, ended_s)
+        if num_tokens >= LEAST_MEASURED:
+            self.prefill.add(num_tokens, began_s, ended_s)

@@ -101,10 +101,11 @@ class Grammars(Feature):
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
         """Grammars by namespace and digest. Namespaces share nothing: an answer's time would tell what others have asked."""
-        self._threads = CallThreads()
+        self.threads: Final = CallThreads()
+        """Threads in which matchers are called."""
         self._token_s = 0.0
         """CPU time to follow a token, on average over those that were followed last."""
-        self._balance_s = ANSWER_S
+        self.balance_s = ANSWER_S
         """CPU time that all grammars may take before answers have CROWDED_S."""
         self._balanced_s = time.perf_counter()
 
@@ -265,7 +266,7 @@ class Grammars(Feature):
         """End the threads, one that is at work after its call. Idempotent."""
         self._opening.clear()
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._threads.close()
+        self.threads.close()
 
     def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
         """Read a compiled grammar, in the reader's thread."""
@@ -275,7 +276,7 @@ class Grammars(Feature):
 
     def _forced(self, request: Request) -> list[int]:
         """First tokens of an answer; makes the mask behind them. Raises: CallOverran, also while too many of others overrun."""
-        if self._threads.num_abandoned >= MAX_ABANDONED:
+        if self.threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
         following = self._following[request]
         forced = following.matcher.force(request.ask.params.max_tokens - 1) if following.may_jump else []
@@ -290,9 +291,9 @@ class Grammars(Feature):
         A matcher whose call has failed must not be called again: a thread may still work on it. `num_threads`: at most.
         """
         began_s = time.perf_counter()
-        self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
+        self.balance_s = min(ANSWER_S, self.balance_s + LOOP_SHARE * (began_s - self._balanced_s))
         self._balanced_s = began_s
-        outcomes = self._threads.run([call for _, call in calls], num_threads=num_threads)
+        outcomes = self.threads.run([call for _, call in calls], num_threads=num_threads)
         # Calls in several threads hold the loop for less than they take; a thread that is not scheduled holds it for more.
         held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
         loop_share = min(1.0, held_s / took_s) if took_s else 0.0
@@ -300,8 +301,8 @@ class Grammars(Feature):
         for (request, _), outcome in zip(calls, outcomes, strict=True):
             following = self._following[request]
             following.took_s += outcome.took_s
-            self._balance_s -= outcome.took_s * loop_share
-            over_s = following.took_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
+            self.balance_s -= outcome.took_s * loop_share
+            over_s = following.took_s - (ANSWER_S if self.balance_s > 0 else CROWDED_S)
             is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
             try:
                 results.append(outcome.get() if not is_slow else CallOverran("it takes too long to follow; make it simpler"))

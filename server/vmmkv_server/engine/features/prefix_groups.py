@@ -25,9 +25,9 @@ from vmmkv_server.engine.kv_backend import Slots, TokenIds
 from vmmkv_server.engine.request import RequestTable
 from vmmkv_server.engine.step import Step
 
-_MIN_COMMON: Final = 256
+MIN_COMMON: Final = 256
 """Tokens of a common prefix below which a group is not faster."""
-_MIN_SAVED: Final = 16_384
+MIN_SAVED: Final = 16_384
 """Rows that a group must save a step, for two more launches a layer: see docs/performance.md."""
 
 _MAX_BOUNDS: Final = 256
@@ -105,18 +105,18 @@ class SortedPrompts:
             return []
         most = np.maximum.reduceat(commons, ends[:-1]) * (np.diff(ends) - 1)
         found: list[PrefixGroup] = []
-        for run in np.flatnonzero(most >= _MIN_SAVED).tolist():
+        for run in np.flatnonzero(most >= MIN_SAVED).tolist():
             begin, end = ends[run], ends[run + 1]
             found += _best(slots[begin:end], commons[begin + 1 : end])
-        found = [group for group in found if group.saved >= _MIN_SAVED]
+        found = [group for group in found if group.saved >= MIN_SAVED]
         return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
 
     def _num_common(self, index: int) -> int:
-        """Number of first tokens that the prompts [index - 1] and [index] have in common; 0 for less than _MIN_COMMON."""
+        """Number of first tokens that the prompts [index - 1] and [index] have in common; 0 for less than MIN_COMMON."""
         if not 0 < index < len(self._order):
             return 0
         one, other = (self._prompts[slot] for slot in self._slots[index - 1 : index + 1])
-        least = 4 * _MIN_COMMON
+        least = 4 * MIN_COMMON
         if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
             return 0
         return num_common(one.tokens, other.tokens)
