@@ -30,6 +30,7 @@ from vmmkv_server.engine.features.prompt_scores import PromptScores
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.llm import CompletionOutput, GrowingAnswer
 from vmmkv_server.protocol import Generate, Output
+from vmmkv_server.structured_output.compiler import CompilerUnavailable
 from vmmkv_server.tokenizer import Tokenizer
 
 VOCABULARY = 258
@@ -422,7 +423,8 @@ def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> Non
 
 def test_no_call_hangs_in_a_child_made_by_fork(engine: LLM, directory: Path) -> None:
     grammar = SamplingParams(temperature=0.0, max_tokens=2, structured_outputs={"choice": ["ab", "cd"]})
-    engine.generate([[1, 2]], grammar)  # from now on it has a thread for grammars
+    with pytest.raises(CompilerUnavailable):  # this model names no end token; from now on it has a thread for grammars
+        engine.generate([[1, 2]], grammar)
     child = os.fork()
     if not child:
         num_refused = 0
