@@ -99,7 +99,7 @@ class Worker:
         self._beside: dict[int, torch.Tensor] = {}
         """Copies of rows that are in no reservation, by rank 0's address."""
         self.host_memory: torch.Tensor | None = None
-        """This rank's memory beside that of the host tier, as large."""
+        """Memory of this rank beside that of the host tier, as large."""
         self._host_spans = range(0)
         """Rank 0's addresses of the same."""
         self._copies: Final[Sequence[torch.Stream]] = [driver.new_stream()]
