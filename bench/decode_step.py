@@ -23,7 +23,7 @@ _CPU_SLACK_US: Final = 3_000.0
 
 
 class StepWork:
-    """What a decode step does on the device: append a row for each sequence, attend to its rows, read the weights.
+    """Work of a decode step on the device: append a row for each sequence, attend to its rows, read the weights.
 
     Rows name their slot and position, in integers that every dtype holds exactly. On a CPU rows are appended when a step is
     launched, in plain torch; then the device counts as busy for 3 ms.

@@ -1,4 +1,4 @@
-"""What the report says of a suite's rows: `QUESTIONS` that they answer, and `FIGURES` that are drawn of them.
+"""Questions and figures of a suite in the report: `QUESTIONS` that its rows answer, `FIGURES` that are drawn of them.
 
 A suite declares both beside what it measures; `bench.report` has the answers and the charts.
 """
@@ -43,4 +43,4 @@ class Drawing(NamedTuple):
     """A pattern that workloads match. What it captures as `group` or `x` names the bars or is the number, as `panel` and
     `series` it stands for the metric and the system, as `by` it splits the rows into figures."""
     x_label: str = ""
-    """Of lines."""
+    """Name of the horizontal axis of lines."""

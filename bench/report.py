@@ -62,7 +62,7 @@ class Comparison(NamedTuple):
 
 
 def answers(rows: Sequence[Row]) -> list[Comparison]:
-    """Of all questions of the rows' suites that there are rows of both sides of."""
+    """Answers to all questions of the rows' suites of which both sides have rows."""
     by_workload: defaultdict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:  # vLLM's rows have its version behind the name
         by_workload[row.suite, row.metric, row.workload][re.sub("^vLLM .*", "vLLM", row.system)] = row
