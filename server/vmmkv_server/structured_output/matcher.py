@@ -218,7 +218,8 @@ class Matcher:
 # to the thread and back takes 10 to 30 us on two busy cores, for any number of calls.
 
 CALL_S: Final = 0.05
-"""CPU time of one call, of which a token takes two. A thread that the system does not schedule is not blamed."""
+"""CPU time of one call, of which a token takes two. A thread that the system does not schedule is not blamed, unless it is a
+virtual machine's host that does not: few systems tell that time apart."""
 _MAX_THREADS: Final = 8
 """With more, the calls wait for Python's lock: 64 within strings took 17, 4.4, 3.3 and 3.7 ms by 1, 4, 8 and 16 of 64 cores."""
 _MIN_CALLS: Final = 4
