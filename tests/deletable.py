@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE_ROOTS = (".", "kernels", "server")
+PACKAGES = ("vmmkv", "kernels/vmmkv_kernels", "server/vmmkv_server", "bench")
+SOURCE_ROOTS = tuple(dict.fromkeys(os.path.dirname(package) or "." for package in PACKAGES))
 TIMEOUT_S = 1200
 
 
@@ -101,6 +102,17 @@ def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbou
         lines=(Line(LOOP, f"features.{name} import {kind}\n"), Line(LOOP, f"    {kind},\n"), *lines),
         tests=tests,
         neighbours=(*CORE, SOAK, *neighbours),
+    )
+
+
+def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) -> Room:
+    """A suite of bench, in `SUITES`, with more `lines` elsewhere; `path` and `tests` if they are not named like it."""
+    return Room(
+        name=f"bench_{name}",
+        paths=(path or f"bench/suites/{name}.py",),
+        lines=(Line("bench/suites/__init__.py", f'    "{name}": Suite('), *lines),
+        tests=tests or (f"tests/unit/test_bench_{name}.py",),
+        neighbours=tuple(f"tests/unit/test_bench_{each}.py" for each in ("registered", "rows", "report", "tables", "systems")),
     )
 
 
@@ -246,6 +258,23 @@ ROOMS: tuple[Room, ...] = (
         ),
         neighbours=("tests/unit/test_pool.py", "tests/unit/test_prefix.py", "tests/engine/test_engine.py"),
     ),
+    suite("driver_calls"),
+    suite("append", Line("Makefile", "bench append memory_efficiency", "bench memory_efficiency")),
+    suite("resize"),
+    suite("memory_efficiency", Line("Makefile", "bench append memory_efficiency", "bench append")),
+    suite(
+        "kernels",
+        path="bench/suites/kernels",
+        tests=("tests/unit/test_bench_kernels.py", "tests/kernels/test_bench_kernels.py"),
+    ),
+    suite("products"),
+    suite("prefix", Line("Makefile", "memory_efficiency prefix", "memory_efficiency"), path="bench/suites/prefix"),
+    suite("serve", Line("Makefile", "bench serve --parts"), path="bench/suites/serve"),
+    suite("collectives"),
+    suite("tiers"),
+    suite("transformers"),
+    suite("quality", tests=("tests/kernels/test_bench_quality.py",)),
+    suite("streaming"),
 )
 
 # ---------------------------------------------------------------------- deleting
@@ -378,9 +407,9 @@ def without_function(name: str, text: str, file: str) -> str:
 def modules(tree: Path) -> dict[str, Path]:
     """Every module of the packages by name."""
     found = {}
-    for root, package in zip(SOURCE_ROOTS, ("vmmkv", "vmmkv_kernels", "vmmkv_server"), strict=True):
-        for path in (tree / root / package).rglob("*.py"):
-            parts = path.relative_to(tree / root).with_suffix("").parts
+    for package in PACKAGES:
+        for path in (tree / package).rglob("*.py"):
+            parts = path.relative_to((tree / package).parent).with_suffix("").parts
             found[".".join(part for part in parts if part != "__init__")] = path
     return {name: path for name, path in found.items() if not name.endswith("__main__")}
 
@@ -396,7 +425,7 @@ def dangling(tree: Path, gone: set[str]) -> None:
 
 def sources(tree: Path) -> list[Path]:
     """Python files of the packages, the tests and the examples."""
-    return [path for folder in ("vmmkv", "kernels", "server", "tests", "examples") for path in (tree / folder).rglob("*.py")]
+    return [path for folder in (*PACKAGES, "tests", "examples") for path in (tree / folder).rglob("*.py")]
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.suites import SUITES
 from tests import deletable
 from tests.deletable import ROOMS, ROOT, Line, Room
 from vmmkv_server.engine.engine import FEATURES
@@ -42,6 +43,10 @@ def test_every_feature_of_the_engine_is_a_room() -> None:
     modules = {path.stem for path in (ROOT / deletable.ENGINE / "features").glob("*.py")} - {"__init__"}
     assert modules <= {room.name for room in ROOMS}
     assert {kind.__module__.rpartition(".")[2] for kind in FEATURES} <= modules
+
+
+def test_every_suite_of_bench_is_a_room() -> None:
+    assert {f"bench_{name}" for name in SUITES} == {room.name for room in ROOMS if room.name.startswith("bench_")}
 
 
 def test_a_line_that_is_not_there_once_is_said() -> None:
