@@ -50,6 +50,7 @@ LAYERS = (
     ("vmmkv_server.console",),
     ("vmmkv_server.models",),
     ("vmmkv_server.tokenizer", "vmmkv_server.structured_output"),
+    ("vmmkv_server.tools",),
     ("vmmkv_server.engine",),
     ("vmmkv_server.llm",),
     ("vmmkv_server",),
