@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xgrammar
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from bench.schemas import SCHEMAS
+from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv_server.structured_output import text
 from vmmkv_server.structured_output.compiler import Compilation, grammar_read, with_own_automata
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
@@ -140,3 +142,21 @@ def test_a_mask_of_tokens_that_were_taken_back_is_forgotten(smollm2: Path, expre
     (letter,) = words.rust.encode(expression[0], add_special_tokens=False).ids
     assert matcher.accept(letter) and fresh.accept(letter)
     assert (filled(matcher) == filled(fresh)).all()
+
+
+def test_added_tokens_that_a_detokenizer_shows_are_spelled_in_grammars() -> None:
+    """By their own text, whatever letters stand for bytes. Special tokens and those that end an answer are not."""
+    contents, size = ("<call>", "<｜call▁é｜> x", "<special>", "<end>"), 270
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(content, special=content == "<special>") for content in contents])
+    ids = dict(zip(contents, tokenizer.convert_tokens_to_ids([*contents]), strict=True))
+    words = Vocabulary(tokenizer, size, [ids["<end>"]])
+    compiled = words.read(Compilation(words).compile("ebnf", "root ::= " + " | ".join(map(text.quoted, contents))))
+    may = np.unpackbits(filled(Matcher(compiled, words)).view(np.uint8), bitorder="little")
+    assert {*np.flatnonzero(may).tolist()} == {*token_ids("<"), ids["<call>"], ids["<｜call▁é｜> x"]}
+    for content in contents:
+        for spelled in ([ids[content]] if content in contents[:2] else [], token_ids(content)):
+            matcher = Matcher(compiled, words)
+            assert all(matcher.accept(token) for token in spelled)
+            assert matcher.must_end() == bool(spelled)
+    assert not any(Matcher(compiled, words).accept(ids[content]) for content in contents[2:])

@@ -39,7 +39,7 @@ _CONTEXT_TOKENS: Final = 8
 
 
 class Vocabulary:
-    """The tokens of one model: the bytes of each, and which end an answer.
+    """The tokens of one model: the bytes of each, and which end an answer. Special ones are no part of a text.
 
     The compiler's worker and the engine make equal ones, so that the engine can read what the worker has compiled.
     """
@@ -55,13 +55,16 @@ class Vocabulary:
             raise ValueError("this model names no end token, without which an answer by a grammar could not end")
         ends = sorted(end_tokens)
         plain = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=ends)
-        encoded = [""] * size
-        added = tokenizer.added_tokens_decoder.keys()  # of the chat template: a detokenizer leaves them out
-        for token, token_id in tokenizer.get_vocab().items():
-            if token_id < size and token_id not in added:
-                encoded[token_id] = token
+        shown = list(plain.decoded_vocab)
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token_id < size:  # a detokenizer leaves special tokens out
+                shown[token_id] = b"" if token.special or token_id in ends else token.content.encode()
         self.info: xgrammar.TokenizerInfo = xgrammar.TokenizerInfo(
-            encoded, plain.vocab_type, vocab_size=size, stop_token_ids=ends, add_prefix_space=plain.add_prefix_space
+            shown,
+            xgrammar.VocabType.RAW,
+            vocab_size=size,
+            stop_token_ids=ends,
+            add_prefix_space=plain.add_prefix_space,
         )
         self.rust: RustTokenizer = tokenizer.backend_tokenizer
         self.size = size
