@@ -142,7 +142,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (MAPPER, ORDER): {
         "a rollback that unmaps without waiting": (
-            "                never_live.wait()  # zeroes may be on their way to it\n",
+            "            never_live.wait()  # zeroes may be on their way to it\n",
             "",
         ),
         "memory still taken for zeroed once it was written": (
@@ -501,14 +501,28 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (SAVED, FAILURES): {
         "limits of what was to be offloaded not taken back": (
-            "live.slots.memory.raise_limits({live.slot: limit})",
+            "retried(functools.partial(live.slots.memory.raise_limits, {live.slot: limit}))",
             "pass",
+        ),
+        "offloaded rows that come back in part when a limit is refused twice": (
+            "retried(functools.partial(live.slots.memory.lower_limit, live.slot, 0))",
+            "live.slots.memory.lower_limit(live.slot, 0)",
         ),
         "shared pages offloaded and restored for each": ("if owner is not part.span:", "if False:"),
         "an owner's pages past what is shared": ("if mapping.end_page <= part.shared_end}", "}"),
         "offloaded rows restored over what is still mapped": ("                live.slots.make_bare(live.slot)\n", ""),
     },
+    (SLOTS, FAILURES): {
+        "a sequence open on shared rows when its end is refused once": (
+            "retried(lambda: self.memory.lower_limit(slot, 0))",
+            "self.memory.lower_limit(slot, 0)",
+        ),
+    },
+    ("vmmkv/prefix/attach.py", FAILURES): {
+        "an attached sequence left open when its end is refused once": ("retried(lambda: slots.end(live))", "slots.end(live)"),
+    },
     (SHARING, FAILURES): {
+        "a page lost whose exchange is refused twice": ("            retried(restore)\n", "            restore()\n"),
         "large extents past what is shared": (
             "large_end = filled_end if large_end is None else min(large_end, filled_end)",
             "large_end = filled_end",

@@ -407,7 +407,7 @@ class Offloaded:
                     lowered.append((live, limit, live.slots.memory.lower_limit(live.slot, 0)))
             except BaseException:
                 for live, limit, _ in lowered:
-                    live.slots.memory.raise_limits({live.slot: limit})
+                    retried(functools.partial(live.slots.memory.raise_limits, {live.slot: limit}))
                 raise
             for live, _, fence in lowered:
                 live.slots.vacate(live.slot, fence)
@@ -431,7 +431,7 @@ class Offloaded:
                     _fill(rows, iter(chunks))
             except BaseException:
                 for live in live_slots:
-                    live.slots.vacate(live.slot, live.slots.memory.lower_limit(live.slot, 0))
+                    live.slots.vacate(live.slot, retried(functools.partial(live.slots.memory.lower_limit, live.slot, 0)))
                 raise
             self.released = False
 

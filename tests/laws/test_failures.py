@@ -446,18 +446,18 @@ def attempt(operation: Operation, layout: str, failing: set[int]) -> bool:
             assert error.code == "FAKE_INJECTED"
             failed = True
             world.driver.fail_at = set()
-            world.check(strays=len(failing) > 1 or operation.partial)
+            world.check(strays=operation.partial)
             if not operation.partial:
                 assert world.state(cached=not operation.evicts) == before
             world.verify()
             operation.act(world)
         world.driver.fail_at = set()
-        world.check(strays=len(failing) > 1)
+        world.check(strays=False)
         world.verify()
         for live in world.running():
             if live.sequence.length < live.sequence.limit:
                 world.write(live, 1)
-        world.check(strays=len(failing) > 1)
+        world.check(strays=False)
         world.verify()
         world.end()
     return failed
@@ -489,14 +489,14 @@ def test_every_call_of_an_operation_can_fail_and_nothing_changes(name, layout):
     [
         pytest.param(name, layout, marks=() if layout == OPERATIONS[name].layouts[-1] else pytest.mark.nightly)
         for name, layout in CASES
-        if OPERATIONS[name].world is World
     ],
 )
-def test_the_undoing_can_fail_too(name, layout):
+def test_a_call_of_the_undoing_can_fail_too_and_nothing_changes(name, layout):
+    """Or a call that cannot be undone, and is made again, fails twice."""
     operation = OPERATIONS[name]
     for first in range(calls_of(operation, layout)[0]):
-        for later in ({1}, {2}, {3}, {5}, {1, 2}):  # two in a row: a mapping that cannot be used, nor be unmapped
-            attempt(operation, layout, {first, *(first + number for number in later)})
+        for later in (1, 2, 3):
+            attempt(operation, layout, {first, first + later})
 
 
 @pytest.mark.parametrize(("world", "others"), [(World, {"reserve", "release"}), (PrefixWorld, set())])

@@ -22,7 +22,7 @@ import enum
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -127,11 +127,11 @@ class Reservations:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Make a driver call whose failure cannot be undone; once more if it fails. If it fails twice, the device is lost."""
-    try:
-        return call()
-    except DriverError:
-        return call()
+    """Make a driver call of an undo, or one that cannot be undone, up to three times. If all fail, the device is lost."""
+    for _ in range(2):
+        with suppress(DriverError):
+            return call()
+    return call()
 
 
 def span_text(address: int, size_bytes: int) -> str:

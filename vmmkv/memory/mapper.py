@@ -85,16 +85,9 @@ class Growth:
             target.span.end_page = max(target.span.end_page, target.end_page)
 
     def rollback(self) -> None:
-        """Restore the state before the growth. A mapping that cannot be unmapped now is pending reclaim, so nothing is lost."""
-        never_live = _NeverLive(self._mapper.pool.driver)
+        """Restore the state before the growth, as far as `Mapper.undo` can."""
         for mapping in reversed(self._new):
-            try:
-                never_live.wait()  # zeroes may be on their way to it
-                self._mapper.unmap(mapping)
-            except DriverError:
-                self._mapper.reclaim([mapping], never_live)
-            else:
-                self._mapper.let_go(mapping)
+            self._mapper.undo(mapping)
         for mapping, fence in self._revived:
             self._mapper.reclaim([mapping], fence)
 
@@ -109,7 +102,8 @@ class Growth:
             while page < target.end_page:
                 if page in target.given:
                     num_pages = target.given[page].num_pages
-                    self._alias(target, page)
+                    self._new.append(self._mapper.alias(target.span, page, target.given[page]))
+                    self.num_mapped += num_pages
                 elif (mapping := target.span.mappings.get(page)) is not None and self._revive(target, mapping, wait=wait):
                     num_pages = mapping.extent.num_pages
                 else:
@@ -152,30 +146,9 @@ class Growth:
         self._mapper.finish(mapping)
         return False
 
-    def _alias(self, target: Target, page: int) -> None:
-        extent, pool = target.given[page], self._mapper.pool
-        assert page not in target.span.mappings, "what others hold is aliased where nothing stands"
-        pool.hold(extent)
-        pool.use(extent)
-        try:
-            self._mapper.map(target.span, page, extent)
-        finally:
-            if page in target.span.mappings:
-                self._new.append(target.span.mappings[page])
-            else:
-                pool.unuse(extent)
-                pool.drop(extent)
-        self.num_mapped += extent.num_pages
-
     def _map(self, target: Target, page: int, unused: deque[Extent]) -> Mapping:
-        extent = unused[0]
-        try:
-            self._mapper.map(target.span, page, extent)
-        finally:
-            if page in target.span.mappings:  # it can stand although the call failed: then it is ours to undo
-                self._new.append(target.span.mappings[page])
-                unused.popleft()
-        self.num_mapped += extent.num_pages
+        self._new.append(self._mapper.map(target.span, page, unused.popleft()))
+        self.num_mapped += self._new[-1].extent.num_pages
         return self._new[-1]
 
     def _give(self, mappings: Sequence[tuple[Mapping, Tenant]]) -> None:
@@ -211,21 +184,39 @@ class Mapper:
     def map(self, span: Span, page: int, extent: Extent) -> Mapping:
         """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
 
-        Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
-        stands in `span.mappings`, and the caller must reclaim it.
+        Cost: one map and one access call. On failure the extent is let go, see `undo`. Raises: DriverError.
         """
+        assert page not in span.mappings, "an extent is mapped where nothing stands"
         assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
         assert extent.imported, "what a holder process kept is imported before it is mapped"
         mapping = Mapping(span, page, extent, used=True)
-        self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
+        try:
+            self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
+        except BaseException:
+            self.let_go(mapping)
+            raise
         span.mappings[page] = mapping
         try:
             access = Access.READ if extent.lent else Access.READ_WRITE
             self.pool.driver.set_access(mapping.address, extent.size_bytes, access)
         except BaseException:
-            self.unmap(mapping)
+            self.undo(mapping)
             raise
         return mapping
+
+    def alias(self, span: Span, page: int, extent: Extent) -> Mapping:
+        """Map an extent that others hold too. Cost, raises: as `map`."""
+        self.pool.hold(extent)
+        self.pool.use(extent)
+        return self.map(span, page, extent)
+
+    def undo(self, mapping: Mapping) -> None:
+        """Unmap what no launch knows. If it cannot be unmapped now it is pending reclaim, so that nothing is lost."""
+        never_live = _NeverLive(self.pool.driver)
+        self.reclaim([mapping], never_live)
+        with contextlib.suppress(DriverError):
+            never_live.wait()  # zeroes may be on their way to it
+            self.finish(mapping)
 
     def unmap(self, mapping: Mapping) -> None:
         """Unmap what no launch touches any more. Its hold on the extent, and its use, stay for `let_go`. Cost: one unmap."""

@@ -8,7 +8,7 @@ is cut inside one first gets a page of its own (`own_from`). The caller holds th
 """
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import Final, TypeAlias
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.driver.base import Fence, retried
+from vmmkv.driver.base import DONE, Fence, retried
 from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.memory.address_space import Arena, Mapping, Span, arena_bytes
 from vmmkv.memory.extents import SIZE_CLASSES, Extent, largest_at
@@ -222,30 +222,36 @@ def _exchange(memory: SlotMemory, old: Mapping, end: int) -> None:
     while (page := old.page + sum(sizes)) < old.end_page:
         sizes.append(largest_at(page, min(end, old.end_page)) if page < end else 1)
     by_size = pool.acquire_mixed(Counter(sizes))
-    extents = [by_size[size].pop() for size in sizes]
+    extents = deque(by_size[size].pop() for size in sizes)
     new: list[Mapping] = []
+
+    def restore() -> None:
+        for page in range(old.page, old.end_page):
+            if page in span.mappings:
+                mapper.finish(span.mappings[page])
+        mapper.alias(span, old.page, old.extent)
+
     try:
         kept = torch.empty(old.extent.size_bytes, dtype=torch.uint8, device=pool.device)
         pool.driver.copy(kept.data_ptr(), old.address, kept.numel())
         memory.fence().wait()
         mapper.unmap(old)
         try:
-            for extent in extents:
-                extent.tenant, extent.zeroed = None, False  # until the copy its bytes are some other's
-                new.append(mapper.map(span, new[-1].end_page if new else old.page, extent))
+            while extents:
+                extents[0].tenant, extents[0].zeroed = None, False  # until the copy its bytes are some other's
+                new.append(mapper.map(span, new[-1].end_page if new else old.page, extents.popleft()))
             pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
-            for mapping in new:
-                mapping.extent.tenant = tenant_of(mapping.page)
         except BaseException:
-            for mapping in new:
-                mapper.unmap(mapping)
-            mapper.map(span, old.page, old.extent).used = old.used
+            mapper.reclaim(new, DONE)
+            retried(restore)
             raise
-    except BaseException:
+        finally:
+            mapper.let_go(old)
+    finally:
         for extent in extents:
             pool.drop(extent)
-        raise
-    mapper.let_go(old)
+    for mapping in new:
+        mapping.extent.tenant = tenant_of(mapping.page)
     memory.mapped_pages += old.extent.num_pages
 
 
@@ -284,17 +290,7 @@ class Windows:
         use.
         """
         memory, pool, span = self._memory, self._memory.pool, self._free_span()
-        pool.hold(extent)
-        pool.use(extent)
-        try:
-            mapping = memory.mapper.map(span, 0, extent)
-        except BaseException:
-            if span.mappings:  # not even the undoing succeeded
-                memory.mapper.reclaim(span.mappings.values(), memory.fence())
-            else:
-                pool.unuse(extent)
-                pool.drop(extent)
-            raise
+        mapping = memory.mapper.alias(span, 0, extent)
         try:
             launch(mapping.address)
         finally:

@@ -68,7 +68,7 @@ class SlotMemory:
                     pool.null_page.map(arena.address + page * PAGE_BYTES)
         except BaseException:
             with contextlib.suppress(DriverError):  # then the null pages go when the pool is closed
-                self.close()
+                retried(self.close)
             raise
 
     def close(self) -> None:
@@ -276,7 +276,8 @@ class SlotMemory:
                 self._write_behind({slot: raised[slot] for slot in behind})
         except BaseException:
             with contextlib.suppress(DriverError):
-                self.pool.driver.write(self.limit, {slot: int(self.table.limits[slot]) for slot in at_once})
+                before = {slot: int(self.table.limits[slot]) for slot in at_once}
+                retried(lambda: self.pool.driver.write(self.limit, before))
             raise
         for slot, limit in raised.items():
             self.table.limits[slot] = limit
@@ -309,7 +310,8 @@ class SlotMemory:
         except BaseException:
             with contextlib.suppress(DriverError):
                 before = {slot: int(self.table.limits[slot]) for slot in limits}
-                self._written.update(dict.fromkeys(limits, driver.write_behind(self.limit, before, self.streams)))
+                fence = retried(lambda: driver.write_behind(self.limit, before, self.streams))
+                self._written.update(dict.fromkeys(limits, fence))
             raise
         self._written.update(dict.fromkeys(limits, fence))
         return fence

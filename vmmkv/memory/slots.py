@@ -239,7 +239,7 @@ class Slots(Reclaimer, Closing):
             parked.num_pages = self.memory.num_pages(slot)
             self._list(parked)
             with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
-                parked.fence = self.memory.fence()
+                parked.fence = retried(self.memory.fence)
             raise
         if not num_tokens:
             self.memory.reclaim_all(slot, parked.fence, only_cut=True)
@@ -290,7 +290,7 @@ class Slots(Reclaimer, Closing):
             sharing.take(self.memory, slot, num_tokens, pages, copy_bytes, large_ends)
         except BaseException:
             if self.memory.num_pages(slot):
-                self.memory.reclaim_all(slot, self.memory.lower_limit(slot, 0))
+                self.memory.reclaim_all(slot, retried(lambda: self.memory.lower_limit(slot, 0)))
             self.table.begin(slot, 0)
             raise
         self.table.lengths[slot] = num_tokens

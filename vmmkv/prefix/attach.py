@@ -25,6 +25,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
+from vmmkv.driver.base import retried
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
 from vmmkv.memory import sharing
@@ -250,7 +251,7 @@ class Attacher:
                 try:
                     slots.parked_slots[hit.resident].fence = memory.fence()
                 except BaseException:
-                    slots.end(live)
+                    retried(lambda: slots.end(live))
                     raise
         return Attached(Sequence(live), hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from vmmkv.driver.base import DONE, Fence
+from vmmkv.driver.base import DONE, Fence, retried
 from vmmkv.tiers.tier import ListenedTier, Refusal, Tier, TierStats, Transfer, missed
 
 T = TypeVar("T")
@@ -490,7 +490,7 @@ class Mover(Generic[B]):
             copy.fence = self._copier.copy(buffer, _runs(moves, self.record_bytes), is_load=is_load)
             copy.failed = False
         except BaseException:
-            copy.fence = self._copier.fence(is_load=is_load)  # some may have been launched
+            copy.fence = retried(lambda: self._copier.fence(is_load=is_load))  # some may have been launched
             raise
         finally:
             self._copies.append(copy)
