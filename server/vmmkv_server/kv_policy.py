@@ -22,7 +22,8 @@ _TYPES: Final = {
     "snapkv": (SnapKV, "budget=256", False),
     "tova": (TOVA, "budget=256", True),
 }
-"""The policies by name, each with an example of its options, and whether a request is compacted as it generates."""
+"""The policies by name, each with an example of its options, and whether a request is compacted as it generates. It is not by
+one that scores several queries: the generated rows are scored by the last one alone."""
 _NONE: Final = "none"
 _POSITIONS: Final = ("rerotated", "original")
 _MAX_ROWS: Final = 2**31

@@ -308,6 +308,14 @@ class TestMetrics:
         assert 'vmmkv_requests_total{outcome="failed"} 3.0' in text
 
 
+def test_the_guide_has_every_route(server: Running) -> None:
+    document = server.http.get("/openapi.json").json()
+    served = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+    table = re.findall(r"^\| `(?:GET|POST) .*", (ROOT / "docs/guides/server/api.md").read_text(), re.MULTILINE)
+    told = {route for line in table for route in re.findall(r"`((?:GET|POST) [^`]+)`", line)}
+    assert {route.replace("{name}", "NAME") for route in served} <= told
+
+
 def test_the_version_and_the_model_are_told(server: Running) -> None:
     assert server.http.get("/version").json() == {"version": vmmkv.__version__}
     (model,) = server.http.get("/v1/models").json()["data"]

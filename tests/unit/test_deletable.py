@@ -45,6 +45,11 @@ def test_every_feature_of_the_engine_is_a_room() -> None:
     assert {kind.__module__.rpartition(".")[2] for kind in FEATURES} <= modules
 
 
+def test_every_store_behind_a_network_is_a_room() -> None:
+    modules = {path.stem for path in (ROOT / "vmmkv/tiers/contrib").glob("*.py")} - {"__init__"}
+    assert modules and modules <= {room.name for room in ROOMS}
+
+
 def test_every_suite_of_bench_is_a_room() -> None:
     assert {f"bench_{name}" for name in SUITES} == {room.name for room in ROOMS if room.name.startswith("bench_")}
 

@@ -6,7 +6,8 @@
 
 A sequence keeps one set of rows for all layers and heads, so scores are sums over both. The scores of a row are how much some
 of the last queries attend to it: `vmmkv_kernels.attention.column_sums` on a GPU, `vmmkv_kernels.reference.column_sums` in plain
-torch. Any class with the members of `KVPolicy` is a policy.
+torch. Any class with the members of `KVPolicy` is a policy; for a request's `kv_policy` it is a frozen dataclass of whole
+numbers.
 
 | policy | keeps | scored queries |
 |---|---|---|

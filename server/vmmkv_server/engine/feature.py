@@ -124,11 +124,14 @@ class Feature:
         return False
 
     def masks(self, step: Step) -> TokenMasks | None:
-        """Masks of the tokens that may come next in rows of a step. Its forward half runs, and all earlier tokens are known."""
+        """Masks of the tokens that may come next in rows of a step. Its forward half runs, and all earlier tokens are known.
+
+        One feature of an engine defines it, as `sampled`: see `Features.plug_in`.
+        """
         return None
 
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
-        """Follow the next tokens of these slots, which are appended where they are kept."""
+        """Follow the next tokens of these slots, which are appended where they are kept. One feature alone defines it."""
         return Followed({}, [])
 
     # events

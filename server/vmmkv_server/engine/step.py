@@ -96,6 +96,7 @@ class Step:
     ranked: list[Ranked] = field(default_factory=list)
     """Sequences of it with queries that their rows are ranked by."""
     wanted: WantedStates | None = None
+    """States that one feature wants, which sets this in `planned`. Such a step runs without a CUDA graph."""
     readback: "Readback | None" = None
     """Readback, once all of the step is launched."""
     launched_s: float = 0.0

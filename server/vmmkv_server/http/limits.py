@@ -54,6 +54,7 @@ MOST_RETRY_S: Final = 60
 """The longest Retry-After that OpenAI's client follows."""
 
 GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Routes whose requests are refused before their bodies are read where the queue is full."""
 OPEN_PATHS: Final = frozenset({"/health", "/"})
 """Routes without a key: monitors have none, and the page has no data in it."""
 OPEN_FOLDER: Final = "/page/"

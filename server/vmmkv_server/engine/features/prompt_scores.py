@@ -84,6 +84,7 @@ class PromptScores(Feature):
             if first < end:
                 found.append(ScoredRows(index, first - chunk.start, request.prompt[first + 1 : end + 1], count))
         if found:
+            assert step.wanted is None, "another feature wants states"
             step.wanted = ScoredStates(self._runner, found)
 
     def results(self, step: Step, results: Results) -> None:

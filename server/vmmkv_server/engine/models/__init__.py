@@ -2,7 +2,7 @@
 
 Weights of both go through `checkpoint`, which refuses those that are not the model's; `weights` reads them for `decoder`.
 
-To add a family to `decoder`, name it and the fields that it reads there.
+To add a family to `decoder`, name it and the fields that it reads there. ARCHITECTURE.md lists the other places.
 """
 
 from typing import Protocol
