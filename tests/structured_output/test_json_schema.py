@@ -1,60 +1,25 @@
 """The law of schemas: a grammar allows no value that the schema refuses. And which values it allows where others would not."""
 
-import functools
 import json
 import math
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.schemas import SCHEMAS
+from tests.structured_output.walks import allows, answer, of_source
 from vmmkv_server.structured_output.schema import GrammarRefused, of_schema
 from vmmkv_server.structured_output.text import FORMATS, MAX_REPETITIONS, fit, lengths, matches, read
 
-END = 256
-MAX_STEPS = 400
-
-
-@functools.cache
-def compiler() -> xgrammar.GrammarCompiler:
-    """Of a vocabulary of single bytes."""
-    tokens = [bytes([byte]) for byte in range(END)] + [b"</s>"]
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
 
 def compiled(schema: Any) -> xgrammar.CompiledGrammar:
-    return compiler().compile_grammar(of_schema(schema).source)
-
-
-def allows(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(grammar)
-    return matcher.accept_string(text) and matcher.is_completed()
-
-
-def answer(grammar: xgrammar.CompiledGrammar, seed: int) -> str | None:
-    """A text of the grammar, of random bytes. None if it has no end soon, or if the bytes are no UTF-8."""
-    matcher, draws, text = xgrammar.GrammarMatcher(grammar), random.Random(seed), bytearray()
-    words = np.empty((1, -(-(END + 1) // 32)), np.int32)
-    for _ in range(MAX_STEPS):
-        matcher.fill_next_token_bitmask(words, 0)
-        may = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: END + 1]).tolist()
-        assert may, f"a dead end behind {bytes(text)!r}"
-        ending = [byte for byte in may if byte in (*b'"]},', END)]
-        byte = draws.choice(ending if ending and draws.random() < 0.3 else [b for b in may if b < 128 or b == END] or may)
-        if byte == END:
-            return text.decode(errors="strict") if text.isascii() else None
-        assert matcher.accept_token(byte)
-        text.append(byte)
-    return None
+    return of_source(of_schema(schema).source)
 
 
 def assert_law(schema: Any, num_answers: int = 12) -> None:

@@ -182,11 +182,56 @@ def _key(value: Any) -> Any:
 
 def grammar_of(schema: dict[str, Any] | bool) -> str:
     """GBNF with a rule `root`, of JSON without spaces. Raises: SchemaRefused, naming the place and what is not served there."""
-    _check_size(schema)
-    try:
-        return _Grammar(schema).write()
-    except RecursionError:
-        raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
+    rules = SchemaRules()
+    return rules.written(rules.of(schema))
+
+
+class SchemaRules:
+    """Rules of a grammar that has values of JSON schemas in it. Schemas share the rules that they have in common.
+
+    `rule` and `add` make those around the values. Names are small letters, perhaps with a number behind them.
+    """
+
+    def __init__(self, *, comma: str = ",", colon: str = ":") -> None:
+        """`comma` and `colon` are the separators of JSON, perhaps with a space behind them."""
+        self.comma, self.colon = comma, colon
+        self._by_name: dict[str, str] = {}
+        self._by_body: dict[str, str] = {}
+        self._num_names = 0
+        self.strings = text.Rules(self.rule, self.add)
+
+    def of(self, schema: Any, *, is_object: bool = False) -> str:
+        """The name of the rule of a schema's values, or of its objects alone.
+
+        Raises: SchemaRefused, naming the place and what is not served there.
+        """
+        _check_size(schema)
+        try:
+            return _Grammar(schema, self).name(is_object=is_object)
+        except RecursionError:
+            raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
+
+    def rule(self, name: str, body: str) -> str:
+        """The name of a rule with this body, which may be there."""
+        if body not in self._by_body:
+            self._by_body[body] = self.add(self.unused(name), body)
+        return self._by_body[body]
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule that may name itself; it may be there."""
+        assert self._by_name.get(name, body) == body, f"two rules are named {name}"
+        self._by_name[name] = body
+        return name
+
+    def unused(self, name: str) -> str:
+        """A name for another rule, with a number."""
+        self._num_names += 1
+        return f"{name}{self._num_names}"
+
+    def written(self, root: str) -> str:
+        """GBNF of all rules, with the body of the rule `root`."""
+        rules = _merged({"root": root} | self._by_name)
+        return "\n".join(f"{name} ::= {body}" for name, body in rules.items())
 
 
 _HALF: Final = re.compile("[\ud800-\udfff]")
@@ -1004,33 +1049,31 @@ def _counts(nodes: list[_Node], of: str) -> tuple[int, int | None]:
 class _Grammar(_Reader):
     """The rules of a schema's goals."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, rules: SchemaRules) -> None:
         super().__init__(root)
         self._goals: dict[frozenset[_Part], Goal] = {}
         self._names: dict[frozenset[_Part], str] = {}
         self._possible: set[frozenset[_Part]] = set()
         """Goals that some value satisfies."""
-        self._rules: dict[str, str] = {}
-        self._shared: dict[str, str] = {}
-        """Names of rules that were made for several goals, by their text."""
-        self._strings = text.Rules(self._rule, self._rules.__setitem__)
+        self._rules = rules
+        self._comma, self._colon = f'"{rules.comma}"', f'"{rules.colon}"'
 
-    def write(self) -> str:
-        root = self.closure((self.schema.root, ""))
+    def name(self, *, is_object: bool) -> str:
+        """The name of the root's rule."""
+        given = self.schema.root
+        is_right = not is_object or (isinstance(given, dict) and given.get("type") == "object")
+        root = self.closure((given, ""), *([] if is_right else [(self._any_object, "")]))
         if root is not None:
             self._find(root)
             self._find_possible()
         if root is None or frozenset(root) not in self._possible:
             raise SchemaRefused("it allows no value that is known here to fit")
-        for index, key in enumerate(self._possible_in_order()):
-            self._names[key] = f"v{index}"
+        for key in self._goals:
+            if key in self._possible:
+                self._names[key] = self._rules.unused("v")
         for key, name in self._names.items():
-            self._rules[name] = self._body(self._goals[key])
-        rules = _merged({"root": self._names[frozenset(root)]} | self._rules)
-        return "\n".join(f"{name} ::= {body}" for name, body in rules.items())
-
-    def _possible_in_order(self) -> list[frozenset[_Part]]:
-        return [key for key in self._goals if key in self._possible]
+            self._rules.add(name, self._body(self._goals[key]))
+        return self._name(root)
 
     def _find(self, root: Goal) -> None:
         """All goals that the root's values have within."""
@@ -1099,25 +1142,21 @@ class _Grammar(_Reader):
     def _name(self, goal: Goal) -> str:
         return self._names[frozenset(goal)]
 
-    def _rule(self, name: str, body: str) -> str:
-        """The name of a rule, which may be there."""
-        if body not in self._shared:
-            self._shared[body] = f"{name}{len(self._shared)}"
-            self._rules[self._shared[body]] = body
-        return self._shared[body]
-
     def _way(self, kind: _Kind) -> str:
         if isinstance(kind, _Values):
-            return " | ".join(quoted(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) for value in kind.values)
+            return " | ".join(
+                quoted(json.dumps(value, ensure_ascii=False, separators=(self._rules.comma, self._rules.colon)))
+                for value in kind.values
+            )
         if isinstance(kind, _Text):
             return self._string_way(kind)
         if isinstance(kind, _Number):
             if kind.is_integer:
-                return self._rule("integer", integer_rule(kind.interval))
+                return self._rules.rule("integer", integer_rule(kind.interval))
             found = number_rule(kind.interval, kind.num_decimals)
             if found is None:
                 raise SchemaRefused("its bounds leave only numbers with more digits than are served")
-            return self._rule("number", found)
+            return self._rules.rule("number", found)
         return self._array_way(kind) if isinstance(kind, _Array) else self._object_way(kind)
 
     def _string_way(self, kind: _Text) -> str:
@@ -1125,7 +1164,7 @@ class _Grammar(_Reader):
         pattern = text.Repeat(text.ANY, kind.minimum, kind.maximum) if kind.pattern in (None, text.ANYTHING) else kind.pattern
         assert pattern is not None
         try:
-            return self._rule("string", self._strings.string(pattern))
+            return self._rules.rule("string", self._rules.strings.string(pattern))
         except PatternRefused as error:
             what = "a length" if kind.pattern is None else "a pattern"
             raise SchemaRefused(f"{kind.place or 'the schema'} has {what} that is not served: {error}") from error
@@ -1147,17 +1186,17 @@ class _Grammar(_Reader):
             least = max(0, kind.minimum - len(prefix))
             most = None if maximum is None else min(maximum, MAX_REPETITIONS) - len(prefix)
             if prefix:
-                rest = _repeated(f'"," {item}', least, most)
+                rest = _repeated(f"{self._comma} {item}", least, most)
             else:
-                more = _repeated(f'"," {item}', max(0, least - 1), None if most is None else most - 1)
+                more = _repeated(f"{self._comma} {item}", max(0, least - 1), None if most is None else most - 1)
                 rest = f"{item} {more}".rstrip()
                 rest = rest if least else f"({rest})?"
         for index in reversed(range(len(prefix))):
-            comma = '"," ' if index else ""
+            comma = f"{self._comma} " if index else ""
             rest = f"{comma}{self._name(prefix[index])} {rest}".rstrip()
             if index >= kind.minimum:
-                rest = self._rule("items", f'{rest} | ""')
-        return self._rule("array", f'"[" {rest} "]"')
+                rest = self._rules.rule("items", f'{rest} | ""')
+        return self._rules.rule("array", f'"[" {rest} "]"')
 
     def _object_way(self, kind: _Object) -> str:
         properties = [(name, goal) for name, goal in kind.properties.items() if self._has(goal)]
@@ -1179,24 +1218,24 @@ class _Grammar(_Reader):
                     f"{where} has maxProperties {kind.maximum} of {len(properties)} properties, of which 1 is served"
                 )
         pairs = [
-            (name in required, f"{quoted(json.dumps(name, ensure_ascii=False) + ':')} {self._name(goal)}")
+            (name in required, f"{quoted(json.dumps(name, ensure_ascii=False) + self._rules.colon)} {self._name(goal)}")
             for name, goal in properties
         ]
         more = ""
         if keys is not None:
-            pair = self._rule("pair", f'{self._key_way(keys)} ":" {self._name(keys.values)}')
+            pair = self._rules.rule("pair", f"{self._key_way(keys)} {self._colon} {self._name(keys.values)}")
             most = None if kind.maximum is None else min(kind.maximum, MAX_REPETITIONS)
-            more = _repeated(f'"," {pair}', 0, most)
+            more = _repeated(f"{self._comma} {pair}", 0, most)
             if not pairs:
-                behind_first = _repeated(f'"," {pair}', 0, None if most is None else most - 1)
+                behind_first = _repeated(f"{self._comma} {pair}", 0, None if most is None else most - 1)
                 first = f"{pair} {behind_first}".rstrip()
                 first = first if kind.minimum else f"({first})?"
-                return self._rule("object", f'"{{" {first if most != 0 else ""} "}}"')
+                return self._rules.rule("object", f'"{{" {first if most != 0 else ""} "}}"')
         if kind.maximum == 1 and not required and pairs and keys is None:
             ways = [pair for _, pair in pairs] + ([] if kind.minimum else ['""'])
-            return self._rule("object", f'"{{" ({" | ".join(ways)}) "}}"')
+            return self._rules.rule("object", f'"{{" ({" | ".join(ways)}) "}}"')
         if not pairs:
-            return self._rule("object", '"{}"')
+            return self._rules.rule("object", '"{}"')
         begins = next((index for index, (is_required, _) in enumerate(pairs) if is_required), None)
         # Behind the first pair all begin with a comma, and end with the object: a rule that ends takes longer to mask.
         behind = [""] * len(pairs)
@@ -1204,26 +1243,30 @@ class _Grammar(_Reader):
         for index in reversed(range(0 if begins is None else begins, len(pairs))):
             behind[index] = rest
             is_required, pair = pairs[index]
-            rest = f'"," {pair} {rest}' if is_required else self._rule("more", f'"," {pair} {rest} | {rest}')
+            rest = (
+                f"{self._comma} {pair} {rest}"
+                if is_required
+                else self._rules.rule("more", f"{self._comma} {pair} {rest} | {rest}")
+            )
         if begins is not None:
             rest = f"{pairs[begins][1]} {behind[begins]}"
             for _, pair in reversed(pairs[:begins]):
-                rest = self._rule("first", f'{pair} "," {rest} | {rest}')
-            return self._rule("object", f'"{{" {rest}')
+                rest = self._rules.rule("first", f"{pair} {self._comma} {rest} | {rest}")
+            return self._rules.rule("object", f'"{{" {rest}')
         ways = [f"{pair} {behind[index]}" for index, (_, pair) in enumerate(pairs)]
         if keys is not None:
-            pair = self._rule("pair", f'{self._key_way(keys)} ":" {self._name(keys.values)}')
+            pair = self._rules.rule("pair", f"{self._key_way(keys)} {self._colon} {self._name(keys.values)}")
             ways.append(f'{pair} {more} "}}"')
         if not kind.minimum:
             ways.append('"}"')
-        return self._rule("object", " | ".join(f'"{{" {way}' for way in ways))
+        return self._rules.rule("object", " | ".join(f'"{{" {way}' for way in ways))
 
     def _key_way(self, keys: _Keys) -> str:
         if keys.patterns:
             ways = [self._string_way(_Text(pattern, 0, None)) for pattern in keys.patterns]
             return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
         if keys.others:
-            return self._rule("key", rf'"\"" {self._other_than(sorted(keys.others))}')
+            return self._rules.rule("key", rf'"\"" {self._other_than(sorted(keys.others))}')
         return self._name(keys.names) if keys.names is not None else self._string_way(_Text(None, 0, None))
 
     def _other_than(self, names: list[str]) -> str:
@@ -1232,7 +1275,7 @@ class _Grammar(_Reader):
             raise SchemaRefused(
                 f"additionalProperties is served beside names of up to {MAX_OTHER_KEYS} characters in all; send false"
             )
-        self._rules["plain"] = rf'"\"" | {text.UNESCAPED} plain'
+        self._rules.add("plain", rf'"\"" | {text.UNESCAPED} plain')
         by_first: dict[str, list[str]] = {}
         for name in names:
             by_first.setdefault(name[:1], []).append(name[1:])
@@ -1242,7 +1285,7 @@ class _Grammar(_Reader):
         ways += [
             f"{quoted(first)} {self._other_than(rest)}" for first, rest in by_first.items() if first and text.is_plain(first)
         ]
-        return self._rule("key", " | ".join(ways))
+        return self._rules.rule("key", " | ".join(ways))
 
 
 _WORD: Final = re.compile(r'\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"|[a-z]+[0-9]*')

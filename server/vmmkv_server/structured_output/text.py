@@ -473,7 +473,7 @@ class Rules:
         in other runs  which begin and end half a run later, so that always one of both has half a run left
     """
 
-    def __init__(self, make: Callable[[str, str], str], add: Callable[[str, str], None]) -> None:
+    def __init__(self, make: Callable[[str, str], str], add: Callable[[str, str], object]) -> None:
         self._make = make
         self._add = add
         self._loops: dict[tuple[str, ...], str] = {}

@@ -1,0 +1,90 @@
+"""Calls as plain JSON, for models whose chat template knows no tools: a system text tells them of the form.
+
+{"name": "get_weather", "arguments": {"city": "Brest"}}
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vmmkv_server.tools.calls import Toolset
+from vmmkv_server.tools.form import ObjectForm
+from vmmkv_server.tools.reading import CallReader, Waiting
+
+
+class PlainJson(ObjectForm):
+    """The form. Conversations with tools in them are made ones that the template knows."""
+
+    name = "json"
+    is_first, repeats = True, False
+
+    def __init__(self, *, has_system: bool = True) -> None:
+        """`has_system`: does the template know system turns? Else the text about the tools leads the first user turn."""
+        self.has_system = has_system
+
+    def reader(self, toolset: Toolset) -> CallReader:
+        """A reader of one answer."""
+        return _Reader(toolset)
+
+    def system_text(self, toolset: Toolset) -> str:
+        """The tools, and how they are called."""
+        each = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in toolset.tools)
+        return (
+            "You may call functions to get what you need for your answer. These are the functions, each as a JSON object with"
+            f" the JSON schema of its parameters:\n{each}\n\n"
+            "To call a function, answer with one JSON object and nothing else, no text and no code block around it:\n"
+            '{"name": "the name of the function", "arguments": {its arguments}}\n'
+            + ("To call several functions, write one such object on each line.\n" if toolset.most_calls is None else "")
+            + "The results come with the next message. If no function helps, answer in plain text."
+        )
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], toolset: Toolset | None) -> list[dict[str, Any]]:
+        """The messages without tools: calls and results are written as text, and the tools are told of at the begin.
+
+        Arguments of calls are JSON texts. Results become user turns; those that follow each other, and the user turn
+        behind them, are one, since templates often want turns to alternate.
+        """
+        turns: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        is_behind_result = False
+        for message in messages:
+            turn = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+            is_result = message["role"] == "tool"
+            text = message.get("content") or ""
+            if calls := message.get("tool_calls"):
+                names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+                text = "\n".join([*([text] if text else []), *map(_written, calls)])
+            elif is_result:
+                name = message.get("name") or names.get(message.get("tool_call_id", ""))
+                text = f"Result of {name}:\n{text}" if name else f"Result:\n{text}"
+                turn = {"role": "user"}
+            if is_behind_result and turn["role"] == "user":
+                turns[-1]["content"] += f"\n\n{text}"
+            else:
+                turns.append({**turn, "content": text})
+            is_behind_result = is_result
+        return turns if toolset is None else self._told(turns, self.system_text(toolset))
+
+    def _told(self, turns: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+        """The turns with a text at their begin."""
+        role = "system" if self.has_system else "user"
+        if turns and turns[0]["role"] == role:
+            first, *others = turns
+            both = (first["content"], text) if self.has_system else (text, first["content"])
+            return [{**first, "content": "\n\n".join(part for part in both if part)}, *others]
+        return [{"role": role, "content": text}, *turns]
+
+
+def _written(call: Mapping[str, Any]) -> str:
+    name = json.dumps(call["function"]["name"], ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {call["function"].get("arguments") or "{}"}}}'
+
+
+class _Reader(CallReader):
+    def read(self) -> Waiting[None]:
+        while self.may_call and (yield from self.attempt(self._call())):
+            pass
+
+    def _call(self) -> Waiting[None]:
+        yield from self.space()
+        yield from self.object_call(keys=["arguments", "parameters"], needs_arguments=True)

@@ -1,0 +1,175 @@
+"""Laws of the forms of calls: their readers, their grammars, and the templates that show them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.schemas import SCHEMAS
+from tests.structured_output.walks import allows, answer, of_source
+from tests.tools.streams import BREST, STREAMS, TOOLS, read, told, tool, toolset
+from vmmkv_server.structured_output.schema import Grammar
+from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool
+from vmmkv_server.tools.form import CallForm, ToolRefused
+from vmmkv_server.tools.forms import form_named
+from vmmkv_server.tools.reading import merged
+
+ANSWERS = [(name, case) for name, streams in STREAMS.items() for case in streams]
+FORMS = [form_named(name, None) for name in STREAMS]
+each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+each_answer = pytest.mark.parametrize(("name", "case"), ANSWERS)
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """Each cut in two, and single characters."""
+    yield from ([text[:at], text[at:]] for at in range(1, len(text)))
+    yield list(text)
+
+
+@each_answer
+def test_an_answer_is_read_into_its_parts(name: str, case: str) -> None:
+    text, expected = STREAMS[name][case]
+    assert told(read(form_named(name, None), [text])) == expected
+
+
+@each_answer
+def test_the_parts_are_the_same_however_the_text_is_cut(name: str, case: str) -> None:
+    text, expected = STREAMS[name][case]
+    form = form_named(name, None)
+    for pieces in cuts(text):
+        assert told(read(form, pieces)) == expected, pieces
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_the_parts_are_the_same_for_any_text_and_cuts(data: st.DataObject) -> None:
+    """Of pieces of answers in a row, which make texts that nobody would write."""
+    name = data.draw(st.sampled_from(sorted(STREAMS)))
+    texts = [text for text, _ in STREAMS[name].values()]
+    pieces = []
+    for text in data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=4)):
+        low, high = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        pieces.append(text[low:high])
+    whole = "".join(pieces)
+    places = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=20)))
+    cut = [whole[low:high] for low, high in zip([0, *places], [*places, len(whole)], strict=True)]
+    form = form_named(name, None)
+    assert told(read(form, cut)) == told(read(form, [whole])) == told(merged(read(form, list(whole))))
+
+
+@each_form
+def test_arguments_stream_as_they_come(form: CallForm) -> None:
+    """A call is told of by its name, and its texts by pieces: no piece waits for the end of the call."""
+    text, _ = next((text, expected) for text, expected in STREAMS[form.name].values() if expected == [BREST])
+    city = text.index("Brest")
+    reader = form.reader(toolset())
+    parts = [part for letter in text[: city + 3] for part in reader.feed(letter)]
+    assert parts[0] == CallBegun(0, "get_weather")
+    assert "".join(part.text for part in parts if isinstance(part, CallArguments)) == '{"city": "Bre'
+
+
+@each_form
+def test_an_answer_has_no_more_calls_than_it_may(form: CallForm) -> None:
+    text, _ = STREAMS[form.name]["two calls"]
+    first, *others = told(read(form, [text], toolset(is_parallel=False)))
+    assert first == BREST and all(isinstance(other, str) for other in others) and others
+
+
+@each_form
+@pytest.mark.parametrize("size", [1, 10])
+def test_a_long_argument_is_read_in_time_that_grows_with_its_length(form: CallForm, size: int) -> None:
+    """A megabyte in 100,000 pieces: a reader that looks at the text again at each piece would take hours."""
+    text, _ = next((text, expected) for text, expected in STREAMS[form.name].values() if expected == [BREST])
+    begin, end = text.split("Brest", 1)
+    body = "a\\n<[{" * 2 if "\\" not in begin else "a<[{" * 2
+    pieces = [begin, *[body] * (1 << 17), end] if size == 10 else [begin, body * (1 << 17), end]
+    ((_, arguments),) = told(merged(read(form, pieces)))
+    assert len(json.loads(arguments)["city"]) >= 1 << 20
+
+
+# Grammars.
+
+
+def assert_walks_are_calls(form: CallForm, tools: tuple[Tool, ...], seeds: int, **changes: Any) -> int:
+    """Random answers under the grammar of `required` are calls that validate, and nothing else. Returns their number."""
+    asked = toolset(tools=tools, choice="required", **changes)
+    grammar = of_source(form.grammar(asked).source)
+    found = 0
+    for seed in range(seeds):
+        text = answer(grammar, seed, ending=b'"]},<\n', max_steps=3000)
+        if text is None:
+            continue
+        parts = told(read(form, [form.prefix, text], asked))
+        assert parts and all(isinstance(part, tuple) for part in parts), text
+        assert asked.most_calls is None or len(parts) <= asked.most_calls
+        for name, arguments in parts:
+            (one,) = [one for one in asked.callable_tools if one.name == name]
+            assert jsonschema_rs.validator_for(dict(one.parameters)).is_valid(json.loads(arguments)), text
+        found += len(parts)
+    return found
+
+
+@each_form
+def test_answers_under_a_grammar_are_calls_that_validate(form: CallForm) -> None:
+    assert assert_walks_are_calls(form, TOOLS, 12) > 6
+    assert assert_walks_are_calls(form, TOOLS, 6, is_parallel=False) > 3
+    assert assert_walks_are_calls(form, TOOLS, 6, named="now") == 6
+
+
+@each_form
+def test_the_grammar_of_auto_begins_with_a_trigger(form: CallForm) -> None:
+    triggers = form.triggers(toolset())
+    grammar = of_source(form.grammar(toolset()).source)
+    for seed in range(6):
+        text = answer(grammar, seed, ending=b'"]},<\n', max_steps=3000)
+        assert text is None or any(text.startswith(trigger) for trigger in triggers)
+
+
+@each_form
+def test_a_schema_that_is_not_served_is_refused_by_its_tool(form: CallForm) -> None:
+    tools = (TOOLS[0], tool("bad", a={"type": "array", "uniqueItems": True}))
+    with pytest.raises(ToolRefused, match="/properties/a has uniqueItems") as caught:
+        form.grammar(toolset(tools=tools))
+    assert caught.value.index == 1
+    form.grammar(toolset(tools=tools, choice="required", named="get_weather"))
+
+
+def test_a_tool_without_properties_has_no_arguments() -> None:
+    source = form_named("json", None).grammar(toolset(choice="required", named="now")).source
+    grammar = of_source(source)
+    assert allows(grammar, '{"name": "now", "arguments": {}}')
+    assert not allows(grammar, '{"name": "now", "arguments": {"a": 1}}')
+
+
+def test_schemas_of_several_tools_share_their_rules() -> None:
+    """Each has its own definitions, by one name."""
+
+    def one(name: str, kind: str) -> Tool:
+        parameters = {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"type": "string"}},
+            "required": ["a"],
+            "$defs": {"a": {"type": kind}},
+        }
+        return Tool(name=name, parameters=parameters)
+
+    form = form_named("json", None)
+    grammar: Grammar = form.grammar(toolset(tools=(one("f", "integer"), one("g", "boolean")), choice="required"))
+    compiled = of_source(grammar.source)
+    assert allows(compiled, '{"name": "f", "arguments": {"a": 1, "b": "x"}}')
+    assert allows(compiled, '{"name": "g", "arguments": {"a": true}}')
+    assert not allows(compiled, '{"name": "g", "arguments": {"a": 1}}')
+    same = form.grammar(toolset(tools=(one("f", "integer"), one("g", "integer")), choice="required"))
+    assert len(same.source.splitlines()) < len(grammar.source.splitlines())
+
+
+@pytest.mark.nightly
+@each_form
+@pytest.mark.parametrize("case", SCHEMAS)
+def test_answers_of_many_schemas_validate(form: CallForm, case: str) -> None:
+    tools = (tool("f", "value", value=SCHEMAS[case]), tool("g", value=SCHEMAS[case]), TOOLS[2])
+    assert_walks_are_calls(form, tools, 12)
