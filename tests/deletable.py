@@ -94,23 +94,41 @@ def exported(door: str, module: str, name: str) -> tuple[Line, Line]:
     return Line(door, f"from {module} import {name}\n"), Line(door, f'    "{name}",\n')
 
 
+def plugged(name: str, kind: str) -> tuple[Line, Line]:
+    """A feature in `FEATURES` of the engine's loop."""
+    return Line(LOOP, f"features.{name} import {kind}\n"), Line(LOOP, f"    {kind},\n")
+
+
+def listed(name: str) -> Line:
+    """A suite in `SUITES` of bench."""
+    return Line("bench/suites/__init__.py", f'    "{name}": Suite(')
+
+
+COMPACTED = (
+    Line(SOAK, 'options["kv_policy"] = own.choice(policies)', "pass"),
+    Line(SOAK, "assert sum(isinstance(message, Compacted)"),
+)
+"""Compactions in the soak."""
+KV_POLICY = "server/vmmkv_server/kv_policy.py"
+
+
 def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
-    """A feature of the engine, in `FEATURES` of its loop, with more `lines` elsewhere."""
+    """A feature of the engine, with more `lines` than those of its loop."""
     return Room(
         name=name,
         paths=(f"{ENGINE}/features/{name}.py",),
-        lines=(Line(LOOP, f"features.{name} import {kind}\n"), Line(LOOP, f"    {kind},\n"), *lines),
+        lines=(*plugged(name, kind), *lines),
         tests=tests,
         neighbours=(*CORE, SOAK, *neighbours),
     )
 
 
 def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) -> Room:
-    """A suite of bench, in `SUITES`, with more `lines` elsewhere; `path` and `tests` if they are not named like it."""
+    """A suite of bench, with more `lines` than that of `SUITES`; `path` and `tests` if they are not named like it."""
     return Room(
         name=f"bench_{name}",
         paths=(path or f"bench/suites/{name}.py",),
-        lines=(Line("bench/suites/__init__.py", f'    "{name}": Suite('), *lines),
+        lines=(listed(name), *lines),
         tests=tests or (f"tests/unit/test_bench_{name}.py",),
         neighbours=tuple(f"tests/unit/test_bench_{each}.py" for each in ("registered", "rows", "report", "tables", "systems")),
     )
@@ -165,8 +183,7 @@ ROOMS: tuple[Room, ...] = (
     feature(
         "compaction",
         "Compaction",
-        Line(SOAK, 'options["kv_policy"] = own.choice(policies)', "pass"),
-        Line(SOAK, "assert sum(isinstance(message, Compacted)"),
+        *COMPACTED,
         tests=("tests/engine/test_kv_policy.py", "tests/gpu/test_kv_policy_cuda.py"),
         neighbours=("tests/unit/test_kv_policy.py", "tests/unit/test_eviction.py"),
     ),
@@ -257,6 +274,32 @@ ROOMS: tuple[Room, ...] = (
             "tests/gpu/test_apart_cuda.py",
         ),
         neighbours=("tests/unit/test_pool.py", "tests/unit/test_prefix.py", "tests/engine/test_engine.py"),
+    ),
+    Room(
+        name="eviction",
+        paths=("vmmkv/eviction", f"{ENGINE}/features/compaction.py", "bench/suites/streaming.py"),
+        lines=(
+            Line(KV_POLICY, "from vmmkv.eviction import"),
+            *(Line(KV_POLICY, f'    "{name}": (') for name in ("streaming_llm", "h2o", "snapkv", "tova")),
+            *plugged("compaction", "Compaction"),
+            *COMPACTED,
+            listed("streaming"),
+        ),
+        tests=(
+            "tests/unit/test_eviction.py",
+            "tests/unit/test_kv_policy.py",
+            "tests/unit/test_bench_streaming.py",
+            "tests/engine/test_kv_policy.py",
+            "tests/adapters/test_eviction.py",
+            "tests/adapters/test_transformers_policy.py",
+            "tests/adapters/test_transformers_policy_cuda.py",
+            "tests/gpu/test_kv_policy_cuda.py",
+        ),
+        neighbours=(
+            *(*CORE, SOAK),
+            *("tests/kernels/test_turn.py", "tests/unit/test_sampling.py", "tests/unit/test_bench_registered.py"),
+            *("tests/adapters/test_transformers_cache.py", "tests/adapters/test_transformers_saved.py"),
+        ),
     ),
     suite("driver_calls"),
     suite("append", Line("Makefile", "bench append memory_efficiency", "bench memory_efficiency")),

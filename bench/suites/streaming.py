@@ -16,7 +16,8 @@ from bench.figures import Drawing
 from bench.harness import Recorder
 from bench.systems.models import REAL, TEXT, load_real, windows_of_text
 from vmmkv import GIB, Pool
-from vmmkv.eviction import StreamingLLM, turn
+from vmmkv.eviction import StreamingLLM
+from vmmkv_kernels.reference import turn
 
 FIGURES: Final = (
     Drawing(

@@ -176,6 +176,18 @@ def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor,
     return turned_NHD.where(known_N[:, None, None], x_NHD.float())
 
 
+def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> torch.Tensor:
+    """Rotary keys turned back by so many positions each, as if their tokens had stood there; in the keys' dtype.
+
+    Elements j and j + D / 2 of a head are turned together, as in Llama. `inv_freq_R`: the model's angle for one position.
+    """
+    angles_T1R = back_T.to(keys_TKD.device, torch.float32)[:, None, None] * inv_freq_R.float()
+    cos_T1R, sin_T1R = angles_T1R.cos(), angles_T1R.sin()
+    low_TKR, high_TKR = keys_TKD.float().chunk(2, dim=-1)
+    turned_TKD = torch.cat([low_TKR * cos_T1R + high_TKR * sin_T1R, high_TKR * cos_T1R - low_TKR * sin_T1R], dim=-1)
+    return turned_TKD.to(keys_TKD.dtype)
+
+
 def rms_norm(x_NE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm over the last dimension, rounded to x's dtype before and after the weight. Returns x's shape and dtype."""
     x32_NE = x_NE.float()

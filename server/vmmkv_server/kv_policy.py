@@ -11,7 +11,8 @@ from typing import Any, Final, TypeAlias
 
 from vmmkv.arguments import whole
 from vmmkv.errors import did_you_mean
-from vmmkv.eviction import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM
+from vmmkv.eviction import H2O, TOVA, SnapKV, StreamingLLM
+from vmmkv.kv_policy import MARGIN, KVPolicy
 
 KVPolicyLike: TypeAlias = Mapping[str, Any] | str
 """A policy as an object, as its JSON, or in short."""

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.attending import attending_by
 from vmmkv import Pool
 from vmmkv.adapters.transformers import PolicyCache, VmmCache, attention
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, turn
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
 from vmmkv_kernels import reference
 from vmmkv_kernels.attention.column_sums import column_sums
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
@@ -79,7 +79,7 @@ class Scored:
             inv_freq_R, back_T = self.model.model.rotary_emb.inv_freq, kept - torch.arange(len(kept))
             for layer in range(len(self.keys)):
                 keys_KTD = cache.states(layer)[0][0]
-                keys_KTD.copy_(turn(keys_KTD.transpose(0, 1), back_T, inv_freq_R).transpose(0, 1))
+                keys_KTD.copy_(reference.turn(keys_KTD.transpose(0, 1), back_T, inv_freq_R).transpose(0, 1))
             return self.losses(cache, position_ids=torch.arange(len(kept), len(kept) + NEXT)[None])
 
     def losses_of_quantised(self, policy: KVPolicy, kind: Kind, times: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Scored:
         for layer in range(len(self.keys)):
             k_TKD, v_TKD = (rounded(states[0][:, kept].transpose(0, 1), kind) for states in self.cache.states(layer))
             for _ in range(times):
-                k_TKD = rounded(turn(k_TKD, back_T, inv_freq_R), kind)
+                k_TKD = rounded(reference.turn(k_TKD, back_T, inv_freq_R), kind)
             own.update(k_TKD.transpose(0, 1)[None], v_TKD.transpose(0, 1)[None], layer)
         return self.losses(own, position_ids=torch.arange(len(kept), len(kept) + NEXT)[None])
 

@@ -14,7 +14,6 @@ from tests.adapters.models import (
     assert_same,
     forward,
     gemma3,
-    generated,
     ids_of,
     llama,
     mistral,
@@ -22,12 +21,10 @@ from tests.adapters.models import (
     states_of,
     wide_llama,
 )
-from tests.adapters.test_transformers_policy import POLICIES
 from tests.attending import attending_by
 from vmmkv import GIB, Pool
-from vmmkv.adapters.transformers import PolicyCache, VmmCache
+from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers.attention import attention, declined
-from vmmkv.eviction import KVPolicy
 from vmmkv.units import PAGE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to test on")]
@@ -106,25 +103,6 @@ def test_a_layer_of_a_step_launches_two_kernels(pool: Pool, max_tokens: int) -> 
         assert sum(event.device_type == DeviceType.CUDA for event in profiler.events()) == 2 * 4
         for states, new in zip(seen, (k, v), strict=True):
             assert torch.equal(states, new.expand(-1, -1, 4, -1))
-
-
-@pytest.mark.filterwarnings("ignore::vmmkv.adapters.transformers.DeclinedWarning")  # of the kernels on the host
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_policy_keeps_the_rows_that_it_keeps_on_the_host(pool: Pool, policy: KVPolicy) -> None:
-    """Of two sequences, by their prompts and as they generate; and says the same tokens."""
-    found = []
-    with Pool("cpu", GIB) as host:
-        for device, memory in (("cpu", host), ("cuda:0", pool)):
-            model = llama().to(device)
-            model.set_attn_implementation("vmmkv")
-            with PolicyCache(model.config, memory, policy=policy) as cache:
-                answer = generated(model, cache, {name: each.to(device) for name, each in prompts(150, 150).items()})
-                assert cache.states(0)[0].shape[2] < 55 < cache.get_seq_length()
-                found.append((answer, [states.to("cpu", copy=True) for states in states_of(cache)]))
-                cache.check()
-    (expected, rows), (given, rows_on_gpu) = found
-    assert given == expected
-    torch.testing.assert_close(rows_on_gpu, rows, atol=1e-3, rtol=1e-3)
 
 
 def test_a_capture_is_refused(pool: Pool) -> None:

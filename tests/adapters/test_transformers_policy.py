@@ -19,7 +19,7 @@ from tests.kernels.cases import DEVICE
 from vmmkv import LayoutError, OutOfPages, Pool
 from vmmkv.adapters.transformers import PolicyCache, VmmCache, attention
 from vmmkv.adapters.transformers.policy import column_sums
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies, turn
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, policies
 from vmmkv.units import PAGE_BYTES, ceil_div
 from vmmkv_kernels import reference
 
@@ -207,7 +207,7 @@ def test_with_inv_freq_a_sequence_goes_past_the_positions_of_its_model(pool: Poo
                 back_T, num_rows = kept - torch.arange(len(kept)), len(kept)
                 for layer in own.layers:
                     layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-                    layer.keys = turn(layer.keys[0].transpose(0, 1), back_T, inv_freq).transpose(0, 1)[None]
+                    layer.keys = reference.turn(layer.keys[0].transpose(0, 1), back_T, inv_freq).transpose(0, 1)[None]
         assert cache.get_seq_length() == 140 > 2 * 64 and cache.states(0)[0].shape[2] == num_rows
         cache.check()
 
@@ -262,7 +262,7 @@ class Uneven(StreamingLLM):
         return torch.arange(num_rows)[-1 - int(scores_T[0] > scores_T[1]) :]
 
 
-def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, policy = llama(), SnapKV(budget=48, window=16)
     with PolicyCache(model.config, pool, policy=policy) as cache:
         with pytest.raises(NotImplementedError, match=r'by "vmmkv" alone: model.set_attn_implementation\("vmmkv"\)'):
@@ -279,6 +279,9 @@ def test_what_a_policy_cannot_do_is_refused(pool: Pool, monkeypatch: pytest.Monk
         }.items():
             with pytest.raises(ValueError, match=re.escape(message)):
                 call()
+        for of_file in (cache.save, cache.restore):
+            with pytest.raises(ValueError, match="nothing of how rows rank"):
+                of_file(tmp_path / "saved")
         with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="leave the model uncompiled"):
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             cache.update(*torch.zeros(2, 1, 2, 1, 32), 0)

@@ -23,8 +23,7 @@ from tests.adapters.models import MODELS as KINDS
 from tests.adapters.models import forward, gemma3, generated, ids_of, llama, prompts, states_of, wide_llama
 from tests.unit.test_fuzz_files import MOST_BYTES, changed, edits, fuzz, lengths, near, values
 from vmmkv import MIB, DriverError, Pool, RowsUnmapped, SequenceTooLong, ViewNotCloned, saved
-from vmmkv.adapters.transformers import PolicyCache, VmmCache
-from vmmkv.eviction import SnapKV
+from vmmkv.adapters.transformers import VmmCache
 from vmmkv.testing.fake_driver import FakeDriver
 
 ROOT = Path(__file__).parents[2]
@@ -173,11 +172,6 @@ def test_what_cannot_be_saved_or_restored_is_refused_and_leaves_nothing(pool: Po
         for config in (llama().config, gemma3(16).config):
             with VmmCache(config, pool) as other, pytest.raises(ValueError, match="of another model"):
                 other.restore(path, fingerprint="a")
-        model.set_attn_implementation("vmmkv")
-        with PolicyCache(model.config, pool, policy=SnapKV(budget=64)) as ranked:
-            for call in (ranked.save, ranked.restore):
-                with pytest.raises(ValueError, match="nothing of how rows rank"):
-                    call(path)
         assert short.get_seq_length() == 0 and pool.used_bytes == used_bytes
         cache.reset()
         cache.restore(path, fingerprint="a")

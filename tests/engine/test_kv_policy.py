@@ -11,10 +11,11 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, quantising, tiny_model, wide_rows, windowed
-from vmmkv.eviction import H2O, turn
+from vmmkv.eviction import H2O
 from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
+from vmmkv_kernels.reference import turn
 from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.kv_policy import Eviction
 from vmmkv_server.protocol import Abort, Compacted, PromptLogprobs, Snapshot

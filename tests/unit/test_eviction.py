@@ -7,9 +7,9 @@ import torch
 
 from tests.unit.support import LAYOUT
 from vmmkv import KVCache, Pool
-from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM, scores_all, turn
+from vmmkv.eviction import H2O, TOVA, KVPolicy, SnapKV, StreamingLLM
+from vmmkv.kv_policy import scores_all
 from vmmkv.units import PAGE_BYTES
-from vmmkv_kernels import reference
 
 SCORES = torch.tensor([9.0, 1.0, 5.0, 5.0, 0.0, 7.0, 2.0, 5.0, 0.0, 3.0])
 """Of 10 rows."""
@@ -72,16 +72,6 @@ def test_what_makes_no_sense_is_refused() -> None:
             make()
     with pytest.raises(TypeError, match=r"budget=2\.5 is not a whole number"):
         TOVA(budget=2.5)  # type: ignore[arg-type]
-
-
-def test_keys_are_turned_as_if_their_tokens_had_stood_elsewhere() -> None:
-    inv_freq_R = 10_000.0 ** (-torch.arange(32) / 32)
-    angles_TR = torch.arange(100)[:, None] * inv_freq_R
-    keys_TKD, cos_TR, sin_TR = torch.randn(4, 2, 64), angles_TR.cos(), angles_TR.sin()
-    at = torch.tensor([0, 7, 50, 99])
-    rotated, wanted = (reference.rotate(keys_TKD, where, cos_TR, sin_TR) for where in (at, torch.arange(4)))
-    torch.testing.assert_close(turn(rotated, at - torch.arange(4), inv_freq_R), wanted, atol=1e-5, rtol=1e-5)
-    assert turn(rotated.half(), at, inv_freq_R).dtype is torch.float16
 
 
 def test_a_stream_goes_on_for_ever_in_the_memory_of_its_window(driver) -> None:

@@ -22,6 +22,7 @@ ALL = MODULES | modules(ROOT, "bench")
 LAYERS = (
     ("vmmkv.units", "vmmkv.errors"),
     ("vmmkv_kernels", "vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config", "vmmkv.unmodified"),
+    ("vmmkv.kv_policy",),
     ("vmmkv.eviction", "vmmkv.model_config"),
     ("vmmkv.layout",),
     ("vmmkv.driver",),

@@ -17,6 +17,7 @@ numbers.
 | `TOVA` | the rows that the last query attends to most (Oren et al., 2024) | the last one |
 """
 
-from vmmkv.eviction.policies import H2O, MARGIN, TOVA, KVPolicy, SnapKV, StreamingLLM, scores_all, turn
+from vmmkv.eviction.policies import H2O, TOVA, SnapKV, StreamingLLM
+from vmmkv.kv_policy import KVPolicy
 
-__all__ = ["H2O", "MARGIN", "TOVA", "KVPolicy", "SnapKV", "StreamingLLM", "scores_all", "turn"]
+__all__ = ["H2O", "TOVA", "KVPolicy", "SnapKV", "StreamingLLM"]

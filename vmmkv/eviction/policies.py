@@ -1,12 +1,12 @@
 """The policies that choose the rows that a sequence keeps.
 
-Legend: T rows of the sequence, in order; K kv heads, D head dim, R = D / 2 angles.
+Legend: T rows of the sequence, in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from vmmkv.arguments import whole
 
@@ -14,35 +14,7 @@ if TYPE_CHECKING:
     import torch  # where a policy is only named, as on the command line, it is not needed
 
 
-MARGIN: Final = 8
-"""Divisor of the budget: rows are dropped again when there are that many more. A compaction copies the rows it keeps."""
 _SNAP_WINDOW: Final = 32
-
-
-class KVPolicy(Protocol):
-    """A policy that chooses the rows to keep, once for all layers and heads."""
-
-    @property
-    def budget(self) -> int:
-        """Most rows that are kept."""
-
-    def num_queries(self, num_rows: int) -> int:
-        """Number of last queries that scores are summed over, of a sequence of so many rows; 0 if there are no scores.
-
-        If these are not all queries, their own rows are among those that are kept.
-        """
-
-    def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
-        """The numbers of the rows to keep, in ascending order: int64, on the scores' device. All rows if they fit.
-
-        `scores_T`: [num_rows] how much these queries attend to each row, summed over queries, heads and layers.
-        Raises: ValueError for scores that are missing, or of another shape.
-        """
-
-
-def scores_all(policy: KVPolicy) -> bool:
-    """Does a policy score all queries there have been, not the last ones alone? Scores are kept beyond a compaction then."""
-    return policy.num_queries(policy.budget + 1) > policy.budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +22,7 @@ class StreamingLLM:
     """The first `sinks` rows and the last `window`: what a model needs to go on for ever.
 
     Keys keep their rotation; where a sequence is to pass the length that the model was trained for, positions are those in the
-    cache instead: `turn` the keys that have moved, and rotate the next query by `sequence.length`.
+    cache instead: `vmmkv_kernels.reference.turn` the keys that have moved, and rotate the next query by `sequence.length`.
     """
 
     sinks: int = 4
@@ -146,20 +118,6 @@ class TOVA:
     def keep(self, num_rows: int, scores_T: torch.Tensor | None = None) -> torch.Tensor:
         """Row numbers to keep, ascending."""
         return highest(_checked(num_rows, scores_T), self.budget, 1)
-
-
-def turn(keys_TKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> torch.Tensor:
-    """Rotary keys turned back by so many positions each, as if their tokens had stood there; in the keys' dtype.
-
-    Elements j and j + D / 2 of a head are turned together, as in Llama. `inv_freq_R`: the model's angle for one position.
-    """
-    import torch
-
-    angles_T1R = back_T.to(keys_TKD.device, torch.float32)[:, None, None] * inv_freq_R.float()
-    cos_T1R, sin_T1R = angles_T1R.cos(), angles_T1R.sin()
-    low_TKR, high_TKR = keys_TKD.float().chunk(2, dim=-1)
-    turned_TKD = torch.cat([low_TKR * cos_T1R + high_TKR * sin_T1R, high_TKR * cos_T1R - low_TKR * sin_T1R], dim=-1)
-    return turned_TKD.to(keys_TKD.dtype)
 
 
 def highest(scores_T: torch.Tensor, budget: int, num_last: int) -> torch.Tensor:

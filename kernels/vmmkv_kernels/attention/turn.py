@@ -31,7 +31,7 @@ def _turn(
 
 
 def turn(keys_LTKD: torch.Tensor, back_T: torch.Tensor, inv_freq_R: torch.Tensor) -> None:
-    """Turn the keys of each row back by so many positions, in all layers and in place. See `vmmkv.eviction.turn`.
+    """Turn the keys of each row back by so many positions, in all layers and in place. See `vmmkv_kernels.reference.turn`.
 
     - keys_LTKD: float16, bfloat16 or float32, its last dimension contiguous.
     - back_T: integers, on the device. inv_freq_R: float32, the model's angle for one position.

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from vmmkv import MIB, eviction
+from vmmkv import MIB
 from vmmkv.layout import SCALES, KVLayout
 from vmmkv_kernels import reference
 from vmmkv_kernels.quantise import dequantise, kind_of, quantise
@@ -251,7 +251,7 @@ class RotaryKeys:
             for layer, payload_TKW in zip(self._rows.scales, keys_LTKD, strict=True):
                 kind, scale_TK = kind_of(payload_TKW.dtype), self._rows.scales[layer]["k_scale"][moved]
                 assert kind is not None, "rows with scales are quantised"
-                turned_TKD = eviction.turn(dequantise(payload_TKW, scale_TK), back_T, self._inv_freq_R)
+                turned_TKD = reference.turn(dequantise(payload_TKW, scale_TK), back_T, self._inv_freq_R)
                 for kept, new in zip((payload_TKW, scale_TK), quantise(turned_TKD, kind), strict=True):
                     kept.copy_(new)
         elif keys_LTKD.is_cuda:
@@ -260,7 +260,7 @@ class RotaryKeys:
             turn(keys_LTKD, back_T, self._inv_freq_R)
         else:
             for keys_TKD in keys_LTKD:
-                keys_TKD.copy_(eviction.turn(keys_TKD, back_T, self._inv_freq_R))
+                keys_TKD.copy_(reference.turn(keys_TKD, back_T, self._inv_freq_R))
 
 
 class CachedAttention:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from vmmkv.cache import KVCache
 from vmmkv.errors import LayoutError, OutOfPages, OutOfSlots, RowsUnmapped
-from vmmkv.eviction import turn
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
@@ -36,6 +35,7 @@ from vmmkv.memory.slots import LiveSlot
 from vmmkv.saved import Offloaded
 from vmmkv.sequence import Sequence
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, counted
+from vmmkv_kernels.reference import turn
 
 T = TypeVar("T")
 

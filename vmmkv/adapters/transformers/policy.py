@@ -23,8 +23,9 @@ from vmmkv.adapters.transformers import attention
 from vmmkv.adapters.transformers.attention import Scoring
 from vmmkv.adapters.transformers.cache import VmmCache
 from vmmkv.errors import LayoutError
-from vmmkv.eviction import MARGIN, KVPolicy, scores_all, turn
+from vmmkv.kv_policy import MARGIN, KVPolicy, scores_all
 from vmmkv.memory.pool import Pool
+from vmmkv_kernels.reference import turn
 
 _WAITING_QUERIES: Final = 64
 """Number of queries that are scored together while no rows are to be dropped, for policies that score all queries."""

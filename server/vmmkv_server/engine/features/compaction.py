@@ -21,7 +21,8 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from vmmkv.eviction import SnapKV, scores_all
+from vmmkv.eviction import SnapKV
+from vmmkv.kv_policy import scores_all
 from vmmkv.memory.sharing import num_unmoved
 from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
