@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from vmmkv.memory.slots import ParkedSlot
     from vmmkv.prefix import Attached, AttachMethod, Fetch, PrefixCache, PrefixStats
     from vmmkv.sequence import Sequence
-    from vmmkv.tiers import DiskTier, HostTier, KeyChain, Store, Tier, TierStats
+    from vmmkv.tier import Tier, TierStats
+    from vmmkv.tiers import DiskTier, HostTier, KeyChain, Store
 
 __version__ = "0.1.0"
 
@@ -103,7 +104,8 @@ _LAZY = {  # by module: what needs torch
     "memory.slots": ("ParkedSlot",),
     "prefix": ("AttachMethod", "Attached", "Fetch", "PrefixCache", "PrefixStats"),
     "sequence": ("Sequence",),
-    "tiers": ("DiskTier", "HostTier", "KeyChain", "Store", "Tier", "TierStats"),
+    "tier": ("Tier", "TierStats"),
+    "tiers": ("DiskTier", "HostTier", "KeyChain", "Store"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -13,7 +13,7 @@ from bench.harness import Settings, Stopwatch, WrongNumbers, synchronize
 from bench.systems.models import ServedModel, Weights
 from bench.systems.runs import LIKELIEST, Begin, LogProbs, Served, ServedRun, Turns
 from bench.workloads import TokenIds, Workload, at_once
-from vmmkv.tiers import Tier
+from vmmkv.tier import Tier
 from vmmkv.units import MIB
 from vmmkv_server import LLM, SamplingParams
 from vmmkv_server.engine.kv_backend import OpenBackend, SlotBackend

@@ -17,7 +17,7 @@ from vmmkv.units import PAGE_BYTES
 if TYPE_CHECKING:
     from vmmkv import CacheStats
     from vmmkv.prefix import PrefixStats
-    from vmmkv.tiers import TierStats
+    from vmmkv.tier import TierStats
 
 Value: TypeAlias = int | float | dict[str, int | float] | None
 """A number, or numbers by the value of a label. None: unknown, and absent from the metrics."""

@@ -17,7 +17,7 @@ from tests.engine.decoder_models import VOCABULARY, small
 from tests.server.tiny import byte_tokenizer
 from vmmkv import KVCache, KVLayout, KVType, Plane, Pool, Sequence
 from vmmkv.layout import SCALES, SECTOR_BYTES
-from vmmkv.tiers import Tier
+from vmmkv.tier import Tier
 from vmmkv_kernels.quantise import Kind, dequantise, quantise
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.feature import Feature

@@ -22,8 +22,8 @@ from tests.engine.decoder_models import model_of, small
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier, OutOfPages, Pool
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import Borrowed, Fetch, fetch_search, transfers
-from vmmkv.tiers import TierStats, Transfer
+from vmmkv.prefix import Borrowed, Fetch
+from vmmkv.tiers import TierStats, Transfer, fetch_search, transfers
 from vmmkv_server import LLM, RequestOutput, SamplingParams
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import loading

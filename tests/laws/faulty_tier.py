@@ -16,9 +16,10 @@ from concurrent.futures import Future
 
 import torch
 
+from vmmkv.tier import Refusal
 from vmmkv.tiers import DiskTier, Tier, TierStats, Transfer
 from vmmkv.tiers.shared import Refused, SharedTier
-from vmmkv.tiers.tier import MissedError, Refusal, missed
+from vmmkv.tiers.threaded import MissedError, missed
 
 FAULTS = ("slow", "asks", "forgets", "refuses", "lies", "raises")
 

@@ -26,7 +26,7 @@ from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, wo
 from vmmkv import HostTier, KVCache, Pool
 from vmmkv.prefix import Fetch, PrefixCache
 from vmmkv.tiers import shared
-from vmmkv.tiers.tier import ThreadedTier
+from vmmkv.tiers.threaded import ThreadedTier
 from vmmkv.units import PAGE_BYTES
 
 turns = st.lists(st.sampled_from([5, 5, 6]), min_size=4, max_size=12)

@@ -30,7 +30,7 @@ from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
 from vmmkv.driver.pinned import host_memory
 from vmmkv.tiers import Refusal, Transfer, open_store
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ThreadedTier
+from vmmkv.tiers.threaded import ThreadedTier
 
 CPU = torch.device("cpu")
 NUM_RECORDS = 8

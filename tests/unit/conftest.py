@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from vmmkv import HostTier, Pool
+from vmmkv import Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.tier import Tier
 from vmmkv.units import PAGE_BYTES
 
 
@@ -34,7 +35,9 @@ def pool(driver: FakeDriver, pool_pages: int) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def host() -> Iterator[HostTier]:
+def host() -> Iterator[Tier]:
+    from vmmkv import HostTier
+
     tier = HostTier(64 * PAGE_BYTES)
     yield tier
     tier.close()

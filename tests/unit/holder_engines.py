@@ -29,7 +29,7 @@ from vmmkv.driver.host import HostDriver
 from vmmkv.holder import process
 from vmmkv.layout import KVLayout
 from vmmkv.testing.fake_driver import FakeDriver
-from vmmkv.tiers import Tier
+from vmmkv.tier import Tier
 from vmmkv.units import PAGE_BYTES
 
 BUDGET_BYTES = 48 * PAGE_BYTES

@@ -53,3 +53,18 @@ class Calls:
 
     def made(self) -> dict[str, int]:
         return dict(self.driver.calls - self.before)
+
+
+PROMPT = [7 * token % 251 for token in range(100)]
+
+
+def write(sequence, tokens):
+    """Token t's rows are full of t + 1."""
+    sequence.grow(len(tokens))
+    start = sequence.length
+    rows = torch.tensor(tokens[start:], dtype=torch.float32).view(-1, 1, 1) + 1
+    for layer in sequence.live.slots.layout.group_of:
+        first = start - sequence.start(sequence.live.slots.layout.group_of[layer])
+        sequence.k(layer)[first : first + len(rows)] = rows
+        sequence.v(layer)[first : first + len(rows)] = -rows
+    sequence.advance(len(tokens) - start)

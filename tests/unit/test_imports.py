@@ -22,7 +22,7 @@ ALL = MODULES | modules(ROOT, "bench")
 LAYERS = (
     ("vmmkv.units", "vmmkv.errors"),
     ("vmmkv_kernels", "vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config", "vmmkv.unmodified"),
-    ("vmmkv.kv_policy",),
+    ("vmmkv.kv_policy", "vmmkv.tier"),
     ("vmmkv.eviction", "vmmkv.model_config"),
     ("vmmkv.layout",),
     ("vmmkv.driver",),
@@ -36,6 +36,9 @@ LAYERS = (
     ("vmmkv.tiers",),
     ("vmmkv.prefix.radix_tree",),
     ("vmmkv.prefix.index",),
+    ("vmmkv.prefix.tiered",),
+    ("vmmkv.tiers.fetch_search",),
+    ("vmmkv.tiers.transfers",),
     ("vmmkv.holder.sealed",),
     ("vmmkv.holder.borrowed",),
     ("vmmkv.prefix",),

@@ -21,8 +21,7 @@ from vmmkv.memory.extents import SIZE_CLASSES
 from vmmkv.memory.pool import Reclaimer
 from vmmkv.memory.slots import RowKeeper, Slots
 from vmmkv.prefix import AttachMethod, PrefixCache, attach
-from vmmkv.prefix.index import IndexFollower, PrefixIndex
-from vmmkv.prefix.transfers import Transfers
+from vmmkv.prefix.index import PrefixIndex
 from vmmkv.units import PAGE_BYTES
 
 PROMPT = [7 * token % 251 for token in range(100)]
@@ -94,10 +93,9 @@ def hooks(kind: type) -> set[str]:
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
-def test_the_prefix_tree_overrides_every_hook_of_the_cache_and_followers_some_of_its_own() -> None:
+def test_the_prefix_tree_overrides_every_hook_of_the_cache() -> None:
     """A hook that is not overridden does nothing, and would not be missed."""
     assert hooks(RowKeeper) <= hooks(PrefixIndex)
-    assert hooks(IndexFollower) - hooks(Transfers) == {"added", "check", "dropped", "look", "unwritten", "waits_for_writes"}
 
 
 def test_slots_and_trees_override_the_hooks_that_they_answer() -> None:

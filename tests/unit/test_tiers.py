@@ -22,16 +22,18 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FAULTS, FaultyTier
-from tests.unit.support import LAYOUT, WINDOWED, Calls, assert_reads, launch_over
+from tests.unit.support import LAYOUT, PROMPT, WINDOWED, Calls, assert_reads, launch_over, write
+from tests.unit.test_prefix import hooks
 from vmmkv import BudgetError, Closed, DiskTier, DriverError, HostTier, KVCache, KVLayout, KVType, Pool, SequenceTooLong
 from vmmkv.prefix import PrefixCache
+from vmmkv.prefix.index import IndexFollower
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.tiers import mover
 from vmmkv.tiers.keys import KeyChain, PageKeys
+from vmmkv.tiers.transfers import Transfers
 from vmmkv.units import PAGE_BYTES
 
 ROOT = Path(__file__).parents[2]
-PROMPT = [7 * token % 251 for token in range(100)]
 LONG = [token % 251 for token in range(300)]
 INT8 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=2048, dtype=KVType("int8"))
 FLOAT16 = KVLayout.uniform(layers=4, kv_heads=8, head_dim=1024, dtype=torch.float16)
@@ -49,18 +51,6 @@ def cache(pool, host):
 @pytest.fixture
 def prefix(cache, host):
     return PrefixCache(cache, [host], fingerprint="model")
-
-
-def write(sequence, tokens):
-    """Token t's rows are full of t + 1."""
-    sequence.grow(len(tokens))
-    start = sequence.length
-    rows = torch.tensor(tokens[start:], dtype=torch.float32).view(-1, 1, 1) + 1
-    for layer in sequence.live.slots.layout.group_of:
-        first = start - sequence.start(sequence.live.slots.layout.group_of[layer])
-        sequence.k(layer)[first : first + len(rows)] = rows
-        sequence.v(layer)[first : first + len(rows)] = -rows
-    sequence.advance(len(tokens) - start)
 
 
 def compute(prefix, tokens, **options):
@@ -84,6 +74,11 @@ def compute_nothing(prefix, tokens):
     sequence.advance(len(tokens))
     prefix.release(sequence, tokens)
     prefix.transfers.give_up()
+
+
+def test_transfers_override_the_hooks_that_they_answer() -> None:
+    """A hook that is not overridden does nothing, and would not be missed."""
+    assert hooks(IndexFollower) - hooks(Transfers) == {"added", "check", "dropped", "look", "unwritten", "waits_for_writes"}
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two groups"])

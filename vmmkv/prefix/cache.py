@@ -28,12 +28,11 @@ from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.slots import LiveSlot, all_or_none
 from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
-from vmmkv.prefix.fetch_search import Fetch
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
-from vmmkv.prefix.transfers import PrefixListener, Transfers
+from vmmkv.prefix.tiered import Fetch, PrefixListener, TieredPrefixes
 from vmmkv.sequence import Sequence, live_slot
-from vmmkv.tiers.tier import Tier, TierStats
+from vmmkv.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 _LENDER: Final = "lender"
@@ -137,10 +136,8 @@ class PrefixCache:
             self.index: Final = PrefixIndex(slots)
             """Tree of prefixes, and the parked slots that keep them."""
             self._attacher = Attacher(slots, self.index)
-            self.transfers: Final = Transfers(slots, self.index, self._attacher.windows, tiers, fingerprint) if tiers else None
+            self.transfers: Final = self._follow_tiers(tiers, fingerprint)
             """Stores and loads of tiers; None without tiers."""
-            if self.transfers is not None:
-                self.index.followers.append(self.transfers)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
@@ -148,6 +145,14 @@ class PrefixCache:
             cache.pool.reclaimers.append(self.index)
             identity = cache.layout.identity(fingerprint)
             self._borrowed = self._follow_holder(identity)
+
+    def _follow_tiers(self, tiers: Seq[Tier], fingerprint: str) -> TieredPrefixes | None:
+        """Store in tiers what is inserted, and load from them what is fetched."""
+        if not tiers:
+            return None
+        from vmmkv.tiers.transfers import follow_tree
+
+        return follow_tree(self._slots, self.index, self._attacher.windows, tiers, fingerprint)
 
     def _follow_holder(self, identity: bytes) -> Lent | None:
         """Take what the pool's holder process has kept, and keep what is inserted there; or what its lender lends."""
@@ -374,19 +379,16 @@ class PrefixCache:
         """
         with self.cache.pool.lock:
             transfers = self.transfers
-            if transfers is None or transfers.mover.is_idle:
+            if transfers is None or transfers.is_idle:
                 return False
             self._slots.check_open()
             self._slots.check_capture()
             transfers.poll(budget_us)
-            return not transfers.mover.is_idle
+            return not transfers.is_idle
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until tiers keep all that was inserted and have given all that is fetched; False if the time is over first."""
-        transfers = self.transfers
-        if transfers is None:
-            return True
-        return transfers.mover.flush_by(self.cache.pool.lock, self.poll, transfers.oldest_fence, timeout_s)
+        return self.transfers is None or self.transfers.flush(self.poll, timeout_s)
 
     # what an earlier process left
 
@@ -457,8 +459,8 @@ class PrefixCache:
                 duplicate_pages=index.duplicate_pages,
                 evicted_pages=index.evicted_pages,
                 fetched_tokens=0 if transfers is None else transfers.fetched_tokens,
-                tiers=() if transfers is None else transfers.mover.stats(),
-                tier_errors=0 if transfers is None else transfers.mover.errors,
+                tiers=() if transfers is None else transfers.stats(),
+                tier_errors=0 if transfers is None else transfers.errors,
             )
 
     def store_if(self, worth: Callable[[str], bool]) -> None:
@@ -467,7 +469,7 @@ class PrefixCache:
         It is asked once for a sequence, and not of tiers that other engines may load from.
         """
         if self.transfers is not None:
-            self.transfers.mover.worth = worth
+            self.transfers.store_if(worth)
 
     def listen(self, listener: PrefixListener) -> None:
         """Tell one listener which tokens become known and which are forgotten, at first all that are known; and so of tiers.

@@ -30,8 +30,9 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
+from vmmkv.tier import RecordListener, Refusal, Transfer
 from vmmkv.tiers.record import ALIGNMENT_BYTES, KEY_BYTES, RECORD_BYTES, checked_record_bytes, checksum_of
-from vmmkv.tiers.tier import MissedError, RecordListener, Refusal, ThreadedTier, Transfer, touch
+from vmmkv.tiers.threaded import MissedError, ThreadedTier, touch
 from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)

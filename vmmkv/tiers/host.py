@@ -12,8 +12,9 @@ from vmmkv.arguments import whole
 from vmmkv.driver.host import HEADROOM_BYTES, HostMemory
 from vmmkv.driver.pinned import host_memory
 from vmmkv.errors import BudgetError
+from vmmkv.tier import RecordListener, Refusal, TierStats, Transfer
 from vmmkv.tiers.record import RECORD_BYTES, checked_record_bytes
-from vmmkv.tiers.tier import RecordListener, Refusal, TierStats, Transfer, check_returned, missed, read_counts, touch
+from vmmkv.tiers.threaded import check_returned, missed, read_counts, touch
 from vmmkv.units import format_bytes
 
 

@@ -19,7 +19,8 @@ from operator import attrgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from vmmkv.driver.base import DONE, Fence, retried
-from vmmkv.tiers.tier import ListenedTier, Refusal, Tier, TierStats, Transfer, missed
+from vmmkv.tier import ListenedTier, Refusal, Tier, TierStats, Transfer
+from vmmkv.tiers.threaded import missed
 
 T = TypeVar("T")
 U = TypeVar("U")

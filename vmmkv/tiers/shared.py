@@ -23,8 +23,9 @@ from typing import Any, Final
 import torch
 
 from vmmkv.errors import TierUnavailable, did_you_mean
+from vmmkv.tier import Tier, Transfer
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
-from vmmkv.tiers.tier import MissedError, ThreadedTier, Tier, Transfer, missed
+from vmmkv.tiers.threaded import MissedError, ThreadedTier, missed
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 from vmmkv.driver import Driver, open_driver
 from vmmkv.driver.base import Fence
 from vmmkv.memory.transaction import TransactionLock
+from vmmkv.tier import Refusal, Tier, Transfer
 from vmmkv.tiers.mover import Load, Move, Mover, Portion, Run, Source
 from vmmkv.tiers.record import KEY_BYTES
-from vmmkv.tiers.tier import Refusal, Tier, Transfer
 
 if TYPE_CHECKING:
     import torch

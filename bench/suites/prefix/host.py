@@ -22,11 +22,10 @@ import torch
 
 from bench.harness import Recorder, WrongNumbers, now_us
 from bench.workloads import TokenIds
-from vmmkv import HostTier, KVCache, KVLayout, Pool, PrefixCache
+from vmmkv import KVCache, KVLayout, Pool, PrefixCache
 from vmmkv import Sequence as VmmSequence
-from vmmkv.prefix import AttachMethod
+from vmmkv.prefix import AttachMethod, PrefixListener
 from vmmkv.prefix.radix_tree import Piece, RadixTree
-from vmmkv.prefix.transfers import PrefixListener
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
@@ -298,19 +297,20 @@ def _time_parked(num_parked: int, seed: int, count: int) -> _Timed:
     return timed
 
 
-class _Full(HostTier):
-    """It says that it has every record, and gives none."""
-
-    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        return [True] * len(keys)
-
-    def load(self, key: bytes) -> None:
-        return None
-
-
 def _time_fetch(num_tokens: int, seed: int, count: int) -> _Timed:
     """Fetches of prompts, each until all of it is found and begun to be loaded."""
-    timed, prompts, tier = _Timed(), _Prompts(seed, 1), _Full(PAGE_BYTES)
+    from vmmkv import HostTier
+
+    class Full(HostTier):
+        """A tier that says that it has every record, and gives none."""
+
+        def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+            return [True] * len(keys)
+
+        def load(self, key: bytes) -> None:
+            return None
+
+    timed, prompts, tier = _Timed(), _Prompts(seed, 1), Full(PAGE_BYTES)
     num_records = num_tokens // _PAGE_TOKENS
     with contextlib.closing(tier), _open_cache(1, num_tokens, num_records) as cache:
         prefix = PrefixCache(cache, [tier], fingerprint="random")

@@ -12,6 +12,7 @@ runner          launches steps on the device, as CUDA graphs on a GPU, and reads
 sampler         logits to tokens: penalties, biases, `min_tokens`, temperature, top-k, top-p, min-p
 attention       append a step's keys and values, attend to whole sequences
 kv_backend      the KV memory of an engine: the protocols, and the implementation over a vmmkv pool
+tiers           the tiers that a configuration asks for
 group_tensors   the groups of rows that share a prefix, as attention reads them
 ranking         sums of what queries attend to, by which rows are ranked
 kv_events       what the prefix tree and tiers gain and lose, published for routers

@@ -19,7 +19,7 @@ from vmmkv.driver import Driver, open_driver
 from vmmkv.errors import BudgetError, HolderUnavailable, OutOfAddresses, VmmkvError
 from vmmkv.memory.address_space import check_addresses
 from vmmkv.prefix import PrefixCache, PrefixStats
-from vmmkv.tiers import Tier
+from vmmkv.tier import Tier
 from vmmkv.units import format_bytes
 from vmmkv_server.engine.attention import KVRows
 

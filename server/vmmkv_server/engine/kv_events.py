@@ -29,10 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from vmmkv.tiers.keys import PageKeys
-from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ListenedTier
-from vmmkv.units import ceil_div
+from vmmkv.prefix import PathKeys
+from vmmkv.tier import ListenedTier
+from vmmkv.units import PAGE_BYTES, ceil_div
 from vmmkv_server.protocol import (
     BLOCK_TOKENS,
     KV_EVENTS_HWM,
@@ -172,7 +171,7 @@ class KVEventPublisher:
         """The tree has lost the leaf at the end of these edges. For the engine's thread."""
         self._add(partial(_events, namespace, edges, is_stored=False))
 
-    def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
+    def described(self, tier: ListenedTier, path: PathKeys, places: Sequence[tuple[int, int]] | None) -> None:
         """Note a described path, as PrefixListener. For the engine's thread. Cost: after a loss, work per record of a tier."""
         if tier.name in self._lost:
             self._lost.remove(tier.name)
@@ -367,7 +366,7 @@ class TierBlocks:
         """Blocks that have rows in a record and end in a later one: by its key, then by hash and the later one's key."""
         self._copies: Counter[int] = Counter()
         """Copies of each block in the tier, by its hash: in records of prompts that part behind it."""
-        self._path: PageKeys | None = None
+        self._path: PathKeys | None = None
         """Path that was described last, and its blocks' hashes."""
         self._hashes = _NO_HASHES
 
@@ -376,7 +375,7 @@ class TierBlocks:
         """Records of which blocks are kept."""
         return len(self._ending.keys() | self._spanning.keys())
 
-    def describe(self, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
+    def describe(self, path: PathKeys, places: Sequence[tuple[int, int]] | None) -> Iterator[Event | None]:
         """Describe records, as PrefixListener.described. Without places, those that the tier has and no path has described."""
         if places is None:
             places = []
@@ -421,18 +420,18 @@ class TierBlocks:
                         if not self._spanning[other]:
                             del self._spanning[other]
 
-    def _blocks_of(self, path: PageKeys, index: int, page: int) -> Iterator[_Block]:
+    def _blocks_of(self, path: PathKeys, index: int, page: int) -> Iterator[_Block]:
         """The blocks of which the record at this page of a group is the last."""
         groups = path.layout.groups
         sizes = {each: group.row_bytes * BLOCK_TOKENS for each, group in enumerate(groups) if group.window is None}
         sizes = sizes or {each: group.row_bytes * BLOCK_TOKENS for each, group in enumerate(groups)}
         if index not in sizes:
             return
-        for number in range(page * RECORD_BYTES // sizes[index], (page + 1) * RECORD_BYTES // sizes[index]):
+        for number in range(page * PAGE_BYTES // sizes[index], (page + 1) * PAGE_BYTES // sizes[index]):
             records = sorted(
                 (path.end(each, at), each, at)
                 for each, size in sizes.items()
-                for at in range(number * size // RECORD_BYTES, ceil_div((number + 1) * size, RECORD_BYTES))
+                for at in range(number * size // PAGE_BYTES, ceil_div((number + 1) * size, PAGE_BYTES))
             )
             if records[-1][1:] == (index, page):
                 yield _Block(

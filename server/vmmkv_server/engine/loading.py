@@ -18,11 +18,11 @@ from torch.nn import functional
 from vmmkv import KVLayout, KVType
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import check_budget
-from vmmkv.errors import BudgetError, DriverUnavailable, LayoutError
+from vmmkv.errors import DriverUnavailable, LayoutError
 from vmmkv.holder import check_there
 from vmmkv.prefix import PrefixListener
-from vmmkv.tiers import DiskTier, HostTier, Tier, open_store
-from vmmkv.units import ceil_div, format_bytes
+from vmmkv.tier import Tier
+from vmmkv.units import ceil_div
 from vmmkv.unmodified import settle_rotary
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine.attention import KVRows
@@ -133,9 +133,10 @@ def load(config: EngineConfig, send: Callable[[FromEngine], None]) -> Loaded:
         if ranks is not None:
             _begin("meeting the other ranks", send)
             ranks.connect(device)
-            for tier in tiers:
-                assert isinstance(tier, HostTier), "EngineConfig refuses others, which have rows of one rank alone"
-                ranks.have_host_memory(tier.address, tier.budget_bytes)
+            if tiers:
+                from vmmkv_server.engine.tiers import mirror
+
+                mirror(tiers, ranks)
         loaded = assemble(config, source, send, tiers=tiers, events=events, ranks=ranks)
         undo.callback(loaded.close)
         until_s = time.monotonic() + PREPARE_S
@@ -427,29 +428,11 @@ def open_tiers(config: EngineConfig, device: torch.device, undo: contextlib.Exit
 
     A shared store need not answer yet. Raises: BudgetError naming what fits, TierUnavailable, ValueError, OSError.
     """
-    tiers: list[Tier] = []
-    for field, open_tier in (
-        ("kv_host_budget_bytes", HostTier),
-        ("kv_disk_budget_bytes", functools.partial(DiskTier, config.kv_disk or "")),
-    ):
-        if (budget_bytes := getattr(config, field)) is not None:
-            try:
-                tier = open_tier(budget_bytes)
-                undo.callback(tier.close)
-                tier.open(device)
-            except BudgetError as error:
-                raise BudgetError(str(error).replace("budget_bytes", field)) from error
-            tiers.append(tier)
-            stats = tier.stats()
-            log.info(
-                "KV tier %s: %s, %s of it held", stats.name, format_bytes(stats.budget_bytes), format_bytes(stats.held_bytes)
-            )
-    if config.kv_store is not None:
-        store = open_store(config.kv_store)
-        undo.callback(store.close)
-        store.open(device)
-        tiers.append(store)
-    return tiers
+    if config.kv_host_budget_bytes is None and config.kv_disk is None and config.kv_store is None:
+        return []
+    from vmmkv_server.engine.tiers import opened
+
+    return opened(config, device, undo)
 
 
 def choose_layout(text_config: Any, dtype: torch.dtype | KVType) -> KVLayout:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.shared import Refused, SharedTier, client_of
-from vmmkv.tiers.tier import MissedError
+from vmmkv.tiers.threaded import MissedError
 from vmmkv.units import MIB
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.shared import Refused, SharedTier, client_of
-from vmmkv.tiers.tier import MissedError
+from vmmkv.tiers.threaded import MissedError
 from vmmkv.units import MIB
 
 

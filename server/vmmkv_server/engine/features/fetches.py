@@ -22,7 +22,6 @@ import msgspec
 
 from vmmkv import PAGE_BYTES
 from vmmkv.prefix import Borrowed, Fetch
-from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.feature import Feature
 from vmmkv_server.engine.features import Core
@@ -314,7 +313,7 @@ class Fetches(Feature):
         fetch, came_bytes = wait.fetch, wait.fetch.loaded_bytes
         if how == "late":  # of the tiers that it waits for; a record at least, or they would never be tried again
             lacking = fetch.bytes_by_tier - came_bytes
-            came_bytes = Counter({tier: max(came_bytes[tier], RECORD_BYTES) for tier in lacking})
+            came_bytes = Counter({tier: max(came_bytes[tier], PAGE_BYTES) for tier in lacking})
         elif how == "given_up":
             came_bytes = Counter()
             self._asked[request].num_fetches -= 1

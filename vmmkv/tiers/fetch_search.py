@@ -8,7 +8,6 @@ No step waits for a tier, and the cost of those between the first and the last d
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -17,6 +16,7 @@ from vmmkv.layout import KVLayout
 from vmmkv.memory.extents import SIZE_CLASSES, Extent, largest_at
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Node
+from vmmkv.prefix.tiered import Fetch
 from vmmkv.tiers.keys import PageKeys
 from vmmkv.tiers.mover import MOST_KEYS, Mover
 from vmmkv.tiers.record import RECORD_BYTES
@@ -29,41 +29,6 @@ _DEVICE, _TIER = 1, 2
 """Places of a page: 0 for nowhere, _DEVICE, _TIER in the first tier, one more in the second, and so on."""
 
 _IS_ON_DEVICE: Final = bytes(place == _DEVICE for place in range(256))
-
-
-class Fetch:
-    """A load of records into the tree, for all that wait for it. Made by `PrefixCache.fetch`, which counts who waits.
-
-    When it is `done`, `attach` finds the loaded rows, up to the first record that was missed.
-    """
-
-    def __init__(self, give_up: "Callable[[Fetch], None]", *, known: int, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        """Tokens that `attach` finds when it is done; an upper bound until then."""
-        self.done = False
-        self.ended_s = math.inf
-        """Time of time.perf_counter at which it was done: nothing looks at once."""
-        self.bytes_by_tier: Counter[str] = Counter()
-        """Bytes of its records by the name of the tier that has them. Empty until that is found, and for a fetch of none."""
-        self.loaded_bytes: Counter[str] = Counter()
-        """Bytes of the loaded records by the name of their tier."""
-        self.waiting = 1
-        """Calls of `PrefixCache.fetch` that returned it, less those of `give_up`."""
-        self.known_tokens = known
-        """Tokens that were on the device when it began."""
-        self._give_up = give_up
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its records."""
-        return self.bytes_by_tier.total()
-
-    def give_up(self) -> None:
-        """Wait no longer. A fetch that nothing waits for ends: `attach` finds what has come of its beginning."""
-        self._give_up(self)
-
-    def __repr__(self) -> str:
-        return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
 
 
 class FetchSearch:

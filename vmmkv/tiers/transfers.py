@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +25,14 @@ from vmmkv.errors import OutOfPages
 from vmmkv.memory.extents import Extent
 from vmmkv.memory.sharing import Windows
 from vmmkv.memory.slots import Slots
-from vmmkv.prefix.fetch_search import Fetch, FetchSearch, needed, reach
 from vmmkv.prefix.index import IndexFollower, Placed, PrefixIndex, end_token
-from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, TreeListener, piece_place
+from vmmkv.prefix.radix_tree import Lookup, Node, Piece, Tokens, piece_place
+from vmmkv.prefix.tiered import Fetch, PrefixListener
+from vmmkv.tier import ListenedTier, Tier, TierStats
+from vmmkv.tiers.fetch_search import FetchSearch, needed, reach
 from vmmkv.tiers.keys import PageKeys
 from vmmkv.tiers.mover import MOST_KEYS, Load, Mover, Portion, Run, Source
 from vmmkv.tiers.record import RECORD_BYTES
-from vmmkv.tiers.tier import ListenedTier, Tier
 from vmmkv.units import PAGE_BYTES
 
 _SPARE_WINDOWS: Final = 16
@@ -42,25 +43,6 @@ _LOAD_WINDOWS: Final = 16
 
 PIECES_AT_ONCE: Final = 4
 """Multiple of `MOST_KEYS` of keys that are hashed when a fetch begins: some 0.7 ms. Polls hash the others."""
-
-
-class PrefixListener(TreeListener, Protocol):
-    """Listener that hears also which records tiers have, of tiers that know when they go (`ListenedTier`).
-
-    It hears their keys, and the pages that these stand for. It must return at once, from any thread, and must not use the tree.
-    """
-
-    def described(self, tier: ListenedTier, path: PageKeys, places: Sequence[tuple[int, int]] | None) -> None:
-        """Hear that a tier is about to get the records at these groups and pages of a path. None: it may have any of them.
-
-        No lock of the tier is held: a listener that has lost what it heard may call `tier.listen` again.
-        """
-
-    def held(self, tier: str, keys: Sequence[bytes], is_held: bool) -> None:
-        """Hear that a tier, by name, has these records from now on, or no more. Either follows for what it was about to get.
-
-        It must not use a tier.
-        """
 
 
 class WindowCopier:
@@ -154,6 +136,13 @@ class TreePath(Source[Extent]):
                 done = piece_place(piece)
 
 
+def follow_tree(cache: Slots, index: PrefixIndex, windows: Windows, tiers: Sequence[Tier], fingerprint: str) -> "Transfers":
+    """Store in tiers what is inserted in a prefix tree from now on."""
+    transfers = Transfers(cache, index, windows, tiers, fingerprint)
+    index.followers.append(transfers)
+    return transfers
+
+
 class Transfers(IndexFollower):
     """The stores and loads of one prefix cache."""
 
@@ -238,6 +227,28 @@ class Transfers(IndexFollower):
         for tier in self.mover.tiers:
             if isinstance(tier, ListenedTier):
                 tier.listen(functools.partial(listener.held, tier.name))
+
+    def store_if(self, worth: Callable[[str], bool]) -> None:
+        """Ask, by a tier's name, whether to store a path there. See PrefixCache.store_if."""
+        self.mover.worth = worth
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Counts of the tiers that answer."""
+        return self.mover.stats()
+
+    @property
+    def errors(self) -> int:
+        """Calls of tiers that raised."""
+        return self.mover.errors
+
+    @property
+    def is_idle(self) -> bool:
+        """Is there nothing to go on with?"""
+        return self.mover.is_idle
+
+    def flush(self, poll: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `poll` has nothing left to do, and tiers keep what they were given; False if the time is over first."""
+        return self.mover.flush_by(self.cache.pool.lock, poll, self.oldest_fence, timeout_s)
 
     def poll(self, budget_us: float) -> None:
         """Go on with stores and loads for about `budget_us`, in turns; do one piece of work at least, if there is any."""
