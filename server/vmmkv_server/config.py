@@ -90,6 +90,9 @@ _MUST_BE_A_SIZE: Final = _must(
 _MUST_BE_SECONDS: Final = _must(
     lambda time_s: math.isfinite(time_s) and time_s > 0, "={}: wanted a number of seconds above 0", "{:g}".format
 )
+_MUST_BE_A_NAME: Final = _must(
+    lambda name: re.fullmatch(r"\w+", name) is not None, "={} is no name of a parser; use auto", repr
+)
 _TOKENS, _BYTES = "a number of tokens, or None", "a number of bytes, such as {} * vmmkv.GIB, or None"
 
 
@@ -202,6 +205,22 @@ class EngineConfig:
         ),
     ] = 0
     """Seed of dummy weights; in the in-process engine also of requests without a seed."""
+    tool_call_parser: Annotated[
+        str,
+        _MODEL(
+            "form in which the model writes calls of tools, by vLLM's names; auto: that of its chat template",
+            "NAME",
+            check=_MUST_BE_A_NAME,
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        _MODEL(
+            "markers of the model's reasoning, by vLLM's names; auto: those of its chat template; none: it is not read",
+            "NAME",
+            check=_MUST_BE_A_NAME,
+        ),
+    ] = "auto"
     tensor_parallel_size: Annotated[
         int,
         _MODEL(

@@ -232,14 +232,25 @@ class _Launch:
         await asyncio.sleep(LAST_ANSWERS_S if was_ready else 0)
         self._server.should_exit = True
 
+    def _find_format(self) -> None:
+        """Find the format of the model's chats, which takes a while. Raises: ValueError for a parser that is unknown."""
+        found = self._service.chat_format
+        if not found.knows_form and found.tokenizer.template is not None:
+            log.warning(
+                "the form in which %s writes calls is not known: tool_choice auto is refused without --tool-call-parser",
+                self._service.model,
+            )
+
     async def _load(self) -> None:
         """Load the tokenizer while the engine loads the model, and announce the server when both are done."""
         try:
             loop, path = asyncio.get_running_loop(), Path(self._config.model)
             # In an executor of its own, for which neither asyncio.run waits after a signal, nor the command's `os._exit`.
-            self._service.tokenizer = await loop.run_in_executor(ThreadPoolExecutor(1), Tokenizer.load, path)
+            executor = ThreadPoolExecutor(1)
+            self._service.tokenizer = await loop.run_in_executor(executor, Tokenizer.load, path)
+            await loop.run_in_executor(executor, self._find_format)
         except Exception as error:
-            self._cannot_start = str(error)
+            self._cannot_start = with_flags(str(error))
             self._client.fail("The tokenizer cannot be loaded.")  # clients get no paths
             self._server.should_exit = True
             return

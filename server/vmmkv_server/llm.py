@@ -27,7 +27,7 @@ from os import PathLike
 from pathlib import Path
 from reprlib import repr as shortened
 from traceback import clear_frames
-from typing import Any, Final, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -60,13 +60,17 @@ from vmmkv_server.sampling_params import SEED_MASK, Interval, SamplingParams, un
 from vmmkv_server.structured_output.compiler import GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused, of_structured_outputs
 from vmmkv_server.tokenizer import Detokenizer, PromptError, TemplateVariable, Tokenizer, decode_all
+from vmmkv_server.tools.calls import Call, CallArguments, CallBegun, Content, Reasoning, Toolset
+from vmmkv_server.tools.chat_format import ChatFormat, ChatPrompt
+from vmmkv_server.tools.form import ToolRefused
+from vmmkv_server.tools.reader import AnswerReader
 
 log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
-Conversation: TypeAlias = Sequence[Mapping[str, str]]
-"""Messages, each with a `role` and a `content`."""
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, each with a `role` and a `content`; calls and their results in OpenAI's form."""
 
 _PRIORITY: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
 _IN_VLLM: Final = {
@@ -86,11 +90,16 @@ class CompletionOutput:
     """One answer to one prompt."""
 
     text: str = ""
-    """Text up to the stop string, if one ended it. Empty if the model's directory has no tokenizer."""
+    """Text up to the stop string, if one ended it. Empty if the model's directory has no tokenizer. In chats it is that beside
+    `reasoning` and `tool_calls`."""
+    reasoning: str | None = None
+    """Text that the model wrote before its answer, in chats with models that do."""
+    tool_calls: list[Call] = field(default_factory=list)
+    """Calls of a chat's tools, in order."""
     token_ids: list[int] = field(default_factory=list)
     """Tokens without the end token, but with those of a stop string."""
-    finish_reason: FinishReason | None = None
-    """Cause of the end; None if the request failed before it."""
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    """Cause of the end, `tool_calls` for an answer with calls that was not cut off; None if the request failed before it."""
     logprobs: list[float] | None = None
     """Log-probability of each token under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
@@ -144,6 +153,8 @@ class EngineOptions(TypedDict, total=False):
     kv_store: str | None
     model_impl: str
     load_format: str
+    tool_call_parser: str
+    reasoning_parser: str
     seed: int
 
 
@@ -183,6 +194,10 @@ class LLM(Closing):
         _refuse_forked()
         directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
+        self._chat_format: ChatFormat | None = None
+        if self._tokenizer is not None:
+            parsers = {"call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
+            self._chat_format = ChatFormat(self._tokenizer, **parsers)
         self._load(dataclasses.replace(config, model=str(directory)))
         ready = self.ready
         self._limits = dataclasses.replace(ready.limits, model=self._model)
@@ -268,24 +283,33 @@ class LLM(Closing):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, TemplateVariable] | None = None,
         priorities: Iterable[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next turn in one or several conversations, by the model's chat template; else as `generate`.
 
-        A conversation is a list of messages, each with a `role` and a `content`, both texts.
-        Raises: as `generate`; ValueError for a malformed message, and for a conversation that the template refuses.
+        A conversation is a list of messages, each with a `role` and a `content`, both texts. `tools`, `tool_choice` and
+        `parallel_tool_calls` are as in `/v1/chat/completions`: outputs then have `tool_calls`.
+        Raises: as `generate`; ValueError for a malformed message, for a conversation that the template refuses, and for tools
+        or a choice that cannot be served.
         """
+        toolset = Toolset.of(tools, tool_choice, is_parallel=parallel_tool_calls)
 
-        def encoded(conversation: Any, params: SamplingParams) -> list[int]:
-            if self._tokenizer is None:
+        def encoded(conversation: Any, params: SamplingParams) -> ChatPrompt:
+            if self._chat_format is None:
                 raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
-            return self._tokenizer.encode_chat(conversation, chat_template_kwargs, self._limits, params.max_tokens)
+            has_grammar = params.structured_outputs is not None
+            return self._chat_format.encode(
+                conversation, toolset, chat_template_kwargs, self._limits, params.max_tokens, has_grammar=has_grammar
+            )
 
         listed = _listed("messages", messages, "a list of messages, or a list of such lists")
         conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
-        return self._generate(conversations, encoded, sampling_params, priorities, progress, continues=False)
+        return self._generate(conversations, encoded, sampling_params, priorities, progress)
 
     def close(self) -> None:
         """Free all memory, after tiers have stored what they lack (for 30 s at most). Idempotent.
@@ -323,14 +347,11 @@ class LLM(Closing):
     def _generate(
         self,
         prompts: Sequence[Any],
-        encoded: Callable[[Any, SamplingParams], list[int]],
+        encoded: Callable[[Any, SamplingParams], list[int] | ChatPrompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         priorities: Iterable[int] | None,
         progress: bool | None,
-        *,
-        continues: bool = True,
     ) -> list[RequestOutput]:
-        """`continues`: the text of an answer continues its prompt's; else it is a turn of its own."""
         _ = self.loaded  # else it is closed
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: give both lists of prompts to one call")
@@ -352,7 +373,7 @@ class LLM(Closing):
                     if not isinstance(params, SamplingParams):
                         raise ValueError(f"its sampling_params are {shortened(params)}; wanted SamplingParams")
                     checked = int(_PRIORITY.checked("its priority", priority))
-                    batch.add(self._answers(f"{name}-{index}", encoded(prompt, params), params, checked, continues))
+                    batch.add(self._answers(f"{name}-{index}", encoded(prompt, params), params, checked))
                 except ValueError as error:
                     self._random.setstate(state)  # a refused call moves no seed
                     raise ValueError(f"prompt {index}: {error}") from error
@@ -362,6 +383,8 @@ class LLM(Closing):
                 texts = decode_all(self._tokenizer.rust, [(answer.context, answer.output.token_ids) for answer in unread])
                 for answer, text in zip(unread, texts, strict=True):
                     answer.output.text = text
+            for answer in batch.answers:
+                answer.read()
             return batch.results
         finally:
             self._working.release()
@@ -375,22 +398,26 @@ class LLM(Closing):
         return self._tokenizer.encode(prompt, self._limits, params.max_tokens)
 
     def _answers(
-        self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool
+        self, name: str, given: list[int] | ChatPrompt, params: SamplingParams, priority: int
     ) -> "list[GrowingAnswer]":
         """The answers of a prompt, still empty. Raises: ValueError if it cannot be served."""
+        chat = given if isinstance(given, ChatPrompt) else None
+        prompt = given.token_ids if isinstance(given, ChatPrompt) else given
         if self._tokenizer is None and (params.stop or params.structured_outputs):
             feature = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
             raise ValueError(f"{self._model} has no tokenizer, and so no {feature}")
-        self._limits.check(prompt, params, follows_grammar=params.structured_outputs is not None)
+        wanted = self._grammar(params, chat)
+        self._limits.check(prompt, params, follows_grammar=wanted is not None)
         grammar = b""
-        if params.structured_outputs is not None:
+        if wanted is not None:
+            if self._grammars is None:
+                self._grammars = _Grammars(self.ready)
             try:
-                wanted = of_structured_outputs(params.structured_outputs)
-                if self._grammars is None:
-                    self._grammars = _Grammars(self.ready)
                 grammar = self._grammars.compile(wanted)
             except GrammarRefused as error:
-                raise ValueError(f"structured_outputs: {error}") from error
+                raise ValueError(
+                    f"{'tools' if params.structured_outputs is None else 'structured_outputs'}: {error}"
+                ) from error
         scores, prompt_scores = params.logprobs, params.prompt_logprobs
         result = RequestOutput(
             prompt_token_ids=prompt,
@@ -402,7 +429,8 @@ class LLM(Closing):
             prompt_top_logprobs=[None] if prompt_scores else None,
         )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        context = prompt if continues else []
+        context = prompt if chat is None else []
+        kept = () if chat is None else chat.kept
         answers: list[GrowingAnswer] = []
         for index, output in enumerate(result.outputs):
             own_params = dataclasses.replace(
@@ -415,11 +443,25 @@ class LLM(Closing):
                 request_id=f"{name}-{index}", prompt=prompt, params=own_params, priority=priority, grammar=grammar
             )
             detokenizer = None
-            if params.stop:
+            if params.stop or kept:
                 assert self._tokenizer is not None, "a stop string needs a tokenizer"
-                detokenizer = self._tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens)
-            answers.append(GrowingAnswer(request, result, output, context, detokenizer))
+                detokenizer = self._tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens, kept=kept)
+            reader = None if chat is None else chat.reader()
+            answers.append(GrowingAnswer(request, result, output, context, detokenizer, reader))
         return answers
+
+    def _grammar(self, params: SamplingParams, chat: ChatPrompt | None) -> Grammar | None:
+        """The grammar that answers follow. Raises: ValueError."""
+        try:
+            if params.structured_outputs is None:
+                return None if chat is None else chat.grammar()
+            if chat is not None and chat.toolset is not None:
+                raise ValueError("an answer that may call tools has no structured_outputs: leave one of them out")
+            return of_structured_outputs(params.structured_outputs)
+        except ToolRefused as error:
+            raise ValueError(f"tools.{error.index}.function.parameters: {error}") from error
+        except GrammarRefused as error:
+            raise ValueError(f"structured_outputs: {error}") from error
 
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
         loaded = self.loaded
@@ -548,13 +590,32 @@ class GrowingAnswer:
     context: list[int]
     """The tokens that the answer's text continues."""
     detokenizer: Detokenizer | None
-    """Detokenizer of an answer with stop strings; None without: that text is decoded at the end, all at once."""
+    """Detokenizer of an answer with stop strings or special tokens that are shown; None without: that text is decoded at the
+    end, all at once."""
+    reader: AnswerReader | None = None
+    """Reader of a chat's answer that may have calls or reasoning."""
     has_begun: bool = False
 
     @property
     def is_first(self) -> bool:
         """Is the answer the first one to its prompt?"""
         return self.output is self.result.outputs[0]
+
+    def read(self) -> None:
+        """Read the calls and the reasoning in the text, once that is whole."""
+        own = self.output
+        if self.reader is None:
+            return
+        parts = [*self.reader.feed(own.text), *self.reader.finish()]
+        own.text = "".join(part.text for part in parts if isinstance(part, Content))
+        own.reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or None
+        for part in parts:
+            if isinstance(part, CallBegun):
+                own.tool_calls.append(Call(name=part.name))
+            elif isinstance(part, CallArguments):
+                own.tool_calls[part.index].arguments += part.text
+        if own.tool_calls and own.finish_reason == "stop":
+            own.finish_reason = "tool_calls"
 
     def feed(self, output: Output) -> None:
         """Add tokens, and the end if there is one. A stop string is an end too, and cuts what follows it."""

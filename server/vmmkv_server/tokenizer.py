@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from reprlib import repr as shortened
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import jinja2
@@ -78,6 +79,8 @@ class Tokenizer:
         self.rust.no_padding()
         self.vocab_size = len(tokenizer)
         self.texts = TokenTexts(self.rust)
+        added = self.rust.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._sizes = TokenSizes.of(self.rust)
 
     @classmethod
@@ -112,20 +115,20 @@ class Tokenizer:
             return self._encode_text(prompt, limits, wanted, add_special_tokens=add_special_tokens)
         return self._known(prompt)
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, TemplateVariable] | None = None,
-        limits: Limits | None = None,
-        wanted: int | None = None,
-    ) -> list[int]:
-        """The token ids of a conversation by the model's chat template, up to the start of the assistant's turn.
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation by the model's chat template, up to the start of the assistant's turn.
 
-        Each message has a `role` and a `content`, both texts. What else it has goes to the template as it is, such as
-        `reasoning_content`; so do `variables`, such as `enable_thinking`.
+        Each message has a `role` and a `content`, both texts; None is the content of an assistant's turn without text. What
+        else it has goes to the template as it is, such as `reasoning_content`; so do `tools`, and `variables` such as
+        `enable_thinking`.
 
         Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it;
-        TemplateBroken; RequestRefused, as `encode`.
+        TemplateBroken.
         """
         _check_messages(messages)
         if self._tokenizer.chat_template is None:
@@ -139,14 +142,21 @@ class Tokenizer:
             else:
                 turns.append({**message, "role": "system" if role == "developer" else role})
         self.check_template()
+        options = {**(variables or {}), **({} if tools is None else {"tools": list(tools)})}
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # a template is a program, run in jinja2's sandbox
             refused = type(error) is jinja2.TemplateError  # by `raise_exception`
             verb, reason = ("refuses", error) if refused else ("fails on", f"{type(error).__name__}: {error}")
             raise PromptError(f"the model's chat template {verb} this conversation: {reason}") from error
         assert isinstance(text, str)
-        return self._encode_text(text, limits, wanted, add_special_tokens=False)
+        return text
+
+    @property
+    def template(self) -> str | None:
+        """The chat template, the one for tools if there are several; None if there is none."""
+        found = self._tokenizer.chat_template
+        return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
 
     def check_template(self) -> None:
         """Raises: TemplateBroken if there is a chat template that is no program. Cost: transformers keeps compiled ones."""
@@ -179,9 +189,15 @@ class Tokenizer:
             end += len(stream.feed(token_id))
         return Echo(text, token_ids, offsets)
 
-    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0) -> "Detokenizer":
-        """A detokenizer for one answer. `context` is the prompt, if the answer continues its text."""
-        return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens)
+    def detokenizer(
+        self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0, kept: Sequence[str] = ()
+    ) -> "Detokenizer":
+        """A detokenizer for one answer. `context` is the prompt, if the answer continues its text.
+
+        `kept`: texts of special tokens that the answer's text has; the others are left out.
+        """
+        shown = {token_id: text for token_id, text in self._special.items() if text in kept} if kept else {}
+        return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens, kept=shown)
 
     def _known(self, token_ids: list[int]) -> list[int]:
         unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
@@ -210,9 +226,10 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message, Mapping):
             raise PromptError(f"message {index} is {shortened(message)}; {_MESSAGE}")
         for name in ("role", "content"):
-            if message.get(name) is None:
+            may_be_none = name == "content" and name in message and message.get("role") == "assistant"
+            if message.get(name) is None and not may_be_none:
                 raise PromptError(f"message {index} has no {name}; {_MESSAGE}")
-            if not isinstance(message[name], str):
+            if not isinstance(message[name], str | None):
                 raise PromptError(f"the {name} of message {index} is {shortened(message[name])}, which is no text; {_MESSAGE}")
 
 
@@ -223,9 +240,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: RustTokenizer, *, stops: Sequence[str] = (), context: Sequence[int] = (), min_tokens: int = 0
+        self,
+        tokenizer: RustTokenizer,
+        *,
+        stops: Sequence[str] = (),
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
+        kept: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._text = TextStream(tokenizer, context)
+        """`kept`: special tokens that the text has, with their texts."""
+        self._text = KeepingTextStream(tokenizer, context, kept) if kept else TextStream(tokenizer, context)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -319,6 +343,22 @@ class TextStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
+class KeepingTextStream(TextStream):
+    """A TextStream with the texts of some special tokens."""
+
+    def __init__(self, tokenizer: RustTokenizer, context: Sequence[int], kept: Mapping[int, str]) -> None:
+        super().__init__(tokenizer, context)
+        self._kept = kept
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes, often none."""
+        return super().flush() + self._kept[token_id] if token_id in self._kept else super().feed(token_id)
+
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The text of the pending tokens and of `token_ids`."""
+        return "".join(map(self.feed, token_ids)) + super().flush()
 
 
 class StopStrings:

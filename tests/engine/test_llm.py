@@ -644,7 +644,7 @@ def test_a_chat_is_the_models_template_and_its_answer_alone(engine: LLM) -> None
         (["hello"], "prompt 0: 'hello' is not a list of messages; a message is {"),
         ([HELLO, [{"role": "user"}]], 'prompt 1: message 0 has no content; a message is {"role": ..., "content": text}'),
         ([*HELLO, {"content": "a"}], "prompt 0: message 1 has no role"),
-        ([*HELLO, {"role": "assistant", "content": None}], "prompt 0: message 1 has no content"),
+        ([*HELLO, {"role": "user", "content": None}], "prompt 0: message 1 has no content"),
         ([*HELLO, "hello"], "prompt 0: message 1 is 'hello'; a message is"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "which is no text; a message is"),
     ],

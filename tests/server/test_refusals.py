@@ -70,13 +70,13 @@ OF_COMPLETIONS: dict[str, list[Any]] = {
 OF_CHATS: dict[str, list[Any]] = {
     "logprobs": [2],
     "max_completion_tokens": [0],
-    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tools": [[{}], [{"type": "function"}], {"type": "function", "function": {"name": "f"}}],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "chat_template": ["{{ 1 }}"],
     "chat_template_kwargs": ["x", {str(number): 1 for number in range(17)}, {"a b": 1}, {"a" * 65: 1}],
     "chat_template_kwargs.a": [{"a": value} for value in ([], {}, math.nan, "x" * (MAX_VARIABLE_CHARS + 1))],
     "messages": [[], [{"role": "user", "content": "\ud800"}]],
-    "messages.0.role": [[{"role": "tool", "content": "x"}]],
+    "messages.0.role": [[{"role": "function", "content": "x"}]],
     "messages.0.content": [
         [{"role": "user"}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
@@ -129,7 +129,7 @@ def test_the_parameter_is_named(server: Running, path: str, param: str, value: A
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "or send false."),
         (CHAT, {"messages": [{"role": "user", "contents": "a"}]}, "Unknown parameter: 'contents'; did you mean content?"),
         (CHAT, {"made_up\ud800": 5}, "Unknown parameter: 'made_up\\ud800'."),
-        (CHAT, {"tools": [{}]}, 'for an answer of a schema send "response_format": {"type": "json_schema", ...}.'),
+        (CHAT, {"functions": [{}]}, 'send "tools": [{"type": "function", "function": {...}}].'),
     ],
 )  # fmt: skip
 def test_it_says_what_would_work(server: Running, path: str, body: dict[str, Any], said: str) -> None:

@@ -83,7 +83,7 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("path", "body", "worker"),
         [
-            ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 500}, "encode_chat"),
+            ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 500}, "render_chat"),
             ("/tokenize", {"prompt": "a" * 5000, "return_token_strs": True}, "text_of"),
             ("/detokenize", {"tokens": [97] * 5000}, "_known"),
             (COMPLETIONS, {"model": "tiny", "prompt": [[97] * 200] * 30, "max_tokens": 1, "echo": True}, "_known"),

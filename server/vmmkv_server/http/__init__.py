@@ -2,7 +2,9 @@
 
 app          the application: routes, and the middleware before them
 generation   a request's way from its body to its answer
+wire         the base of request bodies
 schemas      request bodies
+tools        tools and reasoning in request bodies and answers
 responses    text of answers as it comes, and response bodies
 limits       admission: origins, hosts, keys, the queue, bodies
 edge         HEAD, clients that do not read or end their side, no descriptors; a server works without it

@@ -52,6 +52,9 @@ from vmmkv_server.sampling_params import SEED_MASK, InvalidParam, Limits, Reques
 from vmmkv_server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
+from vmmkv_server.tools.calls import InvalidTools, Toolset
+from vmmkv_server.tools.chat_format import ChatFormat, ChatPrompt
+from vmmkv_server.tools.form import ToolRefused
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +132,26 @@ class GrammarService:
         """Thread that reads schemas, one at a time. Each holds Python's lock, which several would take from the event loop."""
 
     async def read(self, request: GenerationRequest) -> Grammar:
-        """The grammar of a request that has one. A schema waits for those before it. Raises: ApiError (400)."""
+        """The grammar of a request that has one. Raises: ApiError (400)."""
         try:
-            if not request.has_schema:
-                return request.grammar()
-            return await asyncio.get_running_loop().run_in_executor(self._reader, request.grammar)
+            return await self._made(request.grammar) if request.has_schema else request.grammar()
         except GrammarRefused as error:
             raise errors.invalid(request.grammar_source, error) from error
+
+    async def of_calls(self, prompt: ChatPrompt) -> Grammar | None:
+        """The grammar of calls, if an answer must have them. Raises: ApiError (400)."""
+        try:
+            return await self._made(prompt.grammar)
+        except InvalidTools as error:
+            raise errors.invalid(error.param, error.reason) from error
+        except ToolRefused as error:
+            raise errors.invalid(f"tools.{error.index}.function.parameters", error) from error
+        except GrammarRefused as error:
+            raise errors.invalid("tools", error) from error
+
+    async def _made(self, make: Callable[[], T]) -> T:
+        """A grammar made of schemas, which waits for those before it."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, make)
 
     async def compiled(self, param: str, grammar: Grammar, *, namespace: str | None, deadline: Deadline) -> bytes:
         """The grammar of `param` as the engine takes it. The compiler's start is not on the request's time.
@@ -190,6 +206,7 @@ class Service:
         self.at_stop: list[Callable[[], None]] = []
         """Ends of streams that have none by themselves."""
         self.tokenizer: Tokenizer | None = None
+        self._chat_format: ChatFormat | None = None
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -230,6 +247,18 @@ class Service:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
         return dataclasses.replace(limits, model=self.model, vocabulary_size=self.tokenizer.vocab_size), self.tokenizer
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The format of the model's chats. Raises: ApiError (503) while the tokenizer is loading."""
+        if self.tokenizer is None:
+            raise errors.unavailable("The tokenizer is loading; try again in a while.")
+        if self._chat_format is None or self._chat_format.tokenizer is not self.tokenizer:
+            engine = self.config.engine
+            self._chat_format = ChatFormat(
+                self.tokenizer, call_parser=engine.tool_call_parser, reasoning_parser=engine.reasoning_parser
+            )
+        return self._chat_format
+
     def stop(self) -> None:
         """End the streams that have no end."""
         for end in self.at_stop:
@@ -268,6 +297,8 @@ class Job:
         self._namespace = service.queue.namespace(self.state.caller, body.cache_salt)
         self._asked: Grammar | None = None
         self._grammar = b""
+        self._chat: ChatPrompt | None = None
+        """The prompt of a chat."""
         self._echoes: list[Echo] | None = None
         """Texts that answers begin with, and their tokens' places if those are scored; None without `echo`."""
         if body.priority < 0 and not service.queue.sees_all(self.state.caller):
@@ -283,9 +314,11 @@ class Job:
         """Read the grammar, tokenise the prompts, and check what they ask for."""
         body = self._body
         try:
-            if body.grammar_param:
+            if body.grammar_source:
                 self._asked = await self.deadline.keep(self._service.grammars.read(body))
             await self.deadline.keep(self._encode())
+            if self._chat is not None and self._chat.toolset is not None:
+                self._asked = await self.deadline.keep(self._service.grammars.of_calls(self._chat))
             self.params = list(map(functools.partial(self._params_for, self._limits), self.prompts))
         except PromptError as error:
             raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
@@ -302,7 +335,7 @@ class Job:
         check_tokens(self._body.params.num_sequences * sum(map(len, self.prompts)))
         if self._asked is not None:
             self._grammar = await self._service.grammars.compiled(
-                self._body.grammar_param, self._asked, namespace=self._namespace, deadline=self.deadline
+                self._body.grammar_param or "tools", self._asked, namespace=self._namespace, deadline=self.deadline
             )
 
     def submit(self, name: str) -> "Generation":
@@ -330,9 +363,10 @@ class Job:
                 )
             for _ in range(params.n):
                 context = prompt if body.is_continued else ()
-                detokenizer = self.tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens)
+                reader, kept = (None, ()) if self._chat is None else (self._chat.reader(), self._chat.kept)
+                detokenizer = self.tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens, kept=kept)
                 echo = None if self._echoes is None else self._echoes[prompt_index]
-                choices.append(ChoiceStream(detokenizer, scored=params.logprobs is not None, echo=echo))
+                choices.append(ChoiceStream(detokenizer, scored=params.logprobs is not None, echo=echo, reader=reader))
         at_end = not body.stream and not body.stop
         return Generation(self._service, requests, choices, num_choices=body.params.n, deadline=self.deadline, at_end=at_end)
 
@@ -340,9 +374,16 @@ class Job:
         """Raises: PromptError, RequestRefused, ApiError."""
         body, tokenizer = self._body, self.tokenizer
         if isinstance(body, ChatRequest):
-            self.prompts = [
-                await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs, self._limits, body.wanted_tokens)
-            ]
+            self._chat = await _encode_chat(
+                self._service.chat_format,
+                body.messages,
+                body.toolset,
+                body.chat_template_kwargs,
+                self._limits,
+                body.wanted_tokens,
+                has_grammar=bool(body.grammar_param),
+            )
+            self.prompts = [self._chat.token_ids]
             return
         assert isinstance(body, CompletionRequest)
         num_given = sum(map(len, body.prompt))
@@ -381,18 +422,21 @@ def _check_prompt_logprobs(params: SamplingParams, prompts: Sequence[list[int]])
 
 
 async def _encode_chat(
-    tokenizer: Tokenizer,
+    chat_format: ChatFormat,
     messages: Sequence[ChatMessage],
+    toolset: Toolset | None,
     variables: dict[str, TemplateVariable] | None,
     limits: Limits | None = None,
     wanted: int | None = None,
-) -> list[int]:
+    *,
+    has_grammar: bool = False,
+) -> ChatPrompt:
     """Raises: PromptError; RequestRefused beyond the `limits`."""
-    turns = [message.model_dump() for message in messages]
+    turns = [message.model_dump(exclude_unset=True) for message in messages]
     texts = (value for turn in turns for value in turn.values() if isinstance(value, str))
     cost = MESSAGE_CHARS * len(turns) + sum(map(len, texts))
-    has_more = any(message.model_extra for message in messages)  # of any size
-    encode = functools.partial(tokenizer.encode_chat, turns, variables, limits, wanted)
+    has_more = toolset is not None or any(message.model_extra or message.tool_calls for message in messages)  # of any size
+    encode = functools.partial(chat_format.encode, turns, toolset, variables, limits, wanted, has_grammar=has_grammar)
     return await off_loop(cost, encode, inline=0 if has_more else INLINE_CHARS)
 
 
@@ -613,7 +657,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
     limits, tokenizer = service.require(body.model)
     most = limits if len(await request.body()) > COUNTED_BYTES else None
     if body.prompt is None:
-        param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs, most)
+        param, work = "messages", _tokens_of_chat(body, service.chat_format, most)
     else:
         add_special_tokens = body.add_special_tokens is not False
         encode = functools.partial(tokenizer.encode, body.prompt, most, add_special_tokens=add_special_tokens)
@@ -637,6 +681,12 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
         ).model_dump_json()
 
     return Response(await off_loop(len(ids), write, inline=INLINE_CHARS), media_type="application/json")
+
+
+async def _tokens_of_chat(body: TokenizeRequest, chat_format: ChatFormat, limits: Limits | None) -> list[int]:
+    """Raises: as `_encode_chat`."""
+    encoded = _encode_chat(chat_format, body.messages or (), body.toolset, body.chat_template_kwargs, limits)
+    return (await encoded).token_ids
 
 
 async def detokenize(service: Service, request: Request, body: DetokenizeRequest) -> DetokenizedText:

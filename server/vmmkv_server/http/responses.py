@@ -8,14 +8,15 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, Field
 
 from vmmkv import __version__
 from vmmkv_server.http.schemas import GenerationRequest
+from vmmkv_server.http.tools import AnswerFields, answer_fields
 from vmmkv_server.protocol import (
     BLOCK_TOKENS,
     DEVICE,
@@ -30,6 +31,8 @@ from vmmkv_server.protocol import (
 )
 from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.tokenizer import Detokenizer, Echo, TokenTexts
+from vmmkv_server.tools.calls import Part
+from vmmkv_server.tools.reader import AnswerReader
 
 LEAST_LOGPROB: Final = -9999.0
 """Number in place of minus infinity, which JSON does not have; OpenAI's."""
@@ -131,11 +134,15 @@ class Completion(Answer):
     usage: Annotated[Usage | None, _Sparse] = None
 
 
-class AssistantMessage(BaseModel):
+ChatFinishReason: TypeAlias = FinishReason | Literal["tool_calls"]
+
+
+class AssistantMessage(AnswerFields):
     """A whole reply."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Text; null if there is none beside calls or reasoning."""
     refusal: None = None
 
 
@@ -145,7 +152,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletion(Answer):
@@ -156,7 +163,7 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class Delta(BaseModel):
+class Delta(AnswerFields):
     """New text of a reply; the first one names the role."""
 
     role: Annotated[Literal["assistant"] | None, _Sparse] = None
@@ -169,7 +176,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(Answer):
@@ -375,6 +382,10 @@ class TextDelta:
     """Scores of the new tokens; None unless they were asked for."""
     echo_scores: EchoScores | None = None
     """Scores of a prompt that stands before the new tokens; None for none."""
+    parts: Sequence[Part] | None = None
+    """The text by its parts, if it is read: calls, reasoning, content. Else all of it is content."""
+    has_called: bool = False
+    """Has the choice made calls, now or before?"""
 
     @property
     def num_logprobs(self) -> int:
@@ -391,16 +402,24 @@ class ChoiceStream:
     """The text of one choice: `feed` it the engine's outputs, `take` what is new.
 
     The text begins with that of an `echo`. `scored`: keep a Score for each token; those of the echo come by `feed_prompt`,
-    before any output.
+    before any output. With a `reader` deltas have parts.
     """
 
-    def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        scored: bool = False,
+        echo: Echo | None = None,
+        reader: AnswerReader | None = None,
+    ) -> None:
         self.detokenizer = detokenizer
         self._text = "" if echo is None else echo.text
         self._first_offset = len(self._text)
         self._scores: list[Score] | None = [] if scored else None
         self._echo_scores = EchoScores(echo) if scored and echo is not None else None
         self._reason: FinishReason | None = None
+        self._reader = reader
 
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """Log-probabilities of the next tokens of the echoed prompt, in order."""
@@ -428,7 +447,13 @@ class ChoiceStream:
         if self._reason is None and (is_waiting or not self._text):
             return None
         delta = TextDelta(index, self._text, self._reason, self._scores, self._echo_scores)
-        self._text, self._echo_scores = "", None
+        self._text = ""
+        if self._reader is not None:
+            parts = self._reader.feed(delta.text) + ([] if self._reason is None else self._reader.finish())
+            if self._reason is None and not parts:
+                return None
+            delta = replace(delta, parts=parts, has_called=self._reader.has_called)
+        self._echo_scores = None
         if self._scores is not None:
             self._scores = []
         return delta
@@ -521,18 +546,27 @@ class ChatForm(ResponseForm):
         choices = []
         for delta in deltas:
             is_opening = not delta.text and delta.finish_reason is None
-            news = Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
+            if delta.parts is not None:
+                news = Delta(**answer_fields(delta.parts, is_whole=False))
+            else:
+                news = Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
             choices.append(ChunkChoice(**self._common(delta), delta=news))
         return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
 
     def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
         """Every reply."""
-        replies = [ChatChoice(**self._common(delta), message=AssistantMessage(content=delta.text)) for delta in deltas]
+        replies = [ChatChoice(**self._common(delta), message=self._message(delta)) for delta in deltas]
         return ChatCompletion(**self._head, choices=replies, usage=usage)
+
+    def _message(self, delta: TextDelta) -> AssistantMessage:
+        if delta.parts:
+            return AssistantMessage(**answer_fields(delta.parts, is_whole=True))
+        return AssistantMessage(content=delta.text)
 
     def _common(self, delta: TextDelta) -> dict[str, Any]:
         logprobs = None if delta.scores is None else ChatLogprobs(content=list(map(self._scored, delta.scores)))
-        return {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        reason = "tool_calls" if delta.has_called and delta.finish_reason == "stop" else delta.finish_reason
+        return {"index": delta.index, "logprobs": logprobs, "finish_reason": reason}
 
     def _scored(self, score: Score) -> TokenLogprob:
         assert score.logprob is not None, "a chat echoes nothing"

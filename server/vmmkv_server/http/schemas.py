@@ -7,27 +7,23 @@ Types and OpenAI's limits are checked here; what a parameter may be is checked b
 
 import dataclasses
 import functools
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
 
-from vmmkv.errors import did_you_mean
+from vmmkv_server.http.tools import ToolChoiceFields, ToolFields, TurnFields
+from vmmkv_server.http.wire import Unserved, WireRequest, refusal, without_nulls
 from vmmkv_server.kv_policy import KVPolicyLike
 from vmmkv_server.sampling_params import (
     MAX_BIAS,
@@ -58,78 +54,6 @@ MAX_LOGPROBS: Final = 20
 """Most likeliest tokens at each place."""
 MAX_TEMPLATE_VARIABLES: Final = 16
 MAX_VARIABLE_CHARS: Final = 1024
-
-Unserved: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""Parameters that are not served, each with the values that ask for nothing, besides null."""
-
-_TOOLS_INSTEAD: Final = '; for an answer of a schema send "response_format": {"type": "json_schema", ...}'
-
-
-class WireRequest(BaseModel):
-    """Strict (no `"5"` for 5), and clear about parameters that are unknown or not served. Null is the default of a field.
-
-    A model with `extra="allow"` takes unknown parameters once it has all that it requires.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    unserved: ClassVar[Unserved] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_others(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, neutral in cls.unserved.items():
-            value = _without_nulls(data.get(name))
-            if value is not None and not any(_are_same(value, other) for other in neutral):
-                wanted = f"leave it out or send {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
-                wanted += _TOOLS_INSTEAD if name in ("tools", "functions") else ""
-                raise PydanticCustomError(
-                    "unsupported_parameter",
-                    "The parameter '{param}' is not supported by this server; {wanted}.",
-                    {"param": name, "wanted": wanted},
-                )
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        required = {name for name, field in fields.items() if field.is_required()}
-        takes_others = cls.model_config["extra"] == "allow" and required <= data.keys()
-        for name in data:
-            if name not in fields and name not in cls.unserved and not takes_others:
-                near = did_you_mean(name, list(fields))
-                context = {"param": _encodable(name), "remedy": f"; {near}" if near else "."}
-                raise PydanticCustomError("unknown_parameter", "Unknown parameter: '{param}'{remedy}", context)
-        is_null = {name for name, value in data.items() if value is None} - required
-        return {name: value for name, value in data.items() if name not in cls.unserved and name not in is_null}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Schema with null beside the values of each field that has a default."""
-        reference = handler(core_schema)
-        schema = handler.resolve_ref_schema(reference)
-        for name, field in schema.get("properties", {}).items():
-            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
-        return reference
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value; an object without those of its parts that have their default."""
-    return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
-
-
-def _are_same(value: Any, other: Any) -> bool:
-    """Are two values of JSON the same? 1 and 1.0 are, 0 and false are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def refusal(param: str, message: str) -> PydanticCustomError:
-    """Refusal of a field, or of `param` within it, with a message."""
-    return PydanticCustomError("combination", "{why}", {"why": _encodable(message), "param": param})
-
-
-def _encodable(text: str) -> str:
-    """A client's text as UTF-8 can carry it: it may have half of a surrogate pair."""
-    return text.encode(errors="backslashreplace").decode()
-
 
 # Values with several forms.
 
@@ -179,7 +103,7 @@ def _as_policy(value: Any) -> Any:
         raise refusal("", 'it must be a string, or an object such as {"type": "streaming_llm", "window": 2048}')
     if isinstance(value, str):
         return value
-    return {name: _as_whole(option) for name, option in _without_nulls(value).items()}
+    return {name: _as_whole(option) for name, option in without_nulls(value).items()}
 
 
 def _as_num_logprobs(value: Any) -> Any:
@@ -218,7 +142,7 @@ def _as_biases(value: Any) -> Any:
     for key in value:
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)):  # one way to write each, so that none is lost
             raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {key!r} is none')
-    return {int(key): bias for key, bias in _without_nulls(value).items()}
+    return {int(key): bias for key, bias in without_nulls(value).items()}
 
 
 def _as_variables(value: Any) -> dict[str, TemplateVariable]:
@@ -234,7 +158,7 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
         if not (each is None or is_small_text or is_number):
             wanted = f"it must be null, true, false, a number, or a text of {MAX_VARIABLE_CHARS} characters at most"
             raise refusal(name, wanted)
-    variables: dict[str, TemplateVariable] = _without_nulls(value)
+    variables: dict[str, TemplateVariable] = without_nulls(value)
     return variables
 
 
@@ -523,15 +447,14 @@ class GenerationRequest(_SamplingFields):
     @property
     def grammar_param(self) -> str:
         """The parameter that has the grammar of the answer; empty if none has."""
-        if self.response_format is not None and self.response_format.has_grammar:
-            return "response_format"
-        return "" if self.structured_outputs is None else f"structured_outputs.{self.structured_outputs.kind}"
+        return self.grammar_source.removesuffix(".json_schema.schema")
 
     @property
     def grammar_source(self) -> str:
-        """The parameter that the grammar is written in: `grammar_param`, or one within it."""
-        has_schema = self.response_format is not None and self.response_format.json_schema is not None
-        return "response_format.json_schema.schema" if has_schema else self.grammar_param
+        """The parameter that a grammar is written in; empty for none."""
+        if self.response_format is not None and self.response_format.has_grammar:
+            return "response_format" if self.response_format.json_schema is None else "response_format.json_schema.schema"
+        return "" if self.structured_outputs is None else f"structured_outputs.{self.structured_outputs.kind}"
 
     @property
     def has_schema(self) -> bool:
@@ -620,16 +543,15 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs, self.logprobs if self.echo else None
 
 
-class ChatMessage(WireRequest):
+class ChatMessage(TurnFields):
     """One turn of a conversation. All that it has beside role and content goes to the template too, which may show it."""
 
     model_config = ConfigDict(extra="allow")
     unserved: ClassVar[Unserved] = {
-        **dict.fromkeys(("refusal", "tool_call_id", "function_call", "audio"), ()),
+        **dict.fromkeys(("refusal", "function_call", "audio"), ()),
         "prefix": (False,),
-        "tool_calls": ([],),
     }
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
 
 
@@ -637,28 +559,27 @@ _OF_TEMPLATES: Final[Unserved] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
-    **dict.fromkeys(("tools", "documents"), ([],)),
+    "documents": ([],),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), ({},)),
 }
 """Unserved parameters of chats, whether they are answered or tokenised."""
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolChoiceFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     unserved: ClassVar[Unserved] = {
         **_NEUTRAL,
         **_OF_TEMPLATES,
         "functions": ([],),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),  # of no tools, for others are refused
+        "function_call": ("none", "auto"),  # of no functions, for others are refused
         "reasoning_effort": ("none",),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "thinking_token_budget"), ()),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "verbosity": ("medium",),
         "echo": (False,),
         "add_special_tokens": (False,),  # a template writes its own
-        # vllm-router writes these too; there is no reasoning parser here.
+        # vllm-router writes these too.
         **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
     }
     prompt_param = "messages"
@@ -671,22 +592,18 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE] | None = None
     """Likeliest tokens with log-probabilities at each place, beside each chosen token's own."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tools_that_may_not_be_called(cls, data: Any) -> Any:
-        """Drop tools and functions with a choice of "none": none is called, and no template here shows them."""
-        if isinstance(data, dict):
-            pairs = (("tools", "tool_choice"), ("functions", "function_call"))
-            unused = [name for name, choice in pairs if isinstance(data.get(name), list) and data.get(choice) == "none"]
-            return {name: value for name, value in data.items() if name not in unused}
-        return data
-
     def _conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from self.tool_conflicts(self.grammar_source)
         yield from super()._conflicts()
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens", "max_tokens and max_completion_tokens mean the same: send one"
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "top_logprobs is only for logprobs=true"
+
+    @property
+    def grammar_param(self) -> str:
+        """The parameter that has the grammar of the answer; empty if none has."""
+        return "tool_choice" if self.must_call else super().grammar_param
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -700,7 +617,7 @@ class ChatRequest(GenerationRequest):
 # Other routes.
 
 
-class TokenizeRequest(WireRequest):
+class TokenizeRequest(ToolFields):
     """POST /tokenize: one prompt, or one conversation in the model's chat template."""
 
     unserved = _OF_TEMPLATES
@@ -718,6 +635,10 @@ class TokenizeRequest(WireRequest):
             raise refusal("prompt", "send either prompt or messages")
         if self.chat_template_kwargs and self.messages is None:
             raise refusal("chat_template_kwargs", "chat_template_kwargs is only for messages")
+        if self.tools and self.messages is None:
+            raise refusal("tools", "tools are only for messages")
+        for param, why in self.tool_conflicts():
+            raise refusal(param, why)
         if self.add_special_tokens and self.messages is not None:
             raise refusal(
                 "add_special_tokens", "add_special_tokens is only for prompt: the template of messages writes its own"

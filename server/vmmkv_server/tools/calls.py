@@ -1,11 +1,26 @@
 """Tools that a request offers, the calls that an answer makes, and the parts into which its text is read."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, Self, TypeAlias
 
 MAX_TOOLS: Final = 128
 """Most tools of a request; OpenAI's."""
+TOOL_NAME: Final = r"[A-Za-z0-9_.-]{1,64}"
+"""Pattern of a tool's name."""
+
+
+class InvalidTools(ValueError):
+    """Tools, or a choice among them, that cannot be served."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"{param}: {reason}")
+        self.param = param
+        """The parameter at fault, such as `tools.0.function.name`."""
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +51,28 @@ class Toolset:
     is_parallel: bool = True
     """May an answer have several calls?"""
 
+    def __post_init__(self) -> None:
+        names = [tool.name for tool in self.tools]
+        if len(names) > MAX_TOOLS:
+            raise InvalidTools("tools", f"there are {len(names)}, and may be {MAX_TOOLS}")
+        for index, name in enumerate(names):
+            if not re.fullmatch(TOOL_NAME, name):
+                raise InvalidTools(f"tools.{index}.function.name", f"{name!r} is not 1 to 64 letters, digits, _, - and .")
+            if name in names[:index]:
+                raise InvalidTools(f"tools.{index}.function.name", f"{name!r} is the name of another tool; give each its own")
+        if self.choice == "required" and not names:
+            raise InvalidTools("tool_choice", "there are no tools to call: send tools, or leave it out")
+        if self.named is not None and self.named not in names:
+            raise InvalidTools("tool_choice", f"{self.named!r} is none of the tools, which are {', '.join(names)}")
+
+    @classmethod
+    def of(cls, tools: Sequence[Any] | None, choice: Any = None, *, is_parallel: bool = True) -> Self | None:
+        """Tools and a choice in OpenAI's form; None if there is no tool that may be called. Raises: InvalidTools."""
+        read = tuple(_tool(index, each) for index, each in enumerate(tools or ()))
+        kind, named = read_choice(choice)
+        toolset = cls(tools=read, choice="required" if kind == "required" else "auto", named=named, is_parallel=is_parallel)
+        return toolset if read and kind != "none" else None
+
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that may be called."""
@@ -45,6 +82,35 @@ class Toolset:
     def most_calls(self) -> int | None:
         """The most calls of an answer; None for any number."""
         return None if self.is_parallel and self.named is None else 1
+
+
+def read_choice(choice: Any) -> tuple[Literal["none", "auto", "required"], str | None]:
+    """A choice in OpenAI's form, and the one tool that it names; None is `auto`. Raises: InvalidTools."""
+    match choice:
+        case None | "auto":
+            return "auto", None
+        case "none" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "required", name
+    wanted = 'it must be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
+    raise InvalidTools("tool_choice", wanted)
+
+
+def _tool(index: int, given: Any) -> Tool:
+    """Raises: InvalidTools."""
+    match given:
+        case {"type": "function", "function": {"name": str(name), **rest}}:
+            description, parameters = rest.get("description"), rest.get("parameters")
+        case _:
+            wanted = 'it must be {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+            raise InvalidTools(f"tools.{index}", wanted)
+    if not isinstance(description, str | None):
+        raise InvalidTools(f"tools.{index}.function.description", "it must be a text")
+    if not isinstance(parameters, Mapping | None):
+        raise InvalidTools(f"tools.{index}.function.parameters", "it must be a JSON schema of an object")
+    tool = Tool(name=name, description=description)
+    return tool if parameters is None else replace(tool, parameters=parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +141,24 @@ class CallArguments:
 
     index: int
     text: str
+
+
+def new_call_id() -> str:
+    """A name for a call, as OpenAI writes them."""
+    return "call_" + "".join(secrets.choice(_ID_LETTERS) for _ in range(24))
+
+
+_ID_LETTERS: Final = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A call in an answer."""
+
+    name: str
+    arguments: str = ""
+    """The text of a JSON object; a part of it if the answer was cut off."""
+    id: str = field(default_factory=new_call_id)
 
 
 Part: TypeAlias = Reasoning | Content | CallBegun | CallArguments

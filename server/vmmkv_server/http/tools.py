@@ -1,0 +1,207 @@
+"""Tools over HTTP: fields of requests and of their turns, and of the messages and deltas that answer them."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from vmmkv_server.http.wire import WireRequest, refusal
+from vmmkv_server.tools.calls import (
+    MAX_TOOLS,
+    CallArguments,
+    CallBegun,
+    Content,
+    InvalidTools,
+    Part,
+    Reasoning,
+    Toolset,
+    new_call_id,
+    read_choice,
+)
+
+MAX_ID_CHARS: Final = 256
+
+# Requests.
+
+
+class FunctionDefinition(WireRequest):
+    """A function of the client's, which the model may ask it to call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; none without it."""
+    strict: bool | None = None
+    """Has no effect: arguments follow the schema in any case."""
+
+
+class FunctionTool(WireRequest):
+    """A tool of a request."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def _as_choice(value: Any) -> Any:
+    try:
+        read_choice(value)
+    except InvalidTools as error:
+        raise refusal("", error.reason) from error
+    return value
+
+
+_NAMED: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+ToolChoice = Annotated[
+    str | dict[str, Any],
+    BeforeValidator(_as_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
+]
+
+
+class ToolFields(WireRequest):
+    """Tools of a conversation."""
+
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may ask its client to call."""
+
+    @functools.cached_property
+    def toolset(self) -> Toolset | None:
+        """The tools that an answer may call, and how; None if it may call none. Raises: InvalidTools."""
+        return self._toolset()
+
+    def _toolset(self, choice: Any = None, *, is_parallel: bool = True) -> Toolset | None:
+        given = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        return Toolset.of(given, choice, is_parallel=is_parallel)
+
+    def tool_conflicts(self, other_grammar: str = "") -> Iterator[tuple[str, str]]:
+        """Parameters that do not go with the tools, and why. `other_grammar`: the parameter that says what text is."""
+        try:
+            toolset = self.toolset
+        except InvalidTools as error:
+            yield error.param, error.reason
+            return
+        if toolset is not None and other_grammar:
+            param = other_grammar.partition(".")[0]
+            yield param, f'an answer that may call tools has no other form: leave {param} out, or send "tool_choice": "none"'
+
+
+class ToolChoiceFields(ToolFields):
+    """Tools of a request, and whether and which of them its answer calls."""
+
+    tool_choice: ToolChoice | None = None
+    """`auto`, by default: text or calls; `required`: calls; a function: a call of it; `none`: text, and tools are not shown."""
+    parallel_tool_calls: bool | None = None
+    """May an answer have several calls? By default yes."""
+
+    @functools.cached_property
+    def toolset(self) -> Toolset | None:
+        """The tools that an answer may call, and how; None if it may call none. Raises: InvalidTools."""
+        return self._toolset(self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
+
+    @property
+    def must_call(self) -> bool:
+        """Is the answer a call?"""
+        return self.toolset is not None and self.toolset.choice == "required"
+
+
+class CalledFunction(WireRequest):
+    """The function of a call in a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: str = ""
+    """Arguments as the text of a JSON object."""
+
+
+class ToolCall(WireRequest):
+    """A call in a turn of the assistant's. What else clients keep of it, such as its index in a stream, is ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    id: Annotated[str, Field(max_length=MAX_ID_CHARS)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TurnFields(WireRequest):
+    """Calls in a turn of a conversation, or the call that it has the result of."""
+
+    tool_calls: list[ToolCall] | None = None
+    """Calls that the assistant made."""
+    tool_call_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    """The call of which a turn of the role `tool` has the result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_empty(cls, data: Any) -> Any:
+        """A turn of calls alone has no text, a function may return nothing, and clients write an empty list for no calls."""
+        if not isinstance(data, dict):
+            return data
+        has_no_text = data.get("role") in ("assistant", "tool") and data.get("content") is None
+        has_no_calls = data.get("tool_calls") == []
+        return data | ({"content": ""} if has_no_text else {}) | ({"tool_calls": None} if has_no_calls else {})
+
+
+# Answers.
+
+_Sparse = Field(exclude_if=lambda value: value is None)
+"""Field that is left out of the answer, rather than null."""
+
+
+class AnswerFunction(BaseModel):
+    """The function of a call."""
+
+    name: Annotated[str | None, _Sparse] = None
+    """Name of the function; in a stream in the first piece alone."""
+    arguments: str
+    """The text of a JSON object, or its next piece."""
+
+
+class AnswerCall(BaseModel):
+    """A call that the model asks for, or the next piece of one."""
+
+    index: Annotated[int | None, _Sparse] = None
+    """Place of the call in the answer; in a stream alone."""
+    id: Annotated[str | None, _Sparse] = None
+    type: Annotated[Literal["function"] | None, _Sparse] = None
+    function: AnswerFunction
+
+
+class AnswerFields(BaseModel):
+    """Parts of an answer, or of a piece of one, beside its text."""
+
+    reasoning_content: Annotated[str | None, _Sparse] = None
+    """Text that the model wrote before its answer."""
+    reasoning: Annotated[str | None, _Sparse] = None
+    """The same, by vLLM's newer name."""
+    tool_calls: Annotated[list[AnswerCall] | None, _Sparse] = None
+
+
+def answer_fields(parts: Sequence[Part], *, is_whole: bool) -> dict[str, Any]:
+    """Fields of a message, or of a delta, with these parts: `content`, and those of AnswerFields."""
+    content, reasoning = (
+        "".join(part.text for part in parts if isinstance(part, kind)) or None for kind in (Content, Reasoning)
+    )
+    calls = dict[int, AnswerCall]()
+    for part in parts:
+        if isinstance(part, CallBegun):
+            index = None if is_whole else part.index
+            function = AnswerFunction(name=part.name, arguments="")
+            calls[part.index] = AnswerCall(index=index, id=new_call_id(), type="function", function=function)
+        elif isinstance(part, CallArguments):
+            if part.index not in calls:
+                calls[part.index] = AnswerCall(index=part.index, function=AnswerFunction(arguments=""))
+            calls[part.index].function.arguments += part.text
+    return {
+        "content": content,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+        "tool_calls": list(calls.values()) or None,
+    }

@@ -1,0 +1,162 @@
+"""The format of a model's chats: how its template shows tools and calls, how the model writes calls, and how it reasons.
+
+messages, tools ── ChatFormat.encode ──> ChatPrompt ── token ids ──> engine
+                                                    └─ reader ─────> parts of an answer
+"""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vmmkv_server.sampling_params import Limits
+from vmmkv_server.structured_output.schema import Grammar
+from vmmkv_server.tokenizer import PromptError, TemplateVariable, Tokenizer
+from vmmkv_server.tools.calls import InvalidTools, Toolset
+from vmmkv_server.tools.form import CallForm
+from vmmkv_server.tools.forms import form_named, form_of
+from vmmkv_server.tools.forms.plain import PlainJson
+from vmmkv_server.tools.history import HistoryStyle, Turn, has_calls, with_text_arguments
+from vmmkv_server.tools.reader import AnswerReader
+from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
+
+log = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+
+
+_UNKNOWN_FORM: Final = (
+    "the form in which this model writes calls is not known, so that text could not be told from calls: send "
+    '"required" or one function, or start the server with --tool-call-parser'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as token ids, and the way to read its answer."""
+
+    token_ids: list[int]
+    place: Place
+    """The place in the assistant's turn at which the prompt ends."""
+    format: "ChatFormat"
+    toolset: Toolset | None
+    prefix: str
+    """Begin of the calls that the prompt ends with."""
+
+    @property
+    def is_read(self) -> bool:
+        """May an answer have other parts than text?"""
+        return self.toolset is not None or self.place is not Place.BEHIND
+
+    def grammar(self) -> Grammar | None:
+        """The grammar of an answer that must call; None if it may be text.
+
+        Raises: InvalidTools if the model's own calls cannot be read; ToolRefused, GrammarRefused. Cost: as `of_schema`.
+        """
+        if self.toolset is None:
+            return None
+        if self.toolset.choice == "required":
+            return self.format.form.grammar(self.toolset)
+        if not self.format.knows_form:
+            raise InvalidTools("tool_choice", _UNKNOWN_FORM)
+        return None
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Texts of special tokens that the reader must see."""
+        if not self.is_read:
+            return ()
+        markers = self.format.markers
+        of_reasoning = () if markers is None else (markers.begin, markers.end)
+        return of_reasoning if self.toolset is None else (*of_reasoning, *self.format.form.kept)
+
+    def reader(self) -> AnswerReader | None:
+        """A reader of one answer; None if all of it is text."""
+        if not self.is_read:
+            return None
+        markers, toolset = self.format.markers, self.toolset
+        reasoning = None if markers is None else ReasoningReader(markers, self.place)
+        calls = None if toolset is None else self.format.form.reader(toolset)
+        return AnswerReader(reasoning, calls, prefix=self.prefix)
+
+
+class ChatFormat:
+    """The format of one model's chats.
+
+    Parsers are named as vLLM's, or `auto` for what the template shows; `none` reads no reasoning.
+    Raises: ValueError, telling the names.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        self.tokenizer = tokenizer
+        template = tokenizer.template
+        found = form_of(template) if call_parser == AUTO else form_named(call_parser, template)
+        self.knows_form = found is not None
+        """Is the form known in which the model writes calls by itself?"""
+        self.form: CallForm = found or PlainJson()
+        self._plain = found if isinstance(found, PlainJson) else None
+        """The form of a template without tools."""
+        self.markers: Markers | None = None
+        """The markers of the model's reasoning; None if it has none, or none is read."""
+        if reasoning_parser == AUTO:
+            self.markers = Markers.found_in(template or "")
+        elif reasoning_parser in PARSERS:
+            self.markers = Markers(*PARSERS[reasoning_parser])
+        elif reasoning_parser != NONE:
+            raise ValueError(
+                f"reasoning_parser={reasoning_parser!r} is not known; use one of {', '.join((AUTO, NONE, *PARSERS))}"
+            )
+
+    def encode(
+        self,
+        messages: Sequence[Turn],
+        toolset: Toolset | None = None,
+        variables: Mapping[str, TemplateVariable] | None = None,
+        limits: Limits | None = None,
+        wanted: int | None = None,
+        *,
+        has_grammar: bool = False,
+    ) -> ChatPrompt:
+        """The prompt of a conversation, whose answer may call the tools. `has_grammar`: it follows one from its first text.
+
+        Raises: PromptError, TemplateBroken, RequestRefused, as `Tokenizer.render_chat` and `Tokenizer.encode`.
+        """
+        text = self._rendered(messages, toolset, variables)
+        place = Place.BEHIND if self.markers is None else self.markers.place(text)
+        if has_grammar:
+            if self.markers is not None and place is Place.WITHIN:
+                text += f"\n{self.markers.end}\n\n"
+            place = Place.BEHIND
+        prefix = self.form.prefix if toolset is not None and toolset.choice == "required" else ""
+        ids = self.tokenizer.encode(text + prefix, limits, wanted, add_special_tokens=False)
+        return ChatPrompt(ids, place, self, toolset, prefix)
+
+    def _rendered(
+        self, messages: Sequence[Turn], toolset: Toolset | None, variables: Mapping[str, TemplateVariable] | None
+    ) -> str:
+        if self._plain is not None and (toolset is not None or has_calls(messages)):
+            return self.tokenizer.render_chat(self._plain.conversation(with_text_arguments(messages), toolset), variables)
+        tools = None if toolset is None else [tool.for_template() for tool in toolset.tools]
+
+        def render(turns: Sequence[Turn]) -> str:
+            return self.tokenizer.render_chat(turns, variables, tools)
+
+        if not has_calls(messages):
+            return render(messages)
+        refused: PromptError | None = None
+        if self._style is not None:
+            try:
+                return render(self._style.turns(messages))
+            except PromptError as error:
+                refused = error
+        try:
+            return render(PlainJson().conversation(with_text_arguments(messages), None))
+        except PromptError as error:
+            raise refused or error from error
+
+    @functools.cached_property
+    def _style(self) -> HistoryStyle | None:
+        """The style in which the template shows earlier calls; None if it does not."""
+        return HistoryStyle.of(self.tokenizer.render_chat)

@@ -1,0 +1,280 @@
+"""Tools and reasoning over HTTP: what the model is shown, what its answer must follow, and how that is read."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_engine import ready_with
+from tests.server.support import CHAT, HELLO, Running, running_server
+from tests.server.tiny import TEMPLATE, byte_tokenizer
+from tests.tools.templates import STRANGE, TEMPLATES
+from vmmkv_server.structured_output.matcher import DIGEST_BYTES
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
+IN_TAGS = f"<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(directory)
+    ends = [int(byte_tokenizer().eos_token_id)]
+    ready = msgspec.structs.replace(ready_with(model_tokens=4096, pool_tokens=4096), model=str(directory), end_tokens=ends)
+    with running_server(ready=ready) as running:
+        yield running
+        asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(60)
+
+
+@pytest.fixture
+def server(_server: Running) -> Running:
+    _server.reset()
+    return _server
+
+
+def asked(server: Running) -> str:
+    """The last prompt that the engine got, as text."""
+    return server.tokenizer.text_of(server.generates[-1].prompt, skip_special_tokens=False)
+
+
+def streamed(server: Running, **body: Any) -> tuple[dict[str, Any], str | None]:
+    """The message that a client makes of a stream's deltas, and the reason of its end."""
+    message: dict[str, Any] = {"content": None, "reasoning": None, "tool_calls": None}
+    reasons = []
+    stream = server.openai.chat.completions.create(**({"model": "tiny", "messages": HELLO, "stream": True} | body))
+    for chunk in stream:
+        (choice,) = chunk.choices
+        delta = choice.delta.model_dump()
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+        for name in ("content", "reasoning"):
+            if delta.get(name):
+                message[name] = (message[name] or "") + delta[name]
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for call in delta["tool_calls"] or ():
+            calls = message["tool_calls"] = message["tool_calls"] or []
+            if call["id"] is not None:
+                assert call["index"] == len(calls) and call["type"] == "function"
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            else:
+                assert call["function"]["name"] is None
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    (reason,) = reasons
+    return message, reason
+
+
+def whole(server: Running, **body: Any) -> tuple[dict[str, Any], str | None]:
+    """The same of an answer that comes at once."""
+    reply = server.chat(**body)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    message = choice["message"]
+    calls = message.get("tool_calls")
+    if calls is not None:
+        assert all(call.keys() == {"id", "type", "function"} for call in calls)
+        assert len({call["id"] for call in calls}) == len(calls) and all(len(call["id"]) == 29 for call in calls)
+    return {
+        "content": message["content"],
+        "reasoning": message.get("reasoning_content"),
+        "tool_calls": None if calls is None else [call["function"] for call in calls],
+    }, choice["finish_reason"]
+
+
+def called(*names: str, content: str | None = None, reasoning: str | None = None) -> dict[str, Any]:
+    calls = [{"name": name, "arguments": '{"city": "Brest"}'} for name in names]
+    return {"content": content, "reasoning": reasoning, "tool_calls": calls or None}
+
+
+class TestCalls:
+    @pytest.mark.parametrize("choice", ["required", NAMED])
+    def test_an_answer_that_must_call_has_a_grammar_and_becomes_a_call(self, server: Running, choice: Any) -> None:
+        server.answers(CALL)
+        for answer in (whole, streamed):
+            assert answer(server, tools=[CLOCK, WEATHER], tool_choice=choice) == (called("get_weather"), "tool_calls")
+            assert server.generates[-1].grammar[DIGEST_BYTES:].startswith(b"{")
+
+    @pytest.mark.parametrize(
+        ("text", "content", "names"),
+        [
+            (IN_TAGS, None, ["get_weather"]),
+            (f"{IN_TAGS}\n{IN_TAGS}", None, ["get_weather", "get_weather"]),
+            (f"Let me see.\n{IN_TAGS}", "Let me see.", ["get_weather"]),
+            ("It rains.", "It rains.", []),
+            (IN_TAGS.replace("get_weather", "other"), IN_TAGS.replace("get_weather", "other"), []),
+        ],
+    )
+    def test_an_answer_is_text_or_calls_as_the_model_decides(
+        self, server: Running, text: str, content: str | None, names: list[str]
+    ) -> None:
+        server.shows(TEMPLATES["hermes"])
+        server.answers(text)
+        wanted = called(*names, content=content), "tool_calls" if names else "stop"
+        for answer in (whole, streamed):
+            assert answer(server, tools=[WEATHER]) == wanted
+
+    def test_a_call_that_is_cut_off_is_a_part_of_one(self, server: Running) -> None:
+        server.shows(TEMPLATES["hermes"])
+        server.answers(IN_TAGS)
+        for answer in (whole, streamed):
+            message, reason = answer(server, tools=[WEATHER], max_tokens=len(IN_TAGS) - 20)
+            assert reason == "length" and message["tool_calls"][0]["arguments"].startswith('{"city": "')
+
+    def test_each_choice_has_its_own_calls(self, server: Running) -> None:
+        server.answers(CALL)
+        choices = server.chat(tools=[WEATHER], tool_choice="required", n=3).json()["choices"]
+        ids = {choice["message"]["tool_calls"][0]["id"] for choice in choices}
+        assert len(ids) == 3 and all(choice["finish_reason"] == "tool_calls" for choice in choices)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_each_token_of_a_call_has_its_log_probability(self, server: Running, stream: bool) -> None:
+        server.answers(CALL)
+        asks: Any = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "logprobs": True}
+        reply: Any = server.openai.chat.completions.create(**asks, stream=stream)
+        scored = [
+            token.token
+            for chunk in (reply if stream else [reply])
+            for choice in chunk.choices
+            if choice.logprobs
+            for token in choice.logprobs.content
+        ]
+        assert "".join(scored) == CALL
+
+    def test_a_request_without_tools_is_answered_as_it_is(self, server: Running) -> None:
+        server.answers(IN_TAGS)
+        server.shows(TEMPLATES["hermes"])
+        for asks in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
+            reply = server.chat(**asks).json()["choices"][0]
+            assert reply["message"] == {"role": "assistant", "content": IN_TAGS, "refusal": None}
+            assert "get_weather" not in asked(server) and server.generates[-1].grammar == b""
+
+
+class TestShowing:
+    def test_a_template_shows_the_tools_or_a_plain_text_does(self, server: Running) -> None:
+        for template in (TEMPLATE, TEMPLATES["hermes"]):
+            server.shows(template)
+            assert server.chat(tools=[WEATHER, CLOCK]).status_code == 200
+            assert all(part in asked(server) for part in ("get_weather", "The weather of a city.", "get_time", "hello"))
+            tokens = server.post("/tokenize", {"messages": HELLO, "tools": [WEATHER, CLOCK]}).json()["tokens"]
+            assert tokens == server.generates[-1].prompt
+
+    @pytest.mark.parametrize("template", [TEMPLATE, *TEMPLATES.values()])
+    @pytest.mark.parametrize("tools", [None, [WEATHER]])
+    def test_a_conversation_with_calls_is_always_taken(self, server: Running, template: str, tools: Any) -> None:
+        server.shows(template)
+        calls = [
+            {
+                "id": f"call_{city}",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": json.dumps({"city": city})},
+            }
+            for city in ("Brest", "Nîmes")
+        ]
+        messages = [
+            *HELLO,
+            {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None, "function_call": None},
+            {"role": "tool", "tool_call_id": "call_Brest", "content": "drizzle"},
+            {"role": "tool", "tool_call_id": "call_Nîmes", "content": [{"type": "text", "text": "mistral"}]},
+            {"role": "user", "content": "and then?"},
+        ]
+        reply = server.chat(messages=messages, tools=tools)
+        assert reply.status_code == 200, reply.text
+        assert all(part in asked(server) for part in ("get_weather", "Brest", "Nîmes", "drizzle", "mistral", "and then?"))
+        for broken in ("", "{", "[1]", '{"city": '):
+            messages[1] = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": broken}}]}
+            assert server.chat(messages=messages, tools=tools).status_code == 200
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("body", "param", "said"),
+        [
+            ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice",
+             "'f' is none of the tools, which are get_weather"),
+            ({"tool_choice": "required"}, "tool_choice", "there are no tools to call"),
+            ({"tools": [], "tool_choice": NAMED}, "tool_choice", "there are no tools to call"),
+            ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", '"required"'),
+            ({"tools": [WEATHER, WEATHER]}, "tools.1.function.name", "give each its own"),
+            ({"tools": [WEATHER] * 129}, "tools", "128"),
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "'a b'"),
+            ({"tools": [{"type": "function", "function": {"name": "f", "made_up": 1}}]}, "tools.0.function", "'made_up'"),
+            ({"tools": [{"type": "code"}]}, "tools.0.type", "function"),
+            ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
+             "leave response_format out"),
+            ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs", '"tool_choice": "none"'),
+            ({"tools": [WEATHER], "tool_choice": "required", "use_beam_search": True}, "use_beam_search", "tool_choice"),
+            ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "tool_choice"),
+            ({"functions": [{"name": "f"}]}, "functions", '"tools"'),
+            ({"function_call": {"name": "f"}}, "function_call", '"tool_choice"'),
+            ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": ""}}]},
+             "messages.0", '"tool_calls"'),
+        ],
+    )  # fmt: skip
+    def test_it_is_named(self, server: Running, body: dict[str, Any], param: str, said: str) -> None:
+        error = server.refuses(CHAT, **body)
+        assert error["param"].startswith(param) and said in error["message"], error
+
+    def test_a_schema_that_is_not_served_names_its_tool(self, server: Running) -> None:
+        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "strange"}}}}
+        error = server.refuses(CHAT, tools=[WEATHER, wrong], tool_choice="required")
+        assert error["param"] == "tools.1.function.parameters" and "strange" in error["message"]
+
+    def test_a_model_of_an_unknown_form_calls_only_where_it_must(self, server: Running) -> None:
+        server.shows(STRANGE["its own form"])
+        server.answers(CALL)
+        assert "--tool-call-parser" in server.refuses(CHAT, tools=[WEATHER])["message"]
+        assert whole(server, tools=[WEATHER], tool_choice="required")[0] == called("get_weather")
+        assert "get_weather" in asked(server)
+
+
+THINKING = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+class TestReasoning:
+    @pytest.mark.parametrize("begin", ["<think>\n", "<think>"])
+    def test_it_is_apart_from_the_answer(self, server: Running, begin: str) -> None:
+        server.shows(THINKING)
+        server.answers(f"{begin}It may\nrain.\n</think>\n\nYes.")
+        wanted = {"content": "Yes.", "reasoning": "It may\nrain.", "tool_calls": None}
+        for answer in (whole, streamed):
+            assert answer(server) == (wanted, "stop")
+
+    def test_a_prompt_that_ends_within_it_has_begun_it(self, server: Running) -> None:
+        server.shows(THINKING.replace("{% endif %}{% endif %}", "{% endif %}<think>\n{% endif %}"))
+        for text, content in (("Well.\n</think>\nYes.", "Yes."), ("Well.", None), ("<think>\nWell.</think>", None)):
+            server.answers(text)
+            for answer in (whole, streamed):
+                assert answer(server) == ({"content": content, "reasoning": "Well.", "tool_calls": None}, "stop")
+
+    def test_a_model_that_is_told_not_to_answers_at_once(self, server: Running) -> None:
+        server.shows(THINKING)
+        server.answers("Yes. </think>")
+        reply = server.chat(chat_template_kwargs={"enable_thinking": False}).json()["choices"][0]
+        assert reply["message"] == {"role": "assistant", "content": "Yes. </think>", "refusal": None}
+        assert asked(server).endswith("</think>\n\n")
+
+    def test_calls_come_behind_it(self, server: Running) -> None:
+        server.shows(THINKING)
+        server.answers(f"<think>Which city?</think>\n{CALL}")
+        for answer in (whole, streamed):
+            assert answer(server, tools=[WEATHER]) == (called("get_weather", reasoning="Which city?"), "tool_calls")
