@@ -16,6 +16,7 @@ import pytest
 
 from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
+from tests.server.tiny import TEMPLATE
 from vmmkv.cli import printable
 from vmmkv.cli.main import main
 from vmmkv_server.protocol import Generate
@@ -64,6 +65,16 @@ def test_a_conversation_has_a_history_until_it_is_reset(listening: Running) -> N
     assert one == f"{system}<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     assert two == f"{one}well [said]<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert three == one.replace("one", "three")
+
+
+def test_reasoning_is_shown_and_is_no_part_of_the_conversation(listening: Running) -> None:
+    template = f"{TEMPLATE}{{# </think> #}}"
+    listening.shows(template)
+    listening.answers("<think>\nHm.\n</think>\n\nwell")
+    with chatting("--url", listening.url) as chat:
+        out, err = chat.communicate("one\ntwo\n", timeout=60)
+    assert out.count("> Hm.\nwell\n") == 2 and err == ""
+    assert "well" in prompts(listening)[1] and "Hm." not in prompts(listening)[1]
 
 
 def test_answers_are_the_likeliest_and_512_tokens_at_most_unless_said(listening: Running) -> None:

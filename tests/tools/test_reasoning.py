@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Reasoning, Toolset
@@ -18,6 +18,7 @@ assert TOOLS is not None
 pieces = st.lists(st.sampled_from(["<think>", "</think>", "</thi", "<", " ", "\n", "a", "b c", "<tool_call>"]), max_size=9)
 
 
+@settings(deadline=None)  # whatever else the machine does
 @given(pieces, st.sampled_from(Place), st.lists(st.integers(0, 60), max_size=6))
 def test_an_answer_is_split_alike_in_whatever_pieces_it_comes(parts: list[str], place: Place, cuts: list[int]) -> None:
     text = "".join(parts)

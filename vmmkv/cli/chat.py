@@ -67,7 +67,7 @@ def run(
 
 def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]]:
     """Print the answer as it comes. Returns the messages with it; an empty list if the server failed."""
-    answer, is_cut = "", False
+    answer, is_cut, is_behind_reasoning = "", False, False
     try:
         for line in _lines(client, "POST", "/v1/chat/completions", body):
             field, _, data = line.partition(":")  # without a field it is a comment
@@ -77,9 +77,14 @@ def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]
             if "error" in event:
                 raise ValueError(printable(str(event["error"].get("message", event["error"]))))
             for choice in event.get("choices", ()):
-                answer += (piece := choice.get("delta", {}).get("content") or "")
+                delta = choice.get("delta", {})
                 is_cut |= choice.get("finish_reason") == "length"
-                print(printable(piece), end="", flush=True)
+                if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                    _OUT.print(printable(reasoning), end="", style="dim")
+                    is_behind_reasoning = True
+                if piece := delta.get("content") or "":
+                    print("\n" * is_behind_reasoning + printable(piece), end="", flush=True)
+                    answer, is_behind_reasoning = answer + piece, False
         else:
             raise ValueError("the answer has no end: the server went away")
         print()

@@ -84,7 +84,9 @@ class ReasoningReader:
     def finish(self) -> tuple[str, str]:
         """The rest, at the end of the answer."""
         rest, self._held = self._held, ""
-        return (rest.strip(), "") if self._is_open else ("", rest)
+        if not self._is_open:
+            return "", rest
+        return rest.rstrip() if self._has_text else rest.strip(), ""
 
     def _pass_start(self) -> None:
         """Leave out the first marker. A model may write it although the prompt ends with it."""

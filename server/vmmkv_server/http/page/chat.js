@@ -53,18 +53,24 @@ export class Chat {
     this.answering = new AbortController();
     this.send.textContent = "Stop";
     const began = performance.now();
-    let text = "", usage = null, first = null, failure = null;
+    let text = "", thought = null, usage = null, first = null, failure = null;
     try {
       for await (const { data } of events("/v1/chat/completions", this.#body(messages))) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
         usage = chunk.usage ?? usage;
-        const piece = chunk.choices?.[0]?.delta?.content;
-        if (!piece) continue;
+        const { content: piece, reasoning_content: reasoning } = chunk.choices?.[0]?.delta ?? {};
+        if (!piece && !reasoning) continue;
         first ??= performance.now();
-        text += piece;
-        said.textContent = text;
+        if (reasoning) {
+          if (!thought) said.before((thought = element("p", { className: "said reasoning", text: "" })));
+          thought.textContent += reasoning;
+        }
+        if (piece) {
+          text += piece;
+          said.textContent = text;
+        }
         this.#follow();
       }
     } catch (error) {
