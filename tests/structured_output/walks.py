@@ -1,5 +1,6 @@
 """Random walks under grammars of a vocabulary of single bytes."""
 
+import contextlib
 import functools
 import random
 
@@ -27,18 +28,26 @@ def allows(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
     return matcher.accept_string(text) and matcher.is_completed()
 
 
-def answer(grammar: xgrammar.CompiledGrammar, seed: int, *, ending: bytes = b'"]},', max_steps: int = MAX_STEPS) -> str | None:
-    """A text of the grammar, of random bytes, often those of `ending`. None if it has no end soon, or if it is no ASCII."""
+def answer(grammar: xgrammar.CompiledGrammar, seed: int, *, tag: bytes = b"", max_steps: int = MAX_STEPS) -> str | None:
+    """A text of the grammar, of random bytes, but often those that end something: a value of JSON, or a text by a tag.
+
+    None if it has no end soon, or if the bytes are no UTF-8.
+    """
     matcher, draws, text = xgrammar.GrammarMatcher(grammar), random.Random(seed), bytearray()
     words = np.empty((1, -(-(END + 1) // 32)), np.int32)
     for _ in range(max_steps):
         matcher.fill_next_token_bitmask(words, 0)
         may = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: END + 1]).tolist()
         assert may, f"a dead end behind {bytes(text)!r}"
-        ends = [byte for byte in may if byte in (*ending, END)]
-        byte = draws.choice(ends if ends and draws.random() < 0.3 else [b for b in may if b < 128 or b == END] or may)
+        so_far = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
+        next_of_tag = tag[so_far : so_far + 1]
+        ends = [byte for byte in may if byte in (next_of_tag if so_far else (*b'"]},', END, *next_of_tag))]
+        is_ending = draws.random() < (0.9 if so_far else 0.3)
+        byte = draws.choice(ends if ends and is_ending else [b for b in may if b < 128 or b == END] or may)
         if byte == END:
-            return text.decode(errors="strict") if text.isascii() else None
+            with contextlib.suppress(UnicodeDecodeError):
+                return text.decode()
+            return None
         assert matcher.accept_token(byte)
         text.append(byte)
     return None

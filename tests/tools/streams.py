@@ -1,10 +1,13 @@
 """Answers in each form of calls, and the parts that they are read into."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Part, Tool, Toolset
-from vmmkv_server.tools.form import CallForm
+from vmmkv_server.tools.form import CallForm, Objects
+from vmmkv_server.tools.forms import SHOWN
+from vmmkv_server.tools.forms.plain import PlainJson
 
 Told: TypeAlias = list[str | tuple[str, str]]
 """Content as texts, calls as name and arguments; in order."""
@@ -64,96 +67,108 @@ def told(parts: Iterable[Part]) -> Told:
     return found
 
 
-BREST: Final = ("get_weather", '{"city": "Brest"}')
-LONG: Final = ("get_weather", '{"city": "Brest", "days": 3, "unit": "celsius", "is_brief": true}')
-QUOTED: Final = ("send_mail", r'{"to": ["a@b.c", "\"d\" <d@e.f>"], "body": "{\"name\": \"now\"}\n[1, {}] \\ \u00e9 é 🌊"}')
-DEEP: Final = ("send_mail", '{"to": [], "body": "", "options": {"a": [[1, -2.5e+3], {"b": null}], "c": false}}')
+def _call(name: str, **arguments: Any) -> tuple[str, str]:
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+BREST: Final = _call("get_weather", city="Brest")
+LONG: Final = _call("get_weather", city="Brest", days=3, unit="celsius", is_brief=True)
+QUOTED: Final = _call("send_mail", to=["a@b.c", '"d" <d@e.f>'], body='{"name": "now"}\n[1, {}] \\ \\u00e9 é 🌊 </a> ```\n')
+DEEP: Final = _call("send_mail", to=[], body="", options={"a": [[1, -2.5], {"b": None}], "c": False, "<d>": "\n"})
 NOW: Final = ("now", "{}")
 
 
-def _hermes(call: tuple[str, str]) -> str:
-    return f'<tool_call>\n{{"name": "{call[0]}", "arguments": {call[1]}}}\n</tool_call>'
+def _of_all(form: CallForm) -> dict[str, tuple[str, Told]]:
+    """Answers in any form."""
 
+    def text(*calls: tuple[str, str]) -> str:
+        return form.text(calls)
 
-def _json(call: tuple[str, str]) -> str:
-    return f'{{"name": "{call[0]}", "arguments": {call[1]}}}'
-
-
-def _hermes_streams() -> dict[str, tuple[str, Told]]:
-    call, bad = _hermes(BREST), '<tool_call>\n{"name": "get_weather"'
+    call, unknown = text(BREST), text(("fly", "{}"))
+    is_cut = call.index("Brest") + 3
+    streams: dict[str, tuple[str, Told]] = {
+        "content": ("The sea is calm.\n", ["The sea is calm.\n"]),
+        "white space": (" \n ", [" \n "]),
+        "a call": (call, [BREST]),
+        "space around": (f"\n {call} \n", [BREST]),
+        "a long call": (text(LONG), [LONG]),
+        "quotes and unicode": (text(QUOTED), [QUOTED]),
+        "deep arguments": (text(DEEP), [DEEP]),
+        "no arguments": (text(NOW), [NOW]),
+        "two calls": (text(BREST, NOW), [BREST, NOW]),
+        "three calls": (text(BREST, QUOTED, LONG), [BREST, QUOTED, LONG]),
+        "text behind": (f"{call}\nDone.\n", [BREST, "\nDone.\n"]),
+        "cut off in the name": (call[: call.index("get_weather") + 4], [call[: call.index("get_weather") + 4]]),
+        "cut off in the arguments": (call[:is_cut], [("get_weather", '{"city": "Bre')]),
+        "unknown name": (unknown, [unknown]),
+        "a similar name": (text(("get_weathers", "{}")), [text(("get_weathers", "{}"))]),
+        "a name in text": ("get_weather {} now", ["get_weather {} now"]),
+        "code": ("```py\nnow()\n```\n", ["```py\nnow()\n```\n"]),
+    }
     fenced = f"So:\n```xml\n{call}\n```\n"
+    if form.is_first:
+        return streams | {
+            "text in front": (f"So: {call}", [f"So: {call}"]),
+            "a code block": (fenced, [fenced]),
+            "unknown name and a call": (unknown + call, [unknown + call]),
+            "text between": (f"{call}\nAnd {call}", [BREST, f"\nAnd {call}"]),
+        }
+    tag = form.trigger
+    return streams | {
+        "text in front": (f"I look.\n\n{call}", ["I look.", BREST]),
+        "text between": (f"A:\n{call}\nB:\n{text(NOW)}\nC.\n", ["A:", BREST, "\nB:", NOW, "\nC.\n"]),
+        "one behind the other": (f"{call}\n{text(NOW)}{call}", [BREST, NOW, BREST]),
+        "unknown name and a call": (unknown + call, [unknown, BREST]),
+        "cut off in the tag": (f"Hm {tag[:-1]}", [f"Hm {tag[:-1]}"]),
+        "a tag in text": (f"Write {tag} first. {tag[0]}{tag[:4]}", [f"Write {tag} first. {tag[0]}{tag[:4]}"]),
+        "a tag behind a tag": (tag + call, [tag, BREST]),
+        "a tag and other text": (f"{tag}{{}}{tag}\n[]{tag}<a>", [f"{tag}{{}}{tag}\n[]{tag}<a>"]),
+        "a code block": (fenced, ["So:\n```xml", BREST, "\n```\n"] if form.in_code else [fenced]),
+        "behind a code block": (f"~~~\n```\n~~~\n{call}", ["~~~\n```\n~~~", BREST]),
+    }
+
+
+def _of_objects(form: CallForm) -> dict[str, tuple[str, Told]]:
+    """Answers in forms of JSON objects, which may have other keys, and be broken."""
+    call = form.text([NOW])
+    written = call[call.index("{") : call.rindex("}") + 1]
+
+    def other(text: str) -> str:
+        return call.replace(written, text)
+
+    def in_full(text: str) -> tuple[str, Told]:
+        return other(text), [other(text)]
+
+    broken = other('{"name": "get_weather", "arguments": {"city": Brest}}')
+    escaped = '{"city":"\\u00e9\\\\\\"\\ud83c" ,"days":-0.5E+10, "x":[ ] }'
     return {
-        "content": ("The sea is calm.\n", ["The sea is calm.\n"]),
-        "white space": (" \n ", [" \n "]),
-        "a call": (call, [BREST]),
-        "a long call": (_hermes(LONG), [LONG]),
-        "quotes and unicode": (_hermes(QUOTED), [QUOTED]),
-        "deep arguments": (_hermes(DEEP), [DEEP]),
-        "no arguments": (_hermes(NOW), [NOW]),
-        "absent arguments": ('<tool_call>{"name": "now"}</tool_call>', [NOW]),
-        "arguments null": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
-        "arguments as text": ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [("now", '{"a": 1}')]),
-        "arguments first": ('<tool_call>{"arguments": {"city": "Brest"}, "name": "get_weather"}</tool_call>', [BREST]),
+        "arguments null": (other('{"name":"now","arguments":null}'), [NOW]),
+        "arguments as text": (other('{"name": "now", "arguments": " {\\"a\\": 1}"}'), [("now", '{"a": 1}')]),
+        "arguments first": (other(f'{{"arguments": {BREST[1]}, "name": "get_weather"}}'), [BREST]),
+        "parameters": (other(f'{{"name": "get_weather", "parameters": {BREST[1]}}}'), [BREST]),
         "other keys and spaces": (
-            '\n<tool_call> { "id" : "a" , "name":"get_weather","arguments" :{"city": "Brest"}, "x": [1] } </tool_call>\n',
-            [BREST],
+            other(f'{{ "id" : "a" ,\n"name":"get_weather","arguments" :{escaped}, "x": [1, true] }}'),
+            [("get_weather", escaped)],
         ),
-        "two calls": (f"{call}\n{_hermes(NOW)}", [BREST, NOW]),
-        "two calls without space": (call + call, [BREST, BREST]),
-        "text around": (f"I look.\n\n{call}\nThen:\n{_hermes(NOW)}\nDone.\n", ["I look.", BREST, "\nThen:", NOW, "\nDone.\n"]),
-        "cut off in a tag": ("Hm <tool_ca", ["Hm <tool_ca"]),
-        "cut off in the name": ('<tool_call>\n{"name": "get_wea', ['<tool_call>\n{"name": "get_wea']),
-        "cut off in the arguments": (bad + ', "arguments": {"city": "Bre', [("get_weather", '{"city": "Bre')]),
-        "cut off behind the arguments": (bad + ', "arguments": {"city": "Brest"}', [BREST]),
-        "cut off in the end": (call[:-4], [BREST, "\n</tool_c"]),
-        "no end": (call.removesuffix("\n</tool_call>") + "\n" + call, [BREST, BREST]),
-        "unknown name": (_hermes(("fly", "{}")) + call, [_hermes(("fly", "{}")), BREST]),
-        "broken JSON": (
-            f'<tool_call>\n{{"name": get_weather}}\n</tool_call>\n{call}',
-            ['<tool_call>\n{"name": get_weather}\n</tool_call>', BREST],
+        "broken arguments": (broken, [("get_weather", '{"city": '), broken[broken.index(" Brest") + 1 :]]),
+        "broken behind the arguments": (other('{"name": "now", "arguments": {}!'), [NOW, other("!")[call.index(written) :]]),
+        "cut off behind the arguments": (call[: call.index(written) + len(written) - 1], [NOW]),
+        "text that is no JSON": in_full('{"name": "now", "arguments": "a"}'),
+        "arguments of another kind": in_full('{"name": "now", "arguments": [1]}'),
+        "a name without quotes": in_full('{"name": now, "arguments": {}}'),
+        "another object": in_full('{"city": "Brest", "days": [{"a": 1}]}'),
+        "an empty object": in_full("{ }"),
+        "an array": in_full('[["a"]]'),
+        "absent arguments": (
+            other('{"name": "now"}'),
+            [other('{"name": "now"}')] if isinstance(form, Objects) and form.needs_arguments else [NOW],
         ),
-        "broken arguments": (bad + ', "arguments": {"city": Brest}}', [("get_weather", '{"city": '), "Brest}}"]),
-        "arguments of another kind": (bad + ', "arguments": [1]}', [bad + ', "arguments": [1]}']),
-        "a tag in text": ("Write <tool_call> first. <<tool_call", ["Write <tool_call> first. <<tool_call"]),
-        "a tag behind a tag": (f"<tool_call>{call}", ["<tool_call>", BREST]),
-        "a code block": (fenced, [fenced]),
-        "behind a code block": (fenced + call, [fenced.rstrip(), BREST]),
     }
 
 
-def _json_streams() -> dict[str, tuple[str, Told]]:
-    call = _json(BREST)
-    return {
-        "content": ("The sea is calm.\n", ["The sea is calm.\n"]),
-        "white space": (" \n ", [" \n "]),
-        "a call": (call, [BREST]),
-        "space around": (f"\n {call}\n", [BREST]),
-        "a long call": (_json(LONG), [LONG]),
-        "quotes and unicode": (_json(QUOTED), [QUOTED]),
-        "deep arguments": (_json(DEEP), [DEEP]),
-        "no arguments": (_json(NOW), [NOW]),
-        "arguments null": ('{"name":"now","arguments":null}', [NOW]),
-        "arguments as text": ('{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", '{"a": 1}')]),
-        "a text that is no JSON": ('{"name": "now", "arguments": "a"}', ['{"name": "now", "arguments": "a"}']),
-        "parameters": ('{"name": "get_weather", "parameters": {"city": "Brest"}}', [BREST]),
-        "arguments first": ('{"arguments": {"city": "Brest"}, "name": "get_weather"}', [BREST]),
-        "absent arguments": ('{"name": "now"}', ['{"name": "now"}']),
-        "two calls": (f"{call}\n{_json(NOW)}", [BREST, NOW]),
-        "two calls without space": (call + call, [BREST, BREST]),
-        "text behind": (f"{call}\nDone. {call}", [BREST, f"\nDone. {call}"]),
-        "text in front": (f"So: {call}", [f"So: {call}"]),
-        "another object": ('{"name": "Anna", "age": 3}', ['{"name": "Anna", "age": 3}']),
-        "an object with a tool's name": ('{"name": "now", "age": 3}', ['{"name": "now", "age": 3}']),
-        "an empty object": ("{ }", ["{ }"]),
-        "an array": ("[1]", ["[1]"]),
-        "cut off in the name": ('{"name": "get_wea', ['{"name": "get_wea']),
-        "cut off in the arguments": ('{"name": "get_weather", "arguments": {"city": "Bre', [("get_weather", '{"city": "Bre')]),
-        "cut off behind the arguments": (call[:-1], [BREST]),
-        "unknown name": (_json(("fly", "{}")) + call, [_json(("fly", "{}")) + call]),
-        "broken arguments": (call.replace('"Brest"', "Brest"), [("get_weather", '{"city": '), "Brest}}"]),
-        "a code block": (f"```json\n{call}\n```", [f"```json\n{call}\n```"]),
-    }
-
-
-STREAMS: Final = {"hermes": _hermes_streams(), "json": _json_streams()}
+FORMS: Final = {f"{form.name}{index}": form for index, form in enumerate((PlainJson(), *SHOWN))}
+"""All forms."""
+STREAMS: Final = {
+    label: _of_all(form) | (_of_objects(form) if isinstance(form, Objects) else {}) for label, form in FORMS.items()
+}
 """By form, answers by name, and what they are read into."""

@@ -6,21 +6,22 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.schemas import SCHEMAS
 from tests.structured_output.walks import allows, answer, of_source
-from tests.tools.streams import BREST, STREAMS, TOOLS, read, told, tool, toolset
+from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TOOLS, read, told, tool, toolset
 from vmmkv_server.structured_output.schema import Grammar
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool
 from vmmkv_server.tools.form import CallForm, ToolRefused
 from vmmkv_server.tools.forms import form_named
+from vmmkv_server.tools.markup import Markup
 from vmmkv_server.tools.reading import merged
 
 ANSWERS = [(name, case) for name, streams in STREAMS.items() for case in streams]
-FORMS = [form_named(name, None) for name in STREAMS]
-each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 each_answer = pytest.mark.parametrize(("name", "case"), ANSWERS)
 
 
@@ -33,13 +34,13 @@ def cuts(text: str) -> Iterator[list[str]]:
 @each_answer
 def test_an_answer_is_read_into_its_parts(name: str, case: str) -> None:
     text, expected = STREAMS[name][case]
-    assert told(read(form_named(name, None), [text])) == expected
+    assert told(read(FORMS[name], [text])) == expected
 
 
 @each_answer
 def test_the_parts_are_the_same_however_the_text_is_cut(name: str, case: str) -> None:
     text, expected = STREAMS[name][case]
-    form = form_named(name, None)
+    form = FORMS[name]
     for pieces in cuts(text):
         assert told(read(form, pieces)) == expected, pieces
 
@@ -57,14 +58,14 @@ def test_the_parts_are_the_same_for_any_text_and_cuts(data: st.DataObject) -> No
     whole = "".join(pieces)
     places = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=20)))
     cut = [whole[low:high] for low, high in zip([0, *places], [*places, len(whole)], strict=True)]
-    form = form_named(name, None)
+    form = FORMS[name]
     assert told(read(form, cut)) == told(read(form, [whole])) == told(merged(read(form, list(whole))))
 
 
 @each_form
 def test_arguments_stream_as_they_come(form: CallForm) -> None:
     """A call is told of by its name, and its texts by pieces: no piece waits for the end of the call."""
-    text, _ = next((text, expected) for text, expected in STREAMS[form.name].values() if expected == [BREST])
+    text = form.text([BREST])
     city = text.index("Brest")
     reader = form.reader(toolset())
     parts = [part for letter in text[: city + 3] for part in reader.feed(letter)]
@@ -74,24 +75,28 @@ def test_arguments_stream_as_they_come(form: CallForm) -> None:
 
 @each_form
 def test_an_answer_has_no_more_calls_than_it_may(form: CallForm) -> None:
-    text, _ = STREAMS[form.name]["two calls"]
-    first, *others = told(read(form, [text], toolset(is_parallel=False)))
+    first, *others = told(read(form, [form.text([BREST, NOW])], toolset(is_parallel=False)))
     assert first == BREST and all(isinstance(other, str) for other in others) and others
 
 
 @each_form
-@pytest.mark.parametrize("size", [1, 10])
-def test_a_long_argument_is_read_in_time_that_grows_with_its_length(form: CallForm, size: int) -> None:
-    """A megabyte in 100,000 pieces: a reader that looks at the text again at each piece would take hours."""
-    text, _ = next((text, expected) for text, expected in STREAMS[form.name].values() if expected == [BREST])
+@pytest.mark.parametrize("num_pieces", [1, 1 << 14])
+def test_a_long_argument_is_read_in_time_that_grows_with_its_length(form: CallForm, num_pieces: int) -> None:
+    """A megabyte in thousands of pieces: to look at all of it again at each piece would take hours."""
+    text = form.text([BREST])
     begin, end = text.split("Brest", 1)
-    body = "a\\n<[{" * 2 if "\\" not in begin else "a<[{" * 2
-    pieces = [begin, *[body] * (1 << 17), end] if size == 10 else [begin, body * (1 << 17), end]
-    ((_, arguments),) = told(merged(read(form, pieces)))
-    assert len(json.loads(arguments)["city"]) >= 1 << 20
+    body = "a<[{`é\n"
+    piece = (body if isinstance(form, Markup) else json.dumps(body, ensure_ascii=False)[1:-1]) * ((1 << 17) // num_pieces)
+    ((_, arguments),) = told(merged(read(form, [begin, *[piece] * num_pieces, end])))
+    assert len(json.loads(arguments)["city"]) == 7 << 17
 
 
 # Grammars.
+
+
+def walk(form: CallForm, grammar: xgrammar.CompiledGrammar, seed: int) -> str | None:
+    """A random answer under a grammar of the form."""
+    return answer(grammar, seed, tag=form.closing.encode() if isinstance(form, Markup) else b"", max_steps=3000)
 
 
 def assert_walks_are_calls(form: CallForm, tools: tuple[Tool, ...], seeds: int, **changes: Any) -> int:
@@ -100,11 +105,11 @@ def assert_walks_are_calls(form: CallForm, tools: tuple[Tool, ...], seeds: int, 
     grammar = of_source(form.grammar(asked).source)
     found = 0
     for seed in range(seeds):
-        text = answer(grammar, seed, ending=b'"]},<\n', max_steps=3000)
+        text = walk(form, grammar, seed)
         if text is None:
             continue
         parts = told(read(form, [form.prefix, text], asked))
-        assert parts and all(isinstance(part, tuple) for part in parts), text
+        assert parts and all(isinstance(part, tuple) for part in parts), (text, parts)
         assert asked.most_calls is None or len(parts) <= asked.most_calls
         for name, arguments in parts:
             (one,) = [one for one in asked.callable_tools if one.name == name]
@@ -125,7 +130,7 @@ def test_the_grammar_of_auto_begins_with_a_trigger(form: CallForm) -> None:
     triggers = form.triggers(toolset())
     grammar = of_source(form.grammar(toolset()).source)
     for seed in range(6):
-        text = answer(grammar, seed, ending=b'"]},<\n', max_steps=3000)
+        text = walk(form, grammar, seed)
         assert text is None or any(text.startswith(trigger) for trigger in triggers)
 
 

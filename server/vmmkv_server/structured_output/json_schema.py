@@ -186,6 +186,15 @@ def grammar_of(schema: dict[str, Any] | bool) -> str:
     return rules.written(rules.of(schema))
 
 
+class Property(NamedTuple):
+    """A named property of an object."""
+
+    name: str
+    is_required: bool
+    value: str
+    """The name of a rule of its values, with what follows them."""
+
+
 class SchemaRules:
     """Rules of a grammar that has values of JSON schemas in it. Schemas share the rules that they have in common.
 
@@ -211,6 +220,18 @@ class SchemaRules:
         except RecursionError:
             raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
 
+    def properties(self, schema: Any, tag: str, end: str) -> list[Property]:
+        """The named properties of a schema's objects, whose values are to be written one by one, as markup.
+
+        Texts are written as they are, all else as JSON. `tag` or `end` follow them, as in `text.Rules.markup`.
+        Raises: SchemaRefused, naming the place and what is not served there.
+        """
+        _check_size(schema)
+        try:
+            return _Grammar(schema, self).properties(tag, end)
+        except RecursionError:
+            raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
+
     def rule(self, name: str, body: str) -> str:
         """The name of a rule with this body, which may be there."""
         if body not in self._by_body:
@@ -229,8 +250,8 @@ class SchemaRules:
         return f"{name}{self._num_names}"
 
     def written(self, root: str) -> str:
-        """GBNF of all rules, with the body of the rule `root`."""
-        rules = _merged({"root": root} | self._by_name)
+        """GBNF of all rules that the rule `root` needs, with its body."""
+        rules = _merged(_needed({"root": root} | self._by_name))
         return "\n".join(f"{name} ::= {body}" for name, body in rules.items())
 
 
@@ -395,6 +416,33 @@ def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
 
 class _Empty(Exception):
     """No value satisfies a goal."""
+
+
+def holds(value: Any, schema: Any, root: Any) -> bool | None:
+    """Does a schema within a schema, the root, allow a value? None if that is not known."""
+    try:
+        return _Validator(root).holds(value, schema, "")
+    except (SchemaRefused, RecursionError):
+        return None
+
+
+def types_of(schema: Any, root: Any) -> frozenset[str]:
+    """The types of the values that a schema within a schema, the root, allows; perhaps more. Numbers are `number`."""
+    try:
+        reader = _Reader(root)
+        goal = reader.closure((schema, ""))
+        kinds = [] if goal is None else reader.kinds(goal)
+    except (SchemaRefused, RecursionError):
+        return frozenset(_OF_TYPE)
+    found = {name for kind in kinds for name in _types_of_kind(kind)}
+    return frozenset(found or _OF_TYPE)
+
+
+def _types_of_kind(kind: "_Kind") -> Iterator[str]:
+    if isinstance(kind, _Values):
+        yield from ("number" if (name := type_of(value)) == "integer" else name for value in kind.values)
+    else:
+        yield {_Text: "string", _Array: "array", _Object: "object", _Number: "number"}[type(kind)]
 
 
 class _Validator:
@@ -1060,6 +1108,29 @@ class _Grammar(_Reader):
 
     def name(self, *, is_object: bool) -> str:
         """The name of the root's rule."""
+        root = self._prepared(is_object=is_object)
+        for key, name in self._names.items():
+            self._rules.add(name, self._body(self._goals[key]))
+        return self._name(root)
+
+    def properties(self, tag: str, end: str) -> list[Property]:
+        """The named properties of the root's objects, with markup for their values."""
+        kinds = [kind for kind in self.kinds(self._prepared(is_object=True)) if self._is_possible(kind)]
+        kind = kinds[0] if len(kinds) == 1 else None
+        if not isinstance(kind, _Object):
+            raise SchemaRefused("it has alternatives or listed values, and must be one object with properties")
+        if kind.minimum > len(kind.required):
+            raise SchemaRefused(f"it has minProperties {kind.minimum}; name them with required")
+        properties = [(name, goal) for name, goal in kind.properties.items() if self._has(goal)]
+        if kind.maximum is not None and kind.maximum < len(properties):
+            properties = [(name, goal) for name, goal in properties if name in kind.required]
+        found = [Property(name, name in kind.required, self._markup(goal, tag, end)) for name, goal in properties]
+        for key, name in self._names.items():
+            self._rules.add(name, self._body(self._goals[key]))
+        return found
+
+    def _prepared(self, *, is_object: bool) -> Goal:
+        """The root's goal; all goals within have names."""
         given = self.schema.root
         is_right = not is_object or (isinstance(given, dict) and given.get("type") == "object")
         root = self.closure((given, ""), *([] if is_right else [(self._any_object, "")]))
@@ -1071,9 +1142,26 @@ class _Grammar(_Reader):
         for key in self._goals:
             if key in self._possible:
                 self._names[key] = self._rules.unused("v")
-        for key, name in self._names.items():
-            self._rules.add(name, self._body(self._goals[key]))
-        return self._name(root)
+        return root
+
+    def _markup(self, goal: Goal, tag: str, end: str) -> str:
+        """The name of a rule of a goal's values as markup."""
+        ways: list[str] = []
+        for kind in self.kinds(goal):
+            if isinstance(kind, _Text):
+                try:
+                    ways.append(self._rules.strings.markup(_pattern(kind), tag, end))
+                except PatternRefused as error:
+                    raise SchemaRefused(f"{kind.place or 'the schema'} has a pattern that is not served: {error}") from error
+            elif isinstance(kind, _Values):
+                ways += [quoted(value + end) for value in kind.values if isinstance(value, str) and tag not in value]
+                others = tuple(value for value in kind.values if not isinstance(value, str))
+                ways += [f"({self._way(_Values(others))}) {quoted(end)}"] if others else []
+            elif self._is_possible(kind):
+                ways.append(f"{self._way(kind)} {quoted(end)}")
+        if not ways:
+            raise SchemaRefused(f"a property allows nothing but texts with {tag}, which this form cannot write")
+        return self._rules.rule("value", " | ".join(ways))
 
     def _find(self, root: Goal) -> None:
         """All goals that the root's values have within."""
@@ -1160,11 +1248,8 @@ class _Grammar(_Reader):
         return self._array_way(kind) if isinstance(kind, _Array) else self._object_way(kind)
 
     def _string_way(self, kind: _Text) -> str:
-        # Lengths beside a pattern are in the pattern.
-        pattern = text.Repeat(text.ANY, kind.minimum, kind.maximum) if kind.pattern in (None, text.ANYTHING) else kind.pattern
-        assert pattern is not None
         try:
-            return self._rules.rule("string", self._rules.strings.string(pattern))
+            return self._rules.rule("string", self._rules.strings.string(_pattern(kind)))
         except PatternRefused as error:
             what = "a length" if kind.pattern is None else "a pattern"
             raise SchemaRefused(f"{kind.place or 'the schema'} has {what} that is not served: {error}") from error
@@ -1288,9 +1373,26 @@ class _Grammar(_Reader):
         return self._rules.rule("key", " | ".join(ways))
 
 
+def _pattern(kind: _Text) -> text.Node:
+    """The pattern of a string. Lengths beside a pattern are in the pattern."""
+    if kind.pattern is None or kind.pattern == text.ANYTHING:
+        return text.Repeat(text.ANY, kind.minimum, kind.maximum)
+    return kind.pattern
+
+
 _WORD: Final = re.compile(r'\[(?:[^\]\\]|\\.)*\]|"(?:[^"\\]|\\.)*"|[a-z]+[0-9]*')
 """A word of GBNF: a set of characters, a text, or a name."""
 _NAME: Final = re.compile("[a-z]+[0-9]*")
+
+
+def _needed(rules: dict[str, str]) -> dict[str, str]:
+    """The rules that the root needs."""
+    found, waiting = {"root"}, ["root"]
+    while waiting:
+        words = {word for word in _WORD.findall(rules[waiting.pop()]) if word in rules}
+        waiting += words - found
+        found |= words
+    return {name: body for name, body in rules.items() if name in found}
 
 
 def _merged(rules: dict[str, str]) -> dict[str, str]:

@@ -429,6 +429,8 @@ def _unit(part: Repeat) -> int:
 
 _PLAIN: Final = _complement(_joined([(0, 0x1F), (34, 34), (92, 92), (0xD800, 0xDFFF)]))
 """Characters of a JSON string that stand for themselves."""
+_SCALARS: Final = ((0, 0xD7FF), (0xE000, LAST))
+"""All characters: without halves of surrogate pairs."""
 _SHORT: Final[Mapping[int, str]] = {34: '"', 92: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 UNESCAPED: Final = r'[^"\\\x00-\x1f]'
 """The same class without `^` takes a thousand times as long to mask."""
@@ -455,7 +457,7 @@ def quoted(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    return character if character.isalnum() and character.isascii() else f"\\U{ord(character):08x}"
+    return character if character.isalnum() and character.isascii() else _code(character)
 
 
 class Rules:
@@ -480,25 +482,60 @@ class Rules:
 
     def string(self, node: Node) -> str:
         """GBNF of the whole string. Raises: PatternRefused if JSON has none of them."""
-        return f"{_QUOTE} {self._before(node, _QUOTE)}"
+        return f"{_QUOTE} {self._before(node, _QUOTE, _ways)}"
 
-    def _before(self, node: Node, then: str) -> str:
-        """GBNF of a node with `then` behind it: the name of a rule, or one text."""
+    def markup(self, node: Node, tag: str, end: str) -> str:
+        """GBNF of the string as it is, without quotes and escapes, with `tag` or `end` behind it.
+
+        `tag` begins with a character that it has once, and closes a string that may be anything else. Other strings have
+        `end` behind them, which holds the tag, and lack that character. Raises: PatternRefused if there are none of them.
+        """
+        if node == ANYTHING:
+            return self._until(tag)
+        others = _common(_SCALARS, _complement(_of(tag[0])))
+
+        def ways(ranges: Ranges) -> tuple[str, ...]:
+            if not (kept := _common(ranges, others)):
+                raise PatternRefused(f"it asks for {tag[0]}, which is served in no string of this form that has a pattern")
+            return (_class(kept),)
+
+        return self._before(node, quoted(end), ways)
+
+    def _before(self, node: Node, then: str, ways: Callable[[Ranges], Sequence[str]]) -> str:
+        """GBNF of a node with `then` behind it: the name of a rule, or one text. `ways` writes one character."""
         if isinstance(node, Characters):
-            return _one_of([f"{way} {then}" for way in _ways(node.ranges)])
+            return _one_of([f"{way} {then}" for way in ways(node.ranges)])
         if isinstance(node, Choice):
             then = self._named(then)
-            return _one_of([self._before(branch, then) for branch in node.branches])
+            return _one_of([self._before(branch, then, ways) for branch in node.branches])
         if isinstance(node, Series):
             for part in reversed(node.parts):
-                then = self._before(part, self._named(then))
+                then = self._before(part, self._named(then), ways)
             return then or '""'
         assert isinstance(node, Repeat), "anchors are gone"
-        if isinstance(node.part, Characters) and len(_ways(node.part.ranges)) > 1:
+        if isinstance(node.part, Characters) and len(ways(node.part.ranges)) > 1:
             return self._repeated(node.part.ranges, node.minimum, node.maximum, self._named(then))
         if node.maximum == 0:
             return then or '""'
-        return f"({self._before(node.part, '').rstrip()}){_counts(node.minimum, node.maximum)} {then}"
+        return f"({self._before(node.part, '', ways).rstrip()}){_counts(node.minimum, node.maximum)} {then}"
+
+    def _until(self, tag: str) -> str:
+        """The name of a rule of any text up to a tag, with the tag. The tag begins with a character that it has once."""
+        key = ("", tag)
+        if key not in self._loops:
+            states = [f"until{len(self._loops) * 100 + index}" for index in range(len(tag))]
+            self._loops[key] = states[0]
+            others = [f"{quoted(tag[0])} {states[1]}", f"[^{_code(tag[0])}] {states[0]}"]
+            for index, state in enumerate(states):  # characters of the tag so far
+                if index:
+                    behind = states[index + 1] if index + 1 < len(tag) else ""
+                    others = [
+                        f"{quoted(tag[index])} {behind}".rstrip(),
+                        f"{quoted(tag[0])} {states[1]}",
+                        f"[^{_code(tag[0])}{_code(tag[index])}] {states[0]}",
+                    ]
+                self._add(state, " | ".join(others))
+        return self._loops[key]
 
     def _repeated(self, ranges: Ranges, minimum: int, maximum: int | None, then: str) -> str:
         """A character of a set several times, of which some ways to write it are escapes."""
@@ -608,14 +645,23 @@ def _plain(ranges: Ranges) -> tuple[str, ...]:
     """Characters of the ranges that stand for themselves, in one class; none if there are none."""
     if ranges == ANY.ranges:
         return (UNESCAPED,)
-    if not (plain := _common(ranges, _PLAIN)):
-        return ()
-    is_negated = plain[-1][1] == LAST
+    plain = _common(ranges, _PLAIN)
+    return (_class(plain),) if plain else ()
+
+
+def _class(ranges: Ranges) -> str:
+    """A class of characters."""
+    is_negated = ranges[-1][1] == LAST
     written = "".join(
-        f"\\U{low:08x}" if low == high else f"\\U{low:08x}-\\U{high:08x}"
-        for low, high in (_common(_complement(plain), _joined([(0, 0xD7FF), (0xE000, LAST)])) if is_negated else plain)
+        _code(chr(low)) if low == high else f"{_code(chr(low))}-{_code(chr(high))}"
+        for low, high in (_common(_complement(ranges), _SCALARS) if is_negated else ranges)
     )
-    return (f"[{'^' if is_negated else ''}{written}]",)
+    return f"[{'^' if is_negated else ''}{written}]"
+
+
+def _code(character: str) -> str:
+    """A character as an escape of GBNF."""
+    return f"\\U{ord(character):08x}"
 
 
 @cache

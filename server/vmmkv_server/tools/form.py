@@ -3,17 +3,21 @@
     CallForm ── triggers, grammar ──> engine: what it writes follows the tools' schemas
              ── reader ──> parts of the answer
 
-`forms` has one module for each form, and finds the one of a chat template.
+A form is texts around the calls, and one of three ways to write a call between them: a JSON object of name and arguments
+(`Objects`), a name and the JSON of arguments (`Named`), or markup (`markup.Markup`). `forms` has a module for each form, and
+finds the one of a chat template.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from vmmkv_server.structured_output.json_schema import SchemaRefused, SchemaRules
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.structured_output.text import quoted
 from vmmkv_server.tools.calls import Tool, Toolset
-from vmmkv_server.tools.reading import CallReader
+from vmmkv_server.tools.reading import CallReader, NoCall, Waiting
 
 
 class ToolRefused(GrammarRefused):
@@ -25,25 +29,44 @@ class ToolRefused(GrammarRefused):
         """The tool's place among the tools of the request."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class CallForm(ABC):
-    """A way to write calls, which models of one family were trained with."""
+    """A way to write calls, which models of one family were trained with.
 
-    name: ClassVar[str]
-    """vLLM's name of its parser, where it has one."""
+    trigger begin CALL end                                              for each call, or
+    trigger open begin CALL end (between begin CALL end)* close         for all calls of an answer
+    """
+
+    name: str
+    """vLLM's name of its parser, where it has one. Forms of one name differ in white space."""
+    trigger: str = ""
+    """The text with which calls begin. Empty if it is that of the calls themselves."""
+    open: str | None = None
+    """Text behind the trigger of several calls. None if each call has the trigger."""
+    begin: str = ""
+    end: str = ""
+    between: str = "\n"
+    """Text between two calls; with a trigger for each it stands in front of the second."""
+    close: str = ""
     is_first: bool = False
     """Do triggers count at the begin of an answer alone, white space aside?"""
-    repeats: bool = True
-    """May text and further calls follow what the grammar of `auto` allows? Else the grammar holds to the answer's end."""
+    in_code: bool = False
+    """Do triggers count in code blocks of the content too? Those that are special tokens do."""
     prefix: str = ""
-    """Text of special tokens in front of the calls, which no grammar can spell. With `required` it is appended to the prompt,
-    the grammar begins behind it, and the reader is fed with it first.
+    """The trigger, if it is a special token, which no grammar can spell. With `required` it is appended to the prompt, the
+    grammar begins behind it, and the reader is fed with it first.
     """
     kept: tuple[str, ...] = ()
-    """Texts of special tokens that the reader must see."""
+    """Texts of tokens that the reader must see, though they may be special."""
 
-    @abstractmethod
+    @property
+    def repeats(self) -> bool:
+        """May text and further calls follow what the grammar of `auto` allows? Else the grammar holds to the answer's end."""
+        return self.open is None and not self.is_first
+
     def triggers(self, toolset: Toolset) -> tuple[str, ...]:
         """Texts with which a call begins. The grammar of `auto` begins with them."""
+        return (self.trigger,) if self.trigger else tuple(self.begin + self.head(tool) for tool in toolset.callable_tools)
 
     def grammar(self, toolset: Toolset) -> Grammar:
         """Calls whose arguments follow their tools' schemas: with `required` the whole answer, else from a trigger on.
@@ -58,62 +81,152 @@ class CallForm(ABC):
                     ways.append(self.call(rules, tool))
                 except SchemaRefused as error:
                     raise ToolRefused(index, str(error)) from error
-        return Grammar("json", rules.written(self.calls(rules.rule("call", " | ".join(ways)), toolset)))
+        call = rules.rule("call", " | ".join(ways))
+        one = f"{quoted(self.begin)} {call} {quoted(self.end)}"
+        first = "" if toolset.choice == "required" and self.prefix else quoted(self.trigger)
+        if self.open is None:
+            further = f"{quoted(self.between + self.trigger)} {one}"
+            is_alone = toolset.most_calls == 1 or (self.repeats and toolset.choice == "auto")
+            root = f"{first} {one} {'' if is_alone else f'({further})*'}"
+        else:
+            further = "" if toolset.most_calls == 1 else f"({quoted(self.between)} {one})*"
+            root = f"{first} {quoted(self.open)} {one} {further} {quoted(self.close)}"
+        return Grammar("json", rules.written(root.strip()))
+
+    def text(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as the form writes them, each given by its name and the JSON of its arguments."""
+        each = [f"{self.begin}{self.written(name, arguments)}{self.end}" for name, arguments in calls]
+        if self.open is None:
+            return self.between.join(f"{self.trigger}{one}" for one in each)
+        return f"{self.trigger}{self.open}{self.between.join(each)}{self.close}"
+
+    def reader(self, toolset: Toolset) -> CallReader:
+        """A reader of one answer."""
+        return _Reader(toolset, self)
+
+    @abstractmethod
+    def head(self, tool: Tool) -> str:
+        """The begin of a tool's call, with its name."""
+
+    @abstractmethod
+    def written(self, name: str, arguments: str) -> str:
+        """A call, with the JSON of its arguments."""
 
     @abstractmethod
     def call(self, rules: SchemaRules, tool: Tool) -> str:
-        """GBNF of a tool's call, from its name on. Raises: SchemaRefused."""
+        """GBNF of a tool's calls. Raises: SchemaRefused."""
 
     @abstractmethod
-    def calls(self, call: str, toolset: Toolset) -> str:
-        """GBNF of all calls that the grammar allows, where `call` is a rule of those of any tool, from its name on."""
+    def read(self, reader: CallReader) -> Waiting[None]:
+        """Read a call. Raises: NoCall, EndOfAnswer."""
 
-    @abstractmethod
-    def reader(self, toolset: Toolset) -> CallReader:
-        """A reader of one answer."""
+
+class _Reader(CallReader):
+    """A reader of a form."""
+
+    def __init__(self, toolset: Toolset, form: CallForm) -> None:
+        super().__init__(toolset)
+        self._form = form
+
+    def read(self) -> Waiting[None]:
+        form = self._form
+        while self.may_call and not form.is_first:
+            yield from self.next_trigger([form.trigger], in_code=form.in_code)
+            if form.open is None:
+                if (yield from self.attempt(self._call(form.begin))):
+                    yield from self.attempt(self.mark(form.end))
+            elif (yield from self._run(form.open + form.begin)):
+                yield from self.attempt(self.mark(form.close))
+        if form.is_first and self.may_call:
+            yield from self._run(form.trigger + form.begin)
+
+    def _run(self, begin: str) -> Waiting[bool]:
+        """Read calls in a row, the first of them behind a text. False if it is none."""
+        form = self._form
+        is_call = is_first = yield from self.attempt(self._call(begin))
+        while is_call and (yield from self.attempt(self.mark(form.end))) and self.may_call:
+            is_call = yield from self.attempt(self._call(form.between + form.begin))
+        return is_first
+
+    def _call(self, begin: str) -> Waiting[None]:
+        yield from self.mark(begin)
+        yield from self._form.read(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects(CallForm):
+    """Calls as JSON objects of a name and arguments: `{"name": "f", "arguments": {"x": 1}}`."""
+
+    key: str = "arguments"
+    """The key of the arguments."""
+    needs_arguments: bool = False
+    """Is an object without arguments no call?"""
+
+    def head(self, tool: Tool) -> str:
+        """The begin of a tool's call, with its name."""
+        return f'{{"name": "{tool.name}"'
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call, with the JSON of its arguments."""
+        return f'{{"name": "{name}", "{self.key}": {arguments}}}'
+
+    def call(self, rules: SchemaRules, tool: Tool) -> str:
+        """GBNF of a tool's calls. Raises: SchemaRefused."""
+        key = f', "{self.key}": '
+        return f'{quoted(self.head(tool) + key)} {of_arguments(rules, tool)} "}}"'
+
+    def read(self, reader: CallReader) -> Waiting[None]:
+        """Read a call. Raises: NoCall, EndOfAnswer."""
+        yield from reader.space()
+        yield from reader.object_call(needs_arguments=self.needs_arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(CallForm):
+    """Calls as a name and the JSON of arguments, with a text between them: `f<sep>{"x": 1}`."""
+
+    separator: str
+
+    def head(self, tool: Tool) -> str:
+        """The begin of a tool's call, with its name."""
+        return tool.name
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call, with the JSON of its arguments."""
+        return f"{name}{self.separator}{arguments}"
+
+    def call(self, rules: SchemaRules, tool: Tool) -> str:
+        """GBNF of a tool's calls. Raises: SchemaRefused."""
+        return f"{quoted(self.head(tool) + self.separator)} {of_arguments(rules, tool)}"
+
+    def read(self, reader: CallReader) -> Waiting[None]:
+        """Read a call. Raises: NoCall, EndOfAnswer."""
+        yield from reader.space()
+        name = yield from reader.word()
+        yield from self.separate(reader)
+        yield from reader.space()
+        if name not in reader.tools or (yield from reader.peek()) != "{":
+            raise NoCall
+        reader.begin(name)
+        yield from reader.json(reader.argue)
+
+    def separate(self, reader: CallReader) -> Waiting[None]:
+        """Read the text between a name and the arguments. Raises: NoCall, EndOfAnswer."""
+        yield from reader.mark(self.separator)
+
+
+def arguments_schema(tool: Tool) -> dict[str, object]:
+    """The schema of a tool's arguments. One that names no properties has none, unless it says what others there may be."""
+    schema = dict(tool.parameters)
+    if schema.get("properties") == {} and schema.keys() <= _OF_NOTHING:
+        schema["additionalProperties"] = False
+    return schema
+
+
+_OF_NOTHING: Final = frozenset(["type", "properties", "required", "title", "description", "$schema"])
+"""Keywords of a schema that says nothing of further properties."""
 
 
 def of_arguments(rules: SchemaRules, tool: Tool) -> str:
     """The rule of the JSON object of a tool's arguments. Raises: SchemaRefused."""
-    schema = dict(tool.parameters)
-    if schema.get("properties") == {} and schema.keys() <= _OF_NOTHING:
-        schema["additionalProperties"] = False
-    return rules.of(schema, is_object=True)
-
-
-_OF_NOTHING = frozenset(["type", "properties", "required", "title", "description", "$schema"])
-"""Keywords of a schema that has no further properties, if it names none."""
-
-
-def run(begin: str, call: str, end: str, between: str, toolset: Toolset, *, repeats: bool) -> str:
-    """GBNF of a call between two texts, and of further calls where the toolset has them and they are not triggered anew."""
-    one = f"{quoted(begin)} {call} {quoted(end)}"
-    if toolset.most_calls == 1 or (repeats and toolset.choice == "auto"):
-        return one
-    return f"{one} ({quoted(between)} {one})*"
-
-
-class ObjectForm(CallForm):
-    """Calls as JSON objects of a name and arguments, each between two texts."""
-
-    begin: ClassVar[str] = ""
-    end: ClassVar[str] = ""
-    between: ClassVar[str] = "\n"
-    key: ClassVar[str] = "arguments"
-    """The key of the arguments."""
-
-    def triggers(self, toolset: Toolset) -> tuple[str, ...]:
-        """The tag in front of a call; without one, the object up to a tool's name."""
-        if tag := self.begin.strip():
-            return (tag,)
-        return tuple(f'{{"name": "{tool.name}"' for tool in toolset.callable_tools)
-
-    def call(self, rules: SchemaRules, tool: Tool) -> str:
-        """The name, the arguments, and what stands between them."""
-        between = f'{tool.name}", "{self.key}": '
-        return f"{quoted(between)} {of_arguments(rules, tool)}"
-
-    def calls(self, call: str, toolset: Toolset) -> str:
-        """Each call between the two texts of the form."""
-        begin, end = f'{self.begin}{{"name": "', f"}}{self.end}"
-        return run(begin, call, end, self.between, toolset, repeats=self.repeats)
+    return rules.of(arguments_schema(tool), is_object=True)

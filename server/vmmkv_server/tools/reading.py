@@ -19,6 +19,7 @@ Waiting: TypeAlias = Generator[None, None, T]
 """A part of a reader: waits for text by `yield`, and returns what it has read."""
 
 _SPACE: Final = re.compile(r"\s*")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
 _FENCE: Final = re.compile(" {0,3}(`{3,}(?!.*`)|~{3,})")
 
 
@@ -47,8 +48,10 @@ class CallReader(ABC):
         """Start of the text that is not read yet."""
         self._is_over = False
         self._parts: list[Part] = []
+        self._trigger = ""
+        """A trigger that is content if no call comes behind it."""
         self._held: list[str] | None = None
-        """Text that is read, and content if it is no call; None while nothing is held."""
+        """Text that is read, and read again if it is no call; None while nothing is held."""
         self._space: list[str] = []
         """White space at the end of the content so far."""
         self._is_behind_call = False
@@ -105,7 +108,7 @@ class CallReader(ABC):
 
     def begin(self, name: str) -> None:
         """Begin a call: what is held is part of it."""
-        self._held, self._space, self._is_behind_call = None, [], True
+        self._trigger, self._held, self._space, self._is_behind_call = "", None, [], True
         self._put(CallBegun(self._num_calls, name))
         self._num_calls += 1
 
@@ -208,6 +211,27 @@ class CallReader(ABC):
                 raise NoCall from error
             sink(self._take(end))
 
+    def mark(self, text: str) -> Waiting[None]:
+        """Read a text, with any white space before its words. Raises: NoCall, EndOfAnswer."""
+        for word in text.split():
+            yield from self.space()
+            yield from self.expect(word)
+
+    def word(self) -> Waiting[str]:
+        """Read letters of a tool's name. Raises: NoCall if there are none; EndOfAnswer."""
+        pieces: list[str] = []
+        while True:
+            match = _NAME.match(self._text, self._at)
+            assert match is not None, "it matches the empty text"
+            pieces.append(self._take(match.end()))
+            if self._at < len(self._text):
+                break
+            yield from self._more()
+        name = "".join(pieces)
+        if not name:
+            raise NoCall
+        return name
+
     def string(self) -> Waiting[str]:
         """Read a JSON string. Raises: NoCall, EndOfAnswer."""
         if (yield from self.peek()) != '"':
@@ -223,28 +247,29 @@ class CallReader(ABC):
     # Calls.
 
     def next_trigger(self, triggers: Sequence[str], *, in_code: bool = False) -> Waiting[str]:
-        """Show the content in front of a trigger, and hold the trigger. Raises: EndOfAnswer.
+        """Show the content in front of a trigger, and read the trigger. Raises: EndOfAnswer.
 
         A trigger in a code block is content, unless it counts `in_code` too.
         """
         while True:
             trigger = yield from self.until(triggers, self.show)
             if in_code or not self._code.is_open:
-                self._held = [trigger]
+                self._trigger = trigger
                 return trigger
             self.show(trigger)
 
     def attempt(self, reading: Waiting[None]) -> Waiting[bool]:
-        """Read a call or what stands around one; its text is shown if it is none."""
-        if self._held is None:
-            self._held = []
+        """Read a call or what stands around one. Where it is none, nothing is read but the trigger, which is shown."""
+        self._held = []
         try:
             yield from reading
         except (NoCall, EndOfAnswer):
-            self.show("".join(self._held or ()))
+            self._text = "".join([*(self._held or ()), self._text[self._at :]])
+            self._at = 0
+            self.show(self._trigger)
             return False
         finally:
-            self._held = None
+            self._trigger, self._held = "", None
         return True
 
     def object_call(self, *, keys: Sequence[str] = ("arguments", "parameters"), needs_arguments: bool = False) -> Waiting[None]:

@@ -8,67 +8,65 @@ Read `hermes` first.
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Tool, Toolset
 from vmmkv_server.tools.form import CallForm
-from vmmkv_server.tools.forms.hermes import Hermes
+from vmmkv_server.tools.forms.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from vmmkv_server.tools.forms.glm import GLM45, GLM47
+from vmmkv_server.tools.forms.hermes import HERMES
+from vmmkv_server.tools.forms.llama import LLAMA3_JSON
+from vmmkv_server.tools.forms.mistral import ARRAY, NAMED, SPACED
 from vmmkv_server.tools.forms.plain import PlainJson
+from vmmkv_server.tools.forms.qwen3_coder import QWEN3_CODER, SEED_OSS
 
-SHOWN: Final[tuple[CallForm, ...]] = (Hermes(),)
+SHOWN: Final[tuple[CallForm, ...]] = (
+    *(HERMES, LLAMA3_JSON, ARRAY, SPACED, NAMED, QWEN3_CODER, SEED_OSS),
+    *(GLM45, GLM47, DEEPSEEK_V3, DEEPSEEK_V31),
+)
 """Forms that templates show."""
 NAMES: Final = tuple(dict.fromkeys(form.name for form in (*SHOWN, PlainJson())))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A chat template's way with tools."""
-
-    form: CallForm | None
-    """None for one that is unknown."""
-    are_arguments_text: bool = False
-    """Does it want the arguments of earlier calls as JSON texts, and not as objects?"""
-
-
+@functools.lru_cache(maxsize=8)
 def form_of(template: str | None) -> CallForm | None:
-    """The form that a chat template shows. None if it is unknown, or there is no template."""
-    return shown_by(template).form
+    """The form that a chat template shows. None if it is unknown, or there is no template.
+
+    Cost: the template is rendered some ten times, and the result is kept.
+    """
+    if template is None:
+        return None
+    rendering = _Rendering(template)
+    plain, told = rendering.text([_ASKED]), rendering.text([_ASKED], tools=True)
+    if told is None:
+        return None
+    if plain == told:
+        system = rendering.text([{"role": "system", "content": _SYSTEM_TEXT}, _ASKED])
+        return PlainJson(has_system=system is not None and _SYSTEM_TEXT in system)
+    for answer in rendering.calls():
+        found = [form for form in SHOWN if _has_call(form, answer)]
+        exact = [form for form in found if _writes(form) in answer]
+        found = exact or [form for form in found if not form.is_first]  # without a tag, the keys are all that tells
+        if found:
+            return found[0] if len({form.name for form in found}) == 1 else None
+    return None
 
 
 def form_named(name: str, template: str | None) -> CallForm:
     """The form of a name: the template's own if it has that name. Raises: ValueError, telling the names."""
-    shown = shown_by(template).form
-    if shown is not None and shown.name == name:
-        return shown
-    for form in (*SHOWN, PlainJson()):
+    own = form_of(template)
+    for form in (*([] if own is None else [own]), *SHOWN, PlainJson()):
         if form.name == name:
             return form
     raise ValueError(f"there is no form of calls named {name!r}; there are {', '.join(NAMES)}")
 
 
-@functools.lru_cache(maxsize=8)
-def shown_by(template: str | None) -> Shown:
-    """The way of a template with tools. Cost: it is rendered some ten times, and the result is kept."""
-    if template is None:
-        return Shown(form=None)
-    rendering = _Rendering(template)
-    plain, told = rendering.text([_ASKED]), rendering.text([_ASKED], tools=True)
-    if plain is None:
-        return Shown(form=None)
-    if plain == told:
-        system = rendering.text([{"role": "system", "content": _SYSTEM_TEXT}, _ASKED])
-        return Shown(form=PlainJson(has_system=system is not None and _SYSTEM_TEXT in system))
-    for are_arguments_text in (False, True):
-        for answer in rendering.calls(are_arguments_text=are_arguments_text):
-            found = [form for form in SHOWN if _has_call(form, answer)]
-            if found:
-                return Shown(form=found[0] if len(found) == 1 else None, are_arguments_text=are_arguments_text)
-    return Shown(form=None)
-
-
 _NAME: Final = "find_harbour"
+_ID: Final = "call56789"
+"""Mistral's templates want nine characters."""
 _ARGUMENTS: Final = {"port": "Brest 7731"}
 _TOOL: Final = Tool(
     name=_NAME,
@@ -81,6 +79,10 @@ _TOOL: Final = Tool(
 )
 _ASKED: Final[dict[str, Any]] = {"role": "user", "content": "Where is it?"}
 _SYSTEM_TEXT: Final = "Answer like the keeper of a lighthouse."
+
+
+_OPEN_TAG: Final = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+"""The begin of a tag, at the end of a text."""
 
 
 class _Rendering:
@@ -105,19 +107,21 @@ class _Rendering:
         except Exception:  # a template is a program
             return None
 
-    def calls(self, *, are_arguments_text: bool) -> Iterator[str]:
-        """The text behind a prompt in conversations where the prompt is answered by a call."""
-        prompt = self.text([_ASKED], tools=True)
-        arguments = json.dumps(_ARGUMENTS) if are_arguments_text else _ARGUMENTS
-        call = {"id": "call56789", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        result: dict[str, Any] = {"role": "tool", "tool_call_id": "call56789", "name": _NAME, "content": "In the west."}
-        for content in ("", None):
-            answer: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
-            for turns in ([answer, result], [answer]):
-                text = self.text([_ASKED, *turns], tools=True, prompt=False)
-                if text is not None and prompt is not None:
-                    pairs = enumerate(zip(prompt, text, strict=False))
-                    yield text[next((index for index, (one, other) in pairs if one != other), len(prompt)) :]
+    def calls(self) -> Iterator[str]:
+        """The text behind a prompt, in conversations where the prompt is answered by a call.
+
+        Templates differ in how they want it: with arguments as an object or as text, and with or without content.
+        """
+        prompt = self.text([_ASKED], tools=True) or ""
+        result = {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "In the west."}
+        for arguments, content, turns in product((_ARGUMENTS, json.dumps(_ARGUMENTS)), ("", None), ([result], [])):
+            call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+            answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+            text = self.text([_ASKED, answer, *turns], tools=True, prompt=False)
+            if text is not None:
+                pairs = enumerate(zip(prompt, text, strict=False))
+                common = prompt[: next((index for index, (one, other) in pairs if one != other), len(prompt))]
+                yield text[len(_OPEN_TAG.sub("", common)) :]
 
 
 def _has_call(form: CallForm, answer: str) -> bool:
@@ -131,6 +135,12 @@ def _has_call(form: CallForm, answer: str) -> bool:
     is_shown = any(trigger in answer for trigger in form.triggers(toolset))
     is_whole = names == [_NAME] and _ARGUMENTS["port"] not in content
     return is_shown and is_whole and _read(arguments) == _ARGUMENTS
+
+
+def _writes(form: CallForm) -> str:
+    """The call as the form writes it, up to the value of the argument: forms differ there, if only in white space."""
+    text = form.text([(_NAME, json.dumps(_ARGUMENTS))])
+    return text[: text.index(_ARGUMENTS["port"])]
 
 
 def _read(arguments: str) -> Mapping[str, Any] | None:

@@ -5,26 +5,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vmmkv_server.tools.calls import Toolset
-from vmmkv_server.tools.form import ObjectForm
-from vmmkv_server.tools.reading import CallReader, Waiting
+from vmmkv_server.tools.form import Objects
 
 
-class PlainJson(ObjectForm):
+@dataclass(frozen=True, kw_only=True)
+class PlainJson(Objects):
     """The form. Conversations with tools in them are made ones that the template knows."""
 
-    name = "json"
-    is_first, repeats = True, False
-
-    def __init__(self, *, has_system: bool = True) -> None:
-        """`has_system`: does the template know system turns? Else the text about the tools leads the first user turn."""
-        self.has_system = has_system
-
-    def reader(self, toolset: Toolset) -> CallReader:
-        """A reader of one answer."""
-        return _Reader(toolset)
+    name: str = "json"
+    is_first: bool = True
+    needs_arguments: bool = True
+    has_system: bool = True
+    """Does the template know system turns? Else the text about the tools leads the first user turn."""
 
     def system_text(self, toolset: Toolset) -> str:
         """The tools, and how they are called."""
@@ -53,7 +49,9 @@ class PlainJson(ObjectForm):
             text = message.get("content") or ""
             if calls := message.get("tool_calls"):
                 names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-                text = "\n".join([*([text] if text else []), *map(_written, calls)])
+                functions = [call["function"] for call in calls]
+                written = self.text([(each["name"], each.get("arguments") or "{}") for each in functions])
+                text = f"{text}\n{written}" if text else written
             elif is_result:
                 name = message.get("name") or names.get(message.get("tool_call_id", ""))
                 text = f"Result of {name}:\n{text}" if name else f"Result:\n{text}"
@@ -73,18 +71,3 @@ class PlainJson(ObjectForm):
             both = (first["content"], text) if self.has_system else (text, first["content"])
             return [{**first, "content": "\n\n".join(part for part in both if part)}, *others]
         return [{"role": role, "content": text}, *turns]
-
-
-def _written(call: Mapping[str, Any]) -> str:
-    name = json.dumps(call["function"]["name"], ensure_ascii=False)
-    return f'{{"name": {name}, "arguments": {call["function"].get("arguments") or "{}"}}}'
-
-
-class _Reader(CallReader):
-    def read(self) -> Waiting[None]:
-        while self.may_call and (yield from self.attempt(self._call())):
-            pass
-
-    def _call(self) -> Waiting[None]:
-        yield from self.space()
-        yield from self.object_call(keys=["arguments", "parameters"], needs_arguments=True)

@@ -1,0 +1,38 @@
+"""Calls between special tokens: DeepSeek's V3 and R1, and V3.1."""
+
+from typing import Final
+
+from vmmkv_server.tools.form import CallForm, Named
+
+_OPEN: Final = "<｜tool▁calls▁begin｜>"
+_CLOSE: Final = "<｜tool▁calls▁end｜>"
+_BEGIN: Final = "<｜tool▁call▁begin｜>"
+_SEPARATOR: Final = "<｜tool▁sep｜>"
+_END: Final = "<｜tool▁call▁end｜>"
+_TAGS: Final = (_OPEN, _CLOSE, _BEGIN, _SEPARATOR, _END)
+
+DEEPSEEK_V3: Final[CallForm] = Named(
+    name="deepseek_v3",
+    trigger=_OPEN,
+    open="",
+    begin=f"{_BEGIN}function{_SEPARATOR}",
+    separator="\n```json\n",
+    end=f"\n```{_END}",
+    close=_CLOSE,
+    kept=_TAGS,
+    in_code=True,
+)
+"""The name, and a block of JSON."""
+DEEPSEEK_V31: Final[CallForm] = Named(
+    name="deepseek_v31",
+    trigger=_OPEN,
+    open="",
+    begin=_BEGIN,
+    separator=_SEPARATOR,
+    end=_END,
+    between="",
+    close=_CLOSE,
+    kept=_TAGS,
+    in_code=True,
+)
+"""The name, a token, and JSON."""
