@@ -65,6 +65,29 @@ CALLS_OF: Final[tuple[tuple[str | None, str, str], ...]] = (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "DeepSeek V3.1",
     ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">\n<｜DSML｜parameter name="KEY" string="true">VALUE'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "DeepSeek V3.2",
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n<｜DSML｜parameter name="KEY" string="true">VALUE'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "DeepSeek V4",
+    ),
+    ("minimax", f"<tool_calls>\n{OBJECT}\n</tool_calls>", "MiniMax M1"),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>\n</minimax:tool_call>',
+        "MiniMax M2",
+    ),
+    ("jamba", f"<tool_calls>[\n    {OBJECT}\n]</tool_calls>", "Jamba"),
+    ("jamba", f'<tool_calls>[{OBJECT[:-1]}, "id": "a"}}]</tool_calls>', "Apriel"),
+    ("jamba", f"<tool_calls>[{OBJECT}]</tool_calls>", ""),
+    ("granite", f"<|tool_call|>[{OBJECT}]", "Granite 3"),
+    ("phi4_mini", f"functools[{OBJECT}]", "Phi 4 mini"),
     (None, " to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS<|call|>", "gpt-oss"),
     (None, '<|tool_call>call:NAME{KEY:<|"|>VALUE<|"|>}<tool_call|>', "Gemma 4"),
     (None, "<|tool_call_start|>[NAME(KEY='VALUE')]<|tool_call_end|>", "LFM 2.5"),

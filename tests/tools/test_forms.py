@@ -1,20 +1,27 @@
 """Laws of the forms of calls: their readers, their grammars, and the templates that show them."""
 
+import functools
 import json
+import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from bench.schemas import SCHEMAS
 from tests.structured_output.walks import allows, answer, of_source
-from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TOOLS, read, told, tool, toolset
+from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TEXT, TOOLS, Told, read, told, tool, toolset
+from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import Grammar
-from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool
+from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool, Toolset
 from vmmkv_server.tools.form import CallForm, ToolRefused
 from vmmkv_server.tools.forms import form_named
 from vmmkv_server.tools.markup import Markup
@@ -109,13 +116,18 @@ def assert_walks_are_calls(form: CallForm, tools: tuple[Tool, ...], seeds: int, 
         if text is None:
             continue
         parts = told(read(form, [form.prefix, text], asked))
-        assert parts and all(isinstance(part, tuple) for part in parts), (text, parts)
-        assert asked.most_calls is None or len(parts) <= asked.most_calls
-        for name, arguments in parts:
-            (one,) = [one for one in asked.callable_tools if one.name == name]
-            assert jsonschema_rs.validator_for(dict(one.parameters)).is_valid(json.loads(arguments)), text
+        assert_calls_validate(asked, parts)
         found += len(parts)
     return found
+
+
+def assert_calls_validate(asked: Toolset, parts: Told) -> None:
+    """An answer is calls alone, no more than asked, and their arguments follow the tools' schemas."""
+    assert parts and (asked.most_calls is None or len(parts) <= asked.most_calls)
+    for part in parts:
+        assert isinstance(part, tuple), parts
+        (one,) = [one for one in asked.callable_tools if one.name == part[0]]
+        assert jsonschema_rs.validator_for(dict(one.parameters)).is_valid(json.loads(part[1])), part
 
 
 @each_form
@@ -170,6 +182,86 @@ def test_schemas_of_several_tools_share_their_rules() -> None:
     assert not allows(compiled, '{"name": "g", "arguments": {"a": 1}}')
     same = form.grammar(toolset(tools=(one("f", "integer"), one("g", "integer")), choice="required"))
     assert len(same.source.splitlines()) < len(grammar.source.splitlines())
+
+
+def _of_suites(name: str, *required: str, **properties: Any) -> Tool:
+    one = tool(name, *required, **properties)
+    return Tool(name=name, description=one.description, parameters={**one.parameters, "additionalProperties": False})
+
+
+LIKE_SUITES = (
+    _of_suites(
+        "book",
+        "guests",
+        guests={"type": "array", "items": {"type": "object", "properties": {"name": TEXT, "age": {"type": "integer"}}}},
+        rate={"type": "number", "format": "float", "description": "In euros.", "default": 5.0},
+        room={"type": "string", "enum": ["single", "double"], "default": "single"},
+        dates={"type": "array", "items": {"type": "string", "format": "date"}, "minItems": 2, "maxItems": 2},
+        notes={"anyOf": [TEXT, {"type": "null"}], "default": None},
+        payment={"type": "object", "properties": {"card": {"type": "string", "pattern": "^[0-9]{4}$"}}, "required": ["card"]},
+        tags={"type": "array"},
+        anything={"description": "Of any type."},
+    ),
+    Tool(
+        name="tree",
+        parameters={
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "properties": {"root": {"$ref": "#/$defs/Node"}, "kind": {"const": "b-tree"}},
+            "required": ["root", "kind"],
+            "$defs": {
+                "Node": {
+                    "type": "object",
+                    "properties": {"left": {"$ref": "#/$defs/Node"}, "value": {"type": ["integer", "string"]}},
+                }
+            },
+        },
+    ),
+    Tool(name="ping", parameters={"type": "object"}),
+    Tool(name="pong", parameters={}),
+)
+"""Tools of the kinds that public suites have, as clients send them: nested, optional, with references, or no properties."""
+
+
+@each_form
+def test_tools_as_public_suites_have_them_are_served(form: CallForm) -> None:
+    assert assert_walks_are_calls(form, LIKE_SUITES, 8) > 3
+
+
+@each_form
+@pytest.mark.parametrize("kind", ["dict", "float", "tuple", "any"])
+def test_a_type_that_json_schema_lacks_is_refused_by_its_name(form: CallForm, kind: str) -> None:
+    with pytest.raises(ToolRefused, match=f"/properties/a has type '{kind}'; there are array, boolean,"):
+        form.grammar(toolset(tools=(tool("f", a={"type": kind}),)))
+
+
+@functools.cache
+def vocabulary(model_dir: Path) -> Vocabulary:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return Vocabulary.load(model_dir, len(tokenizer), [int(tokenizer.eos_token_id)])
+
+
+@pytest.mark.nightly
+@each_form
+def test_answers_of_a_model_s_tokens_are_calls_that_validate(form: CallForm, smollm2: Path) -> None:
+    """Of random tokens, as an engine masks them."""
+    words, draws = vocabulary(smollm2), random.Random(0)
+    for tools in (TOOLS, LIKE_SUITES):
+        asked, num_ended = toolset(tools=tools, choice="required"), 0
+        grammar = form.grammar(asked)
+        compiled = words.read(Compilation(words).compile(grammar.kind, grammar.source))
+        for _ in range(40):
+            matcher, tokens = Matcher(compiled, words), list[int]()
+            while len(tokens) < 300 and words.info.stop_token_ids[0] not in tokens:
+                may = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: words.size])
+                tokens.append(int(draws.choice(may)))
+                assert matcher.accept(tokens[-1])
+            parts = told(read(form, [form.prefix, words.rust.decode(tokens)], asked))
+            assert all(isinstance(part, tuple) for part in parts[:-1])
+            if words.info.stop_token_ids[0] in tokens:
+                assert_calls_validate(asked, parts)
+                num_ended += 1
+        assert num_ended
 
 
 @pytest.mark.nightly

@@ -220,15 +220,16 @@ class SchemaRules:
         except RecursionError:
             raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
 
-    def properties(self, schema: Any, tag: str, end: str) -> list[Property]:
+    def properties(self, schema: Any, tag: str, end: str, begins: tuple[str, str] = ("", "")) -> list[Property]:
         """The named properties of a schema's objects, whose values are to be written one by one, as markup.
 
-        Texts are written as they are, all else as JSON. `tag` or `end` follow them, as in `text.Rules.markup`.
+        Texts are written as they are, all else as JSON. `tag` or `end` follow them, as in `text.Rules.markup`; `begins` stand
+        in front of a text and of JSON.
         Raises: SchemaRefused, naming the place and what is not served there.
         """
         _check_size(schema)
         try:
-            return _Grammar(schema, self).properties(tag, end)
+            return _Grammar(schema, self).properties(tag, end, begins)
         except RecursionError:
             raise SchemaRefused("its references, alternatives or patterns are nested too deep") from None
 
@@ -1113,7 +1114,7 @@ class _Grammar(_Reader):
             self._rules.add(name, self._body(self._goals[key]))
         return self._name(root)
 
-    def properties(self, tag: str, end: str) -> list[Property]:
+    def properties(self, tag: str, end: str, begins: tuple[str, str]) -> list[Property]:
         """The named properties of the root's objects, with markup for their values."""
         kinds = [kind for kind in self.kinds(self._prepared(is_object=True)) if self._is_possible(kind)]
         kind = kinds[0] if len(kinds) == 1 else None
@@ -1124,7 +1125,7 @@ class _Grammar(_Reader):
         properties = [(name, goal) for name, goal in kind.properties.items() if self._has(goal)]
         if kind.maximum is not None and kind.maximum < len(properties):
             properties = [(name, goal) for name, goal in properties if name in kind.required]
-        found = [Property(name, name in kind.required, self._markup(goal, tag, end)) for name, goal in properties]
+        found = [Property(name, name in kind.required, self._markup(goal, tag, end, begins)) for name, goal in properties]
         for key, name in self._names.items():
             self._rules.add(name, self._body(self._goals[key]))
         return found
@@ -1144,21 +1145,23 @@ class _Grammar(_Reader):
                 self._names[key] = self._rules.unused("v")
         return root
 
-    def _markup(self, goal: Goal, tag: str, end: str) -> str:
+    def _markup(self, goal: Goal, tag: str, end: str, begins: tuple[str, str]) -> str:
         """The name of a rule of a goal's values as markup."""
+        text_begin, json_begin = map(quoted, begins)
         ways: list[str] = []
         for kind in self.kinds(goal):
             if isinstance(kind, _Text):
                 try:
-                    ways.append(self._rules.strings.markup(_pattern(kind), tag, end))
+                    ways.append(f"{text_begin} {self._rules.strings.markup(_pattern(kind), tag, end)}")
                 except PatternRefused as error:
                     raise SchemaRefused(f"{kind.place or 'the schema'} has a pattern that is not served: {error}") from error
             elif isinstance(kind, _Values):
-                ways += [quoted(value + end) for value in kind.values if isinstance(value, str) and tag not in value]
+                texts = [value for value in kind.values if isinstance(value, str) and tag not in value]
+                ways += [f"{text_begin} {quoted(value + end)}" for value in texts]
                 others = tuple(value for value in kind.values if not isinstance(value, str))
-                ways += [f"({self._way(_Values(others))}) {quoted(end)}"] if others else []
+                ways += [f"{json_begin} ({self._way(_Values(others))}) {quoted(end)}"] if others else []
             elif self._is_possible(kind):
-                ways.append(f"{self._way(kind)} {quoted(end)}")
+                ways.append(f"{json_begin} {self._way(kind)} {quoted(end)}")
         if not ways:
             raise SchemaRefused(f"a property allows nothing but texts with {tag}, which this form cannot write")
         return self._rules.rule("value", " | ".join(ways))

@@ -1,5 +1,6 @@
 """Calls as markup: a tag for each argument, texts as they are, all else as JSON."""
 
+import ast
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from vmmkv_server.tools.reading import CallReader, NoCall, Waiting
 class Markup(CallForm):
     """Calls as markup.
 
-        name behind_name (before_key KEY behind_key VALUE closing behind_value)* last
+        name behind_name (before_key KEY behind_key kind VALUE closing behind_value)* last
 
     A text is any without the closing tag. Where there is a line break behind the key, one in front of the closing tag is no
     part of the value.
@@ -26,6 +27,8 @@ class Markup(CallForm):
     behind_name: str
     before_key: str
     behind_key: str
+    kinds: tuple[str, str] = ("", "")
+    """Texts that tell a text from JSON. Empty if the tool's schema tells."""
     closing: str
     behind_value: str = "\n"
     last: str
@@ -46,8 +49,10 @@ class Markup(CallForm):
     def written(self, name: str, arguments: str) -> str:
         """A call, with the JSON of its arguments."""
         given: dict[str, Any] = json.loads(arguments)
+        of_text, of_json = self.kinds
         values = {
-            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in given.items()
+            key: of_text + value if isinstance(value, str) else of_json + json.dumps(value, ensure_ascii=False)
+            for key, value in given.items()
         }
         each = "".join(
             f"{self.before_key}{key}{self.behind_key}{value}{self._closed}{self.behind_value}" for key, value in values.items()
@@ -57,7 +62,7 @@ class Markup(CallForm):
     def call(self, rules: SchemaRules, tool: Tool) -> str:
         """GBNF of a tool's calls. Raises: SchemaRefused."""
         rest = quoted(self.last)
-        for one in reversed(rules.properties(arguments_schema(tool), self.closing, self._closed)):
+        for one in reversed(rules.properties(arguments_schema(tool), self.closing, self._closed, self.kinds)):
             if self.behind_key.split()[0] in one.name or one.name != one.name.strip():
                 raise SchemaRefused(f"it names a property {one.name!r}, which this form of calls cannot write")
             key = quoted(f"{self.before_key}{one.name}{self.behind_key}")
@@ -95,8 +100,13 @@ class Markup(CallForm):
     def _value(self, reader: CallReader, schema: Any, root: Mapping[str, Any]) -> Waiting[None]:
         if self._has_lines:
             yield from reader.has("\n")
-        types = types_of(schema, root)
-        if types == {"string"}:
+        of_text, of_json = self.kinds
+        if of_text != of_json:
+            kind = yield from reader.expect(of_text, of_json)
+            types = _TEXT if kind == of_text else _ALL - _TEXT
+        else:
+            types = types_of(schema, root)
+        if types == _TEXT:
             reader.argue('"')
             text = _Text(lambda piece: reader.argue(json.dumps(piece, ensure_ascii=False)[1:-1]), has_lines=self._has_lines)
             yield from reader.until([self.closing], text.feed)
@@ -137,18 +147,17 @@ def _schema_of(key: str, parameters: Mapping[str, Any]) -> Any:
     return properties.get(key, True) if isinstance(properties, Mapping) else True
 
 
+_TEXT: Final = frozenset({"string"})
 _TYPES: Final = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 """Types of JSON values by their first character; of numbers there are many."""
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-"""Python's words, which models write too."""
+_ALL: Final = frozenset({*_TYPES.values(), "number"})
 
 
 def _json_of(text: str, types: frozenset[str], schema: Any, root: Mapping[str, Any]) -> str:
     """The JSON of a value that was written as it is: of a text, unless it is JSON that the schema allows."""
     written = text.strip()
     if "string" not in types:
-        written = _WORDS.get(written, written)
-        return written if _is_json(written) else json.dumps(text, ensure_ascii=False)
+        return written if _is_json(written) else json.dumps(_of_python(text), ensure_ascii=False)
     if _is_json(written) and _type_of(written) in types - {"string"}:
         try:
             is_allowed = holds(json.loads(written), schema, root)
@@ -157,6 +166,16 @@ def _json_of(text: str, types: frozenset[str], schema: Any, root: Mapping[str, A
         if is_allowed is not False:
             return written
     return json.dumps(text, ensure_ascii=False)
+
+
+def _of_python(text: str) -> Any:
+    """The value of a Python literal, which some templates show and models write; the text itself if it is none."""
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value
 
 
 def _type_of(written: str) -> str:

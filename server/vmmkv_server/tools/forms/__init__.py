@@ -15,17 +15,20 @@ from typing import Any, Final
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Tool, Toolset
 from vmmkv_server.tools.form import CallForm
-from vmmkv_server.tools.forms.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from vmmkv_server.tools.forms.arrays import APRIEL, GRANITE, JAMBA, PHI4_MINI
+from vmmkv_server.tools.forms.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V31, DEEPSEEK_V32
 from vmmkv_server.tools.forms.glm import GLM45, GLM47
 from vmmkv_server.tools.forms.hermes import HERMES
 from vmmkv_server.tools.forms.llama import LLAMA3_JSON
+from vmmkv_server.tools.forms.minimax import MINIMAX, MINIMAX_M2
 from vmmkv_server.tools.forms.mistral import ARRAY, NAMED, SPACED
 from vmmkv_server.tools.forms.plain import PlainJson
 from vmmkv_server.tools.forms.qwen3_coder import QWEN3_CODER, SEED_OSS
 
 SHOWN: Final[tuple[CallForm, ...]] = (
     *(HERMES, LLAMA3_JSON, ARRAY, SPACED, NAMED, QWEN3_CODER, SEED_OSS),
-    *(GLM45, GLM47, DEEPSEEK_V3, DEEPSEEK_V31),
+    *(GLM45, GLM47, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4),
+    *(MINIMAX, MINIMAX_M2, JAMBA, APRIEL, GRANITE, PHI4_MINI),
 )
 """Forms that templates show."""
 NAMES: Final = tuple(dict.fromkeys(form.name for form in (*SHOWN, PlainJson())))
