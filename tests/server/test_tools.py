@@ -11,7 +11,7 @@ import pytest
 from tests.server.fake_engine import ready_with
 from tests.server.support import CHAT, HELLO, Running, running_server
 from tests.server.tiny import TEMPLATE, byte_tokenizer
-from tests.tools.templates import STRANGE, TEMPLATES
+from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
 from vmmkv_server.structured_output.matcher import DIGEST_BYTES
 
 WEATHER: Any = {
@@ -23,6 +23,9 @@ WEATHER: Any = {
         "strict": True,
     },
 }
+EVERY = [template(written(text)) for _, text, _ in CALLS_OF]
+"""A template of each form, and some of unknown ones."""
+HERMES = EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form == "hermes")]
 CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
@@ -119,14 +122,14 @@ class TestCalls:
     def test_an_answer_is_text_or_calls_as_the_model_decides(
         self, server: Running, text: str, content: str | None, names: list[str]
     ) -> None:
-        server.shows(TEMPLATES["hermes"])
+        server.shows(HERMES)
         server.answers(text)
         wanted = called(*names, content=content), "tool_calls" if names else "stop"
         for answer in (whole, streamed):
             assert answer(server, tools=[WEATHER]) == wanted
 
     def test_a_call_that_is_cut_off_is_a_part_of_one(self, server: Running) -> None:
-        server.shows(TEMPLATES["hermes"])
+        server.shows(HERMES)
         server.answers(IN_TAGS)
         for answer in (whole, streamed):
             message, reason = answer(server, tools=[WEATHER], max_tokens=len(IN_TAGS) - 20)
@@ -154,7 +157,7 @@ class TestCalls:
 
     def test_a_request_without_tools_is_answered_as_it_is(self, server: Running) -> None:
         server.answers(IN_TAGS)
-        server.shows(TEMPLATES["hermes"])
+        server.shows(HERMES)
         for asks in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
             reply = server.chat(**asks).json()["choices"][0]
             assert reply["message"] == {"role": "assistant", "content": IN_TAGS, "refusal": None}
@@ -163,17 +166,17 @@ class TestCalls:
 
 class TestShowing:
     def test_a_template_shows_the_tools_or_a_plain_text_does(self, server: Running) -> None:
-        for template in (TEMPLATE, TEMPLATES["hermes"]):
-            server.shows(template)
+        for shown in (TEMPLATE, HERMES):
+            server.shows(shown)
             assert server.chat(tools=[WEATHER, CLOCK]).status_code == 200
             assert all(part in asked(server) for part in ("get_weather", "The weather of a city.", "get_time", "hello"))
             tokens = server.post("/tokenize", {"messages": HELLO, "tools": [WEATHER, CLOCK]}).json()["tokens"]
             assert tokens == server.generates[-1].prompt
 
-    @pytest.mark.parametrize("template", [TEMPLATE, *TEMPLATES.values()])
+    @pytest.mark.parametrize("shown", [TEMPLATE, PLAIN, *EVERY])
     @pytest.mark.parametrize("tools", [None, [WEATHER]])
-    def test_a_conversation_with_calls_is_always_taken(self, server: Running, template: str, tools: Any) -> None:
-        server.shows(template)
+    def test_a_conversation_with_calls_is_always_taken(self, server: Running, shown: str, tools: Any) -> None:
+        server.shows(shown)
         calls = [
             {
                 "id": f"call_{city}",
@@ -189,12 +192,12 @@ class TestShowing:
             {"role": "tool", "tool_call_id": "call_Nîmes", "content": [{"type": "text", "text": "mistral"}]},
             {"role": "user", "content": "and then?"},
         ]
-        reply = server.chat(messages=messages, tools=tools)
+        reply = server.chat(messages=messages, tools=tools, tool_choice="required" if tools else None)
         assert reply.status_code == 200, reply.text
         assert all(part in asked(server) for part in ("get_weather", "Brest", "Nîmes", "drizzle", "mistral", "and then?"))
         for broken in ("", "{", "[1]", '{"city": '):
             messages[1] = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": broken}}]}
-            assert server.chat(messages=messages, tools=tools).status_code == 200
+            assert server.chat(messages=messages, tools=tools, tool_choice="required" if tools else None).status_code == 200
 
 
 class TestRefusals:
