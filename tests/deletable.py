@@ -161,6 +161,7 @@ ROOMS: tuple[Room, ...] = (
         "grammars",
         "Grammars",
         tests=(
+            "tests/structured_output/test_gates.py",
             "tests/structured_output/test_in_engine.py",
             "tests/structured_output/test_over_http.py",
             "tests/gpu/test_grammar_cuda.py",

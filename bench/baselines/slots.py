@@ -45,6 +45,11 @@ class BaselineSequence:
         """So many more rows are launched."""
         self._cache.advance(self.slot, num_tokens)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first rows, and the memory of all."""
+        assert num_tokens <= self.length
+        self._cache.lengths[self.slot] = num_tokens
+
     def close(self) -> None:
         """Free its slot. What is launched later comes later on the stream, so nothing waits. Idempotent."""
         if not self.closed:

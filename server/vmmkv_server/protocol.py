@@ -41,6 +41,28 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # HTTP -> engine
 
 
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """Places of an answer at which its grammar begins; text elsewhere is free.
+
+    Raises: ValueError if it never has a grammar begin, or has options of triggers without any.
+    """
+
+    behind: str = ""
+    """Text that comes first, such as `</think>`; empty to look from the start."""
+    triggers: tuple[str, ...] = ()
+    """Texts with which the grammar begins, their own text included; without any it begins behind `behind`."""
+    is_first: bool = False
+    """Do triggers count only as the first text, white space aside, from where they are looked for?"""
+    repeats: bool = False
+    """When the grammar has ended, is text free again, and are triggers looked for? Else the answer ends there."""
+
+    def __post_init__(self) -> None:
+        if not (self.behind or self.triggers) or "" in self.triggers:
+            raise ValueError(f"a gate has a text to look for, and no empty one: {self}")
+        if (self.is_first or self.repeats) and not self.triggers:
+            raise ValueError(f"a gate that is_first or repeats has triggers: {self}")
+
+
 class Generate(Message, frozen=True, kw_only=True):
     """Continue `prompt`: one answer, or one beam search."""
 
@@ -54,6 +76,11 @@ class Generate(Message, frozen=True, kw_only=True):
     """Prefix namespace: requests share cached prefixes only with requests of the same salt."""
     grammar: bytes = b""
     """The grammar that the answer follows, as `Compilation.compile` gives it; empty for none."""
+    gate: Gate | None = None
+    """Places at which the grammar begins; None for the start of the answer."""
+
+    def __post_init__(self) -> None:
+        assert self.gate is None or self.grammar, "a gate is for a grammar"
 
 
 class Abort(Message, frozen=True, kw_only=True):

@@ -184,7 +184,7 @@ class Harness:
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
         """Queue a request; greedy unless the options say otherwise."""
-        message = {name: options.pop(name) for name in ("priority", "cache_salt", "grammar") if name in options}
+        message = {name: options.pop(name) for name in ("priority", "cache_salt", "grammar", "gate") if name in options}
         try:
             params = SamplingParams(**{"max_tokens": max_new_tokens, "temperature": 0.0, "seed": 0} | options)
         except InvalidParam as error:  # refused by the process that makes it

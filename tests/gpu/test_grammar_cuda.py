@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from bench.schemas import SCHEMAS
-from tests.engine.conftest import Harness, harness, prompt_of
+from tests.engine.conftest import Harness, harness, prompt_of, tiny_model
 from tests.server.tiny import token_ids
+from tests.structured_output import gates
 from tests.structured_output.grammars import (
     BIAS,
     assert_free_and_bound_answers_are_right,
@@ -114,3 +115,13 @@ def test_mixed_steps_that_sample_by_graphs_give_the_tokens_of_those_that_do_not(
         assert len(by_graphs) > 5 and set(by_graphs) == {capture}
         said.append({str(index): one.tokens(str(index)) for index in range(6)})
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_grammar_begins_within_an_answer_where_its_gate_says(harness: Callable[..., Harness], lookahead: int) -> None:
+    """Steps that were launched ahead have sampled what comes next without its masks."""
+    options = {"eos_ids": frozenset([257]), "vocabulary": gates.vocabulary, "ours": True, "slots": 16}
+    one = harness(tiny_model(vocab_size=gates.SIZE), device=DEVICE, capture=True, lookahead=lookahead, **options)
+    gates.ask_all(one)
+    for name, (gate, source, _) in gates.ASKED.items():
+        gates.assert_follows(one, name, gate, gates.vocabulary(), gates.compiled(source))

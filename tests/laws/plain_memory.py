@@ -58,6 +58,11 @@ def sampled(before: int) -> int:
     return before // 7 % VOCABULARY
 
 
+def masked(token: int) -> int:
+    """The token that is sampled in place of one by a mask."""
+    return (token + 1) % VOCABULARY
+
+
 @dataclass(eq=False)
 class Page:
     """A page: its rows, and how many sequences have it. The cache may have it, too."""
@@ -74,7 +79,7 @@ class PlainSequence:
         self.pages: list[Page] = []
         self.num_computed = self.num_read = 0
         """Rows that a launched step has computed, or others had; those of which the step has been read back."""
-        self.num_dropped = 0
+        self.num_dropped = self.num_cuts = 0
         self.closed = False
 
     @property
@@ -137,6 +142,18 @@ class PlainSequence:
         self.num_computed = self.num_read = self.memory.lengths[self.slot] = num_kept
         self.memory.limits[self.slot] = min(len(own) * PAGE_ROWS, self.max_tokens)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Give back the pages behind the first rows. Raises: RowsUnmapped if the memory refuses to."""
+        assert self.num_read <= num_tokens < self.length == self.num_computed
+        if self.memory.refuses_cuts:
+            raise RowsUnmapped("the window has moved")
+        self.num_cuts += 1
+        self.num_computed = self.memory.lengths[self.slot] = num_tokens
+        for page in self.pages[num_pages(num_tokens) :]:
+            page.num_sequences -= 1
+        del self.pages[num_pages(num_tokens) :]
+        self.memory.limits[self.slot] = min(len(self.pages) * PAGE_ROWS, self.max_tokens)
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
@@ -163,7 +180,7 @@ class PlainMemory:
         """Cached rows of the prompts that were looked up, as of then."""
         self.refused: PlainSequence | None = None
         """The sequence that found no page in the last call."""
-        self.fails_next = self.has_failed = False
+        self.fails_next = self.has_failed = self.refuses_cuts = False
 
     def call(self, sequence: PlainSequence | None = None) -> None:
         """A call of the driver, which may be to fail."""
@@ -285,8 +302,8 @@ class Flight:
     """A step in flight."""
 
     step: Step
-    ends: list[tuple[PlainSequence, int]]
-    """Sequences, and their rows behind the step: those of its slots, then those of its chunks."""
+    ends: list[tuple[PlainSequence, int, int]]
+    """Sequences, their rows behind the step, and their cuts before: those of its slots, then those of its chunks."""
     results: Results | None = None
     """Results, once all of it is launched."""
 
@@ -302,6 +319,9 @@ class PlainSampler:
         if not self.refused.isdisjoint(requests):
             raise ValueError("it cannot be sampled for")
         self.assigned.update((request.memory.slot, request) for request in requests)
+
+    def counts(self, slot: int) -> bool:
+        return slot % 2 == 1
 
     def release(self, slot: int) -> None:
         self.assigned.pop(slot, None)
@@ -321,16 +341,16 @@ class PlainDevice:
         for slot, end in zip(step.slots.tolist(), step.ends.tolist(), strict=True):
             sequence = self._memory.sequences[slot]
             sequence.write(end - 1, self._tokens.pop(sequence))
-            flight.ends.append((sequence, end))
+            flight.ends.append((sequence, end, sequence.num_cuts))
         for chunk in step.chunks:
             for index, token in enumerate(chunk.tokens.tolist()):
                 chunk.sequence.write(chunk.start + index, token)
-            flight.ends.append((chunk.sequence, chunk.end))
+            flight.ends.append((chunk.sequence, chunk.end, chunk.sequence.num_cuts))
         return flight
 
     def sample(self, flight: Flight) -> None:
         """The second half: tokens. What it gives for sequences that have ended in between means nothing."""
-        tokens, candidates = [self._sampled(sequence) for sequence, _ in flight.ends[: len(flight.step.slots)]], {}
+        tokens, candidates = [self._sampled(sequence) for sequence, *_ in flight.ends[: len(flight.step.slots)]], {}
         for row, chunk in flight.step.last_chunks():
             if chunk.num_candidates and not chunk.sequence.closed:
                 candidates[row] = Logprobs(0.0, [(chunk.sequence.sample(), 0.0)])
@@ -342,12 +362,14 @@ class PlainDevice:
             return 0
         request = self._table.requests[sequence.slot]
         assert self._sampler.assigned.get(sequence.slot) is request, "the slot has the parameters of another request"
-        self._tokens[sequence] = sequence.sample()
+        token = sequence.sample()
+        self._tokens[sequence] = masked(token) if self._table.constrained[sequence.slot] else token
         return self._tokens[sequence]
 
     def read(self, flight: Flight) -> Results:
         """The step is read back."""
         assert flight.results is not None
-        for sequence, end in flight.ends:
-            sequence.num_read = end
+        for sequence, end, num_cuts in flight.ends:
+            if sequence.num_cuts == num_cuts:
+                sequence.num_read = end
         return flight.results

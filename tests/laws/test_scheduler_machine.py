@@ -1,7 +1,8 @@
 """The scheduler under random use, over a memory and a device of plain data, against a model of what it promises.
 
 Requests come, alone or several of one prompt, and go; steps are planned, launched, and read up to two later; the budget
-changes, and calls of the memory fail. Features hold requests, run some in several slots, compact some, and force tokens.
+changes, and calls of the memory fail. Features hold requests, run some in several slots, compact some, force tokens, and begin
+to mask those of some that were free.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from tests.laws.plain_memory import (
     PlainSampler,
     PlainSequence,
     digest,
+    masked,
     num_pages,
     sampled,
 )
@@ -48,7 +50,7 @@ prompts = st.builds(
     lambda stem, length, tail: (*stem[:length], *tail) or (0,),
     st.sampled_from(STEMS), st.sampled_from([0, 1, 3, 5, 8, 9, 13]), st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
 )  # fmt: skip
-kinds = ["plain"] * 5 + ["held"] * 4 + ["roomy", "several", "dropping", "forced"] * 2 + ["refused"]
+kinds = ["plain"] * 5 + ["held"] * 4 + ["roomy", "several", "dropping", "forced", "gated"] * 2 + ["refused"]
 asks = st.fixed_dictionaries(
     {
         "prompt": prompts,
@@ -88,15 +90,17 @@ class Asked:
 
     def expected(self) -> tuple[list[int], str]:
         """Its answer, and why that ends."""
-        tokens, last = list[int](), digest(self.request.ask.prompt)
+        tokens, last, is_bound = list[int](), digest(self.request.ask.prompt), self.kind == "forced"
         while len(tokens) < self.request.ask.params.max_tokens:
-            token = sampled(last)
+            token = masked(sampled(last)) if is_bound else sampled(last)
             if token in self.request.stop_ids:
                 return tokens, "stop"
             tokens.append(token)
             last = digest([token], last)
-            if self.kind == "forced":
-                following = forced(last, self.request.ask.params.max_tokens - len(tokens))
+            num_left = self.request.ask.params.max_tokens - len(tokens)
+            was_bound, is_bound = is_bound, self.kind == "forced" or (self.kind == "gated" and is_masked(last, num_left))
+            if is_bound or was_bound:
+                following = forced(last, num_left)
                 tokens += following
                 last = digest(following, last)
         return tokens, "length"
@@ -105,6 +109,11 @@ class Asked:
 def forced(last: int, num_left: int) -> list[int]:
     """Tokens that must follow those of a digest, in an answer of a request that is forced: at least one is left to sample."""
     return [last % VOCABULARY, 1][: max(0, num_left - 1)] if last % 3 == 0 else []
+
+
+def is_masked(last: int, num_left: int) -> bool:
+    """Are tokens masked behind those of a digest, in an answer of a gated request?"""
+    return last % 5 < 2 and num_left > 0
 
 
 class Watch(Feature):
@@ -124,7 +133,9 @@ class Watch(Feature):
         self.machine.planned(step)
 
     def left(self, request: Request) -> None:
-        if self.machine.is_planning and not self.machine.is_reading:
+        if self.machine.is_reading:
+            self.machine.left[request] = len(request.confirmed_tokens)
+        elif self.machine.is_planning:
             self.machine.preempted(request)
 
 
@@ -283,37 +294,41 @@ class Drops(Feature):
 
 
 class Forces(Feature):
-    """Some requests go on with tokens that were not sampled. Earlier steps are read before one of theirs samples."""
+    """Masks the tokens of some requests, from the start or in between, and has them go on with tokens that were not sampled.
+
+    Earlier steps are read before one of theirs samples.
+    """
 
     def __init__(self, machine: "SchedulerMachine") -> None:
         self.machine = machine
+        self.bound: set[Request] = set()
+        """Gated requests whose tokens are masked."""
 
     def admitted(self, request: Request) -> None:
-        self.machine.scheduler.table.constrained[request.memory.slot] = self.machine.model(request).kind == "forced"
+        is_bound = self.machine.model(request).kind == "forced" or request in self.bound
+        self.machine.scheduler.table.constrained[request.memory.slot] = is_bound
 
     def masks_rows(self, step: Step) -> bool:
         constrained = self.machine.scheduler.table.constrained
         return constrained[step.slots].any() or any(constrained[chunk.slot] for _, chunk in step.last_chunks())
 
-    def masks(self, step: Step) -> None:
-        table = self.machine.scheduler.table
-        step.epochs = step.epochs.copy()  # the next step may have the same
-        for row, slot in enumerate(step.slots.tolist()):
-            if (request := table.requests[slot]) is not None and request.status is Status.PREFILLING:
-                step.epochs[row] = -1
-        for _, chunk in step.last_chunks():
-            if chunk.is_live and table.constrained[chunk.slot]:
-                chunk.is_answered = chunk.request.status is Status.DECODING
-
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: Any) -> Followed:
         table = self.machine.scheduler.table
         continued = []
-        for slot in slots[is_kept & table.constrained[slots]].tolist():
-            request = table.requests[slot]
-            following = forced(digest(request.tokens.tolist()), request.max_tokens - len(request.tokens))
-            if following:
+        for slot in slots[is_kept].tolist():
+            request, was_bound = table.requests[slot], bool(table.constrained[slot])
+            last, num_left = digest(request.tokens.tolist()), request.max_tokens - len(request.tokens)
+            if self.machine.model(request).kind == "gated":
+                table.constrained[slot] = is_masked(last, num_left)
+                self.bound = self.bound - {request} | ({request} if table.constrained[slot] else set())
+            begins = bool(table.constrained[slot]) and not was_bound
+            following = forced(last, num_left) if was_bound or begins else []
+            if following or begins:
                 continued.append((request, following))
         return Followed({}, continued)
+
+    def finished(self, request: Request) -> None:
+        self.bound.discard(request)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -325,9 +340,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([1, 3, 6, 12, 20]),
         lookahead=st.integers(0, 2),
         shares=st.booleans(),
+        refuses_cuts=st.booleans(),
     )
-    def make(self, pages, max_sequences, step_tokens, lookahead, shares):
+    def make(self, pages, max_sequences, step_tokens, lookahead, shares, refuses_cuts):
         self.memory = PlainMemory(budget_pages=pages, num_slots=max_sequences, max_tokens=MAX_TOKENS, shares_prefixes=shares)
+        self.memory.refuses_cuts = refuses_cuts
         self.max_sequences, self.step_tokens, self.lookahead = max_sequences, step_tokens, lookahead
         self.sampler = PlainSampler()
         self.features = Features()
@@ -346,6 +363,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.device = PlainDevice(self.memory, self.scheduler.table, self.sampler)
         self.in_flight: deque[Flight] = deque()
         self.is_planning = self.is_reading = self.happened = False
+        self.left: dict[Request, int] = {}
+        """Requests that were told to have left while a step was read, and the rows that they had."""
         self.last_chosen: Request | None = None
         self.counter = itertools.count(1)
         self.asked: dict[str, Asked] = {}
@@ -472,10 +491,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(each.ask.priority <= wanting.ask.priority for each in self.scheduler.held), "a held one has room"
         if not request.shape.samples:
             asked.most_others = len(running) - 1 - is_for_running
-        asked.num_lost = len(request.confirmed_tokens)
-        asked.place = -next(self.counter)
-        self.num_preempted += 1
+        self.begins_again(asked, len(request.confirmed_tokens))
         self.happened = True
+
+    def begins_again(self, asked: Asked, num_lost: int) -> None:
+        asked.num_lost, asked.place = num_lost, -next(self.counter)
+        self.num_preempted += 1
 
     def planned(self, step: Step) -> None:
         """Requests that decode come first, and then prompts, the oldest first, as far as there is room."""
@@ -528,8 +549,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_reading = True
         self.happened = True
         flight = self.in_flight.popleft()
+        self.left = {}
         self.answers.give(flight.step, self.device.read(flight))
         self.is_reading = False
+        for request, num_rows in self.left.items():
+            if request in self.scheduler.waiting:  # else it has ended
+                assert self.memory.refuses_cuts and self.model(request).kind == "gated", "its rows could be taken back"
+                self.begins_again(self.model(request), num_rows)
 
     def take_step(self) -> None:
         self.happened, self.is_planning, self.last_chosen, self.memory.refused = False, True, None, None
@@ -547,7 +573,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif self.in_flight:
             self.read()
         else:
-            assert not self.scheduler.running, "nothing is computed any more"
+            assert self.happened or not self.scheduler.running, "nothing is computed any more"
         while len(self.in_flight) > self.lookahead:
             self.read()
 
@@ -556,7 +582,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         flight = self.device.forward(step)
         if self.forces.masks_rows(step):
             self.drain()
-            self.forces.masks(step)
         self.device.sample(flight)
         self.in_flight.append(flight)
 
@@ -707,6 +732,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(asked.end for asked in self.asked.values()), "a request never ends"
         assert not self.in_flight and not self.memory.sequences and not self.sampler.assigned
         assert not (self.holds.had or self.holds.held or self.several.running or self.several.done or self.drops.running)
+        assert not self.forces.bound
 
 
 TestScheduler, TestSchedulerAtLength = cases(SchedulerMachine, 60, 3000)

@@ -49,7 +49,7 @@ class Answers:
             feature.results(step, results)
         rows, sampled = live.tolist(), slots.tolist()
         for row, chunk in step.last_chunks():
-            if not chunk.is_answered or chunk.num_candidates or not chunk.is_live:
+            if chunk.num_candidates or not chunk.is_live:
                 continue
             if not chunk.request.ask.params.max_tokens and results.tokens[row] >= 0:
                 outputs.append(self.output(chunk.request, reason="length"))
@@ -142,4 +142,5 @@ class Answers:
                 self._scheduler.finish(request)
             else:
                 self._scheduler.force(request, forced)
-                outputs.append(self.forced(request, forced))
+                if forced:
+                    outputs.append(self.forced(request, forced))

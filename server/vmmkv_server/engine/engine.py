@@ -7,7 +7,8 @@
 A step that the device has ended is read at once, and else when more than `lookahead` are in flight.
 
 A step is scheduled from what the steps in flight will have done. Only the tokens they sample are unknown, and only a step with
-beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
+beams depends on those. Where a token ends its request, or begins its grammar, the steps launched meanwhile have computed rows
+that are dropped.
 
 Where a feature masks rows, the tokens that may come next depend on those before. The forward half of such a step is
 launched ahead as any other; then the earlier steps are read, which makes the masks, and the step samples.

@@ -59,6 +59,12 @@ class KVSequence(Protocol):
     def advance(self, num_tokens: int = 1) -> None:
         """Count `num_tokens` more rows as launched. Raises: RowsUnmapped if there is no memory for them."""
 
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` rows. Launched steps may still write the others.
+
+        Raises: RowsUnmapped if rows are gone that the next token sees; then nothing has changed.
+        """
+
     def close(self) -> None:
         """End the sequence. Its memory is free when the device is done with it. Idempotent."""
 

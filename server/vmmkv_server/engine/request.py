@@ -210,7 +210,7 @@ class RequestTable:
         self.ends = np.full(1 + num_slots, NO_END, np.int64)
         """Rows with which a request no longer decodes, until some of them are dropped."""
         self.epochs = np.zeros(1 + num_slots, np.int64)
-        """Counts the requests that entered or left: results of a step for another epoch are dropped."""
+        """Counts the requests that entered, left or were given other tokens: what steps of another epoch sample is dropped."""
         self.places = np.zeros(1 + num_slots, np.int64)
         """The requests' `place`."""
         self.ignores_eos = np.zeros(1 + num_slots, np.bool_)

@@ -99,6 +99,10 @@ class Sampler:
         self.adjusted_until[slots] = np.where(planes_PN[-2] > 0, _ALWAYS, min_lengths)
         self.num_logprobs[slots] = [-1 if params.logprobs is None else params.logprobs for params in every]
 
+    def counts(self, slot: int) -> bool:
+        """Are the tokens that are sampled for this slot counted? Then it is assigned again where some are dropped."""
+        return bool(self.adjusted_until[slot] == _ALWAYS)
+
     def release(self, slot: int) -> None:
         """The request in this slot samples no more. Changes host state only: launched steps run as they are."""
         self.penalties.release(slot)

@@ -1,5 +1,6 @@
 """Scheduler: the requests that run, the tokens that each computes in a step, and preemption when pages run out."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -12,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from vmmkv import PAGE_BYTES, DriverError, OutOfPages
+from vmmkv import PAGE_BYTES, DriverError, OutOfPages, RowsUnmapped
 from vmmkv_server.engine.feature import Feature, Features
 from vmmkv_server.engine.kv_backend import KVBackend, KVSequence, TokenIds, vmmkv_sequence
 from vmmkv_server.engine.request import DecodeSet, Request, RequestTable, Shape, Status
@@ -204,11 +205,33 @@ class Scheduler:
         self.decoding.launched(sampled)
 
     def force(self, request: Request, tokens: list[int]) -> None:
-        """A running request goes on with these tokens; what a launched step samples for it is dropped."""
-        self.table.append_forced(request.memory.slot, tokens)
+        """A running request goes on with these tokens, if any. What launched steps sample for it is dropped, with its rows.
+
+        If there are none, the row of the last token that the host knows is computed again. A request is preempted if its rows
+        cannot be taken back.
+        """
+        table, slot = self.table, request.memory.slot
+        num_rows = int(table.num_known[slot]) - request.num_dropped - (not tokens)
+        table.append_forced(slot, tokens)
+        table.epochs[slot] += 1
         request.status = Status.PREFILLING
         self._prefilling[request] = None
-        self.decoding.leave(request.memory.slot)
+        self.decoding.leave(slot)
+        if self._sampler.counts(slot):
+            self._unassigned.append(request)
+        if request.memory.length > num_rows:
+            self._take_back(request, num_rows)
+
+    def _take_back(self, request: Request, num_rows: int) -> None:
+        """Drop the rows of a running request behind these, or else all.
+
+        A policy may have ranked rows by the others, and a window may have moved with them.
+        """
+        if request.shape.keeps_rows:
+            with contextlib.suppress(RowsUnmapped):
+                request.memory.truncate(num_rows)
+                return
+        self.preempt(request, max_others=len(self.running))
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
@@ -426,7 +449,8 @@ class Scheduler:
 
         Raises: CannotRun for the first that cannot begin; the next call assigns the later ones.
         """
-        self._unassigned = [request for request in self._unassigned if request.is_running]  # the others have ended
+        unassigned = dict.fromkeys(self._unassigned)
+        self._unassigned = [request for request in unassigned if request.is_running]  # the others have ended
         if not self._unassigned:
             return
         try:

@@ -29,8 +29,6 @@ class Chunk:
     """Likeliest next tokens that are wanted; 0 if one is sampled."""
     is_own: bool = True
     """Is it part of the request's own tokens?"""
-    is_answered: bool = True
-    """Does what is sampled after it count? Not if the request was given other tokens since."""
     num_admitted: int = field(init=False)
     """`Request.num_admitted` when the chunk was made."""
 

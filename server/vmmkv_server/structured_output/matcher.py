@@ -34,8 +34,14 @@ _NOT_UTF8: Final = ((0xE0, 0x80, 0x9F), (0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F), 
 DIGEST_BYTES: Final = 32
 """In front of a compiled grammar: its SHA-256, by which the engine knows it again without hashing megabytes in its loop."""
 
-_CONTEXT_TOKENS: Final = 8
+CONTEXT_TOKENS: Final = 8
 """Tokens of the answer that are tokenised with the forced text behind them."""
+
+_HEAD_BYTES: Final = 8
+"""First bytes of tokens by which those are found that begin with a text."""
+
+_MAX_COMPLETING: Final = 256
+"""Masks of tokens that may complete texts, of 20 KB for 150,000 tokens."""
 
 
 class Vocabulary:
@@ -66,6 +72,11 @@ class Vocabulary:
             stop_token_ids=ends,
             add_prefix_space=plain.add_prefix_space,
         )
+        self.token_bytes = list(plain.decoded_vocab)
+        """Text of each token, that of special ones included."""
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token_id < size:
+                self.token_bytes[token_id] = token.content.encode()
         self.rust: RustTokenizer = tokenizer.backend_tokenizer
         self.size = size
         self.num_words = -(-size // 32)
@@ -74,6 +85,13 @@ class Vocabulary:
         self.last_bytes = np.array([token[-1] if token else 0 for token in decoded], np.uint8)
         first_bytes = np.array([token[0] if token else 0 for token in decoded], np.uint8)
         self._longer: dict[int, Words] = {}
+        heads = b"".join(token[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0") for token in self.token_bytes)
+        heads_V = np.frombuffer(heads, f">u{_HEAD_BYTES}").astype(np.uint64)
+        self._by_head = heads_V.argsort(kind="stable")
+        """Tokens in the order of their first bytes."""
+        self._heads = heads_V[self._by_head]
+        """Their first bytes, as numbers."""
+        self._completing: dict[tuple[bytes, ...], Words] = {}
         self.after = {lead: self._mask((first_bytes < low) | (first_bytes > high)) for lead, low, high in _NOT_UTF8}
         """By the last byte of a text: the tokens that continue it as UTF-8, where xgrammar 0.2.8 allows others too."""
         is_end = np.zeros(size, np.bool_)
@@ -99,6 +117,30 @@ class Vocabulary:
             self._longer[num_bytes] = self._mask(self.num_bytes > num_bytes)
         return self._longer[num_bytes]
 
+    def completing(self, texts: tuple[bytes, ...]) -> Words:
+        """The mask of the tokens that may complete one of these texts, and perhaps of a few more. A token may have all of it.
+
+        Takes milliseconds; nothing for texts that it was asked for lately.
+        """
+        if texts not in self._completing:
+            may = np.zeros(self.size, np.bool_)
+            heads = {text[start:][:_HEAD_BYTES] for text in texts for start in range(len(text))}
+            lows, highs = (
+                np.array([int.from_bytes(head.ljust(_HEAD_BYTES, fill), "big") for head in heads], np.uint64)
+                for fill in (b"\0", b"\xff")
+            )
+            begins, ends = np.searchsorted(self._heads, lows), np.searchsorted(self._heads, highs, side="right")
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                may[self._by_head[begin:end]] = True
+            num_bytes = np.array([len(token) for token in self.token_bytes])
+            for text in texts:
+                for token_id in np.flatnonzero(num_bytes > len(text)).tolist():
+                    may[token_id] |= text in self.token_bytes[token_id]
+            self._completing[texts] = self._mask(may)
+            while len(self._completing) > _MAX_COMPLETING:
+                del self._completing[next(iter(self._completing))]
+        return self._completing[texts]
+
     def _mask(self, may: npt.NDArray[np.bool_]) -> Words:
         padded = np.zeros(32 * self.num_words, np.bool_)
         padded[: self.size] = may
@@ -123,13 +165,21 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were accepted."""
+        """Tokens that were accepted, and those that it began with."""
         return len(self._tokens)
 
     @property
     def has_mask(self) -> bool:
         """Is the mask behind the last token there?"""
         return self._num_masked == len(self._tokens)
+
+    def begin(self, text: bytes, tokens: Sequence[int]) -> bool:
+        """Begin with the text of an answer's last tokens, or its end. False, and nothing changes, if it is not allowed."""
+        assert not self._tokens, "it has begun"
+        if text and not self._matcher.accept_string(text):
+            return False
+        self._tokens += tokens
+        return True
 
     def accept(self, token: int) -> bool:
         """Append a token. False, and nothing changes, if the grammar does not allow it."""
@@ -194,7 +244,7 @@ class Matcher:
 
     def _tokenised(self, text: str) -> list[int]:
         rust = self._vocabulary.rust
-        if context := self._tokens[-_CONTEXT_TOKENS:]:
+        if context := self._tokens[-CONTEXT_TOKENS:]:
             together: list[int] = rust.encode(rust.decode(context) + text, add_special_tokens=False).ids
             if together[: len(context)] == context:
                 return together[len(context) :]

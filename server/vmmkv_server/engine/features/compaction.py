@@ -28,7 +28,7 @@ from vmmkv_server.engine.feature import Feature, Need
 from vmmkv_server.engine.features import Core
 from vmmkv_server.engine.kv_backend import vmmkv_sequence
 from vmmkv_server.engine.ranking import Ranked
-from vmmkv_server.engine.request import NO_END, Request, Shape
+from vmmkv_server.engine.request import NO_END, Request, Shape, Status
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.engine.step import Chunk, Step
 from vmmkv_server.engine.uploads import to_host
@@ -126,7 +126,7 @@ class Compaction(Feature):
         for slot in np.flatnonzero((lengths == table.ends) & (table.num_coming < table.max_tokens)).tolist():
             if (request := table.requests[slot]) is None:
                 continue
-            if table.constrained[slot]:
+            if request.status is Status.PREFILLING:
                 scheduler.drain()  # its last row may be of a step that is dropped, which confirms none
                 if not request.is_running:
                     continue

@@ -5,7 +5,10 @@
     masks:   of the rows of a step, made by `poll` and `sampled`
 
 *Jump-forward*: where only one text can come next, its tokens are appended in one chunk instead of being sampled.
-Legend: G rows with a grammar, W words of a mask.
+
+*Gate*: the grammar of an answer may begin within it. Before, the answer is free, and costs a look-up for all such in a step.
+When its grammar begins, steps in flight have sampled what comes next without a mask. That is dropped, with its rows.
+Legend: G rows with a grammar, S slots, W words of a mask.
 """
 
 import logging
@@ -28,8 +31,17 @@ from vmmkv_server.engine.kv_backend import Slots, TokenIds
 from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.step import Step
 from vmmkv_server.engine.uploads import TokenMasks
-from vmmkv_server.protocol import Failed, Outputs
-from vmmkv_server.structured_output.matcher import DIGEST_BYTES, CallOverran, CallThreads, Matcher, Vocabulary
+from vmmkv_server.protocol import Failed, Gate, Outputs
+from vmmkv_server.structured_output.gate import GateSearch
+from vmmkv_server.structured_output.matcher import (
+    CONTEXT_TOKENS,
+    DIGEST_BYTES,
+    CallOverran,
+    CallThreads,
+    Matcher,
+    Vocabulary,
+    Words,
+)
 
 if TYPE_CHECKING:
     import xgrammar
@@ -62,6 +74,7 @@ class Next(NamedTuple):
     """Continuation of an answer, by its grammar."""
 
     must_end: bool
+    """Is the grammar complete, behind the forced tokens, and can nothing be added?"""
     forced: list[int]
     """Tokens that must come next; if there are none, any token that the matcher allows."""
 
@@ -73,12 +86,45 @@ _ANY: Final = Next(False, [])
 class Following:
     """A request whose grammar has been read."""
 
-    matcher: Matcher
-    """The state of its grammar behind all tokens that the host knows."""
+    new_matcher: Callable[[], Matcher]
+    """Makes a matcher at the start of the grammar."""
+    search: GateSearch | None
+    """Looks for places at which the grammar begins; None if it begins with the answer alone."""
     may_jump: bool
     """May tokens that its grammar forces be appended without being sampled?"""
+    matcher: Matcher | None = None
+    """The state of its grammar behind all tokens that the host knows; None while its answer is free."""
     took_s: float = 0.0
     """Time of the loop that its grammar has taken."""
+
+    @property
+    def repeats(self) -> bool:
+        """Is the answer free again when its grammar is complete?"""
+        return self.search is not None and self.search.repeats
+
+    def followed(self) -> Matcher:
+        """The matcher, where the answer is not free."""
+        assert self.matcher is not None, "the answer is free"
+        return self.matcher
+
+    def end(self, num_tokens: int) -> None:
+        """The grammar is complete with so many tokens of the answer, and the next ones are free."""
+        assert self.search is not None, "its answer ends with the grammar"
+        self.matcher = None
+        self.search.restart(num_tokens)
+
+
+class Opening(NamedTuple):
+    """A request that waits for what a thread reads."""
+
+    request: Request
+    compiled: "Future[xgrammar.CompiledGrammar]"
+    search: "Future[GateSearch] | None"
+
+    @property
+    def is_done(self) -> bool:
+        """Has all been read?"""
+        return self.compiled.done() and (self.search is None or self.search.done())
 
 
 class Grammars(Feature):
@@ -94,13 +140,14 @@ class Grammars(Feature):
         """Memory of grammars that are kept ready, as they came over the wire."""
         self._vocabulary: Vocabulary | None = None
         self._following: dict[Request, Following] = {}
-        self._running: set[Request] = set()
         self._begun: list[Request] = []
         """Waiting requests whose answers begin with tokens that have not been sent."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._opening: dict[str, tuple[Request, Future[Any]]] = {}
+        self._opening: dict[str, Opening] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Future[Any], int]] = OrderedDict()
         """Grammars by namespace and digest. Namespaces share nothing: an answer's time would tell what others have asked."""
+        self._completing_SW: Words = np.zeros((0, 0), np.int32)
+        """By slot the tokens behind which the grammar of a free answer may begin; empty before there is any."""
         self.threads: Final = CallThreads()
         """Threads in which matchers are called."""
         self._token_s = 0.0
@@ -117,7 +164,8 @@ class Grammars(Feature):
         """Have a request's grammar read, if it is not there. The request drops it, since it can have megabytes."""
         if not request.ask.grammar:
             return False
-        data, request.ask = request.ask.grammar, msgspec.structs.replace(request.ask, grammar=b"")
+        data, gate = request.ask.grammar, request.ask.gate
+        request.ask = msgspec.structs.replace(request.ask, grammar=b"", gate=None)
         key = request.namespace, data[:DIGEST_BYTES]
         future, _ = self._compiled.pop(key, (None, 0))
         if future is None or future.cancelled() or (future.done() and future.exception() is not None):
@@ -125,14 +173,15 @@ class Grammars(Feature):
             while self._compiled and sum(size for _, size in self._compiled.values()) + len(data) > self._cache_bytes:
                 self._compiled.popitem(last=False)
         self._compiled[key] = future, len(data)
-        self._opening[request.ask.request_id] = request, future
+        search = None if gate is None else self._reader.submit(self._search, gate)
+        self._opening[request.ask.request_id] = Opening(request, future, search)
         return True
 
     def cancel(self, request_id: str) -> None:
         """Read no grammar for a request if no other waits for it."""
-        _, future = self._opening.pop(request_id, (None, None))
-        if future is not None and all(future is not other for _, other in self._opening.values()):
-            future.cancel()
+        opening = self._opening.pop(request_id, None)
+        if opening is not None and all(opening.compiled is not other.compiled for other in self._opening.values()):
+            opening.compiled.cancel()
 
     def poll(self) -> None:
         """Queue the requests whose grammars have been read since, with the tokens that these force already."""
@@ -149,11 +198,17 @@ class Grammars(Feature):
         """Requests whose grammars have been read since the last call, and why one is refused."""
         found: list[tuple[Request, str | None]] = []
         calls: list[tuple[Request, Callable[[], list[int]]]] = []
-        for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
-            request, future = self._opening.pop(request_id)
+        for request_id in [name for name, opening in self._opening.items() if opening.is_done]:
+            request, compiled, search = self._opening.pop(request_id)
             try:
-                self._following[request] = Following(self.matcher_for(request, future.result()), may_jump(request))
-                calls.append((request, partial(self._forced, request)))
+                new_matcher = partial(self.matcher_for, request, compiled.result())
+                following = Following(new_matcher, None if search is None else search.result(), may_jump(request))
+                if search is None:
+                    following.matcher = new_matcher()
+                    calls.append((request, partial(self._forced, request)))
+                else:
+                    found.append((request, None))
+                self._following[request] = following
             except Exception as error:
                 found.append((request, _reason(request, "cannot be read", error)))
         for (request, _), forced in zip(calls, self._call(calls)[0], strict=True):
@@ -166,10 +221,9 @@ class Grammars(Feature):
         return found
 
     def admitted(self, request: Request) -> None:
-        """The tokens of its slot are followed."""
+        """The tokens of its slot are followed, or looked at."""
         if request in self._following:
-            self._running.add(request)
-            self._table.constrained[request.memory.slot] = True
+            self._watch(request)
 
     def planned(self, step: Step) -> None:
         """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
@@ -183,8 +237,9 @@ class Grammars(Feature):
             self._core.send(Outputs(outputs=outputs))
 
     def left(self, request: Request) -> None:
-        """Follow nothing more in the request's slot."""
-        self._running.discard(request)
+        """Look at nothing more in the request's slot."""
+        if (following := self._following.get(request)) is not None and following.search is not None:
+            self._completing_SW[request.memory.slot] = 0
 
     def finished(self, request: Request) -> None:
         """Drop the matcher of a request."""
@@ -193,69 +248,116 @@ class Grammars(Feature):
     def sampled(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
         """The matchers of these slots accept the tokens that are kept, say what comes next, and make the masks for that.
 
-        One trip to their thread.
+        One trip to their thread. Free answers make it where their grammar may begin.
         """
         refused, continued = dict[int, str](), list[tuple[Request, list[int] | None]]()
-        if not self._running:
+        if not self._following:
             return Followed(refused, continued)
-        table = self._table
-        indices = np.flatnonzero(table.constrained[slots] & is_kept)
-        among = slots[indices]
-        calls: list[tuple[Request, Callable[[], Next | None]]] = []
+        table, indices, calls = self._table, list[int](), list[tuple[Request, Callable[[], Next | None]]]()
+        wanted = np.flatnonzero(is_kept & (table.constrained[slots] | self._completes(slots, tokens)))
+        among = slots[wanted]
         nums_left = (table.max_tokens[among] - table.num_known[among]).tolist()
-        for slot, token, num_left in zip(among.tolist(), tokens[indices].tolist(), nums_left, strict=True):
+        for index, slot, token, num_left in zip(
+            wanted.tolist(), among.tolist(), tokens[wanted].tolist(), nums_left, strict=True
+        ):
             request = table.requests[slot]
             assert request is not None, "no request runs there"
-            following = self._following[request]
-            calls.append((request, partial(_accept, following.matcher, token, num_left, following.may_jump)))
+            if table.constrained[slot]:
+                call = partial(_accept, self._following[request], token, num_left)
+            elif num_left and (texts := self._found(request)):
+                call = partial(self._begin, request, texts, num_left)
+            else:
+                continue
+            indices.append(index)
+            calls.append((request, call))
         results, took_s = self._call(calls, num_threads=math.ceil(len(calls) * self._token_s / THREAD_S))
         if calls:
             self._token_s = took_s / len(calls)
-        for index, (request, _), comes in zip(indices.tolist(), calls, results, strict=True):
+        for index, (request, _), comes in zip(indices, calls, results, strict=True):
+            was_free = not table.constrained[slots[index]]
             if isinstance(comes, Exception):
                 refused[index] = _reason(request, "cannot be followed", comes)
-            elif comes is None:
+            elif comes is not None:
+                if (goes_on := self._goes_on(request, comes, was_free=was_free)) is not None:
+                    continued.append(goes_on)
+            elif not was_free:  # else its text only looked like the begin of its grammar
                 refused[index] = "the model's vocabulary has no token that the grammar allows here"
-            elif comes.must_end or comes.forced:
-                continued.append((request, None if comes.must_end else comes.forced))
         return Followed(refused, continued)
 
+    def _goes_on(self, request: Request, comes: Next, *, was_free: bool) -> tuple[Request, list[int] | None] | None:
+        """Continuation of a request by tokens of the host; None if a sampled one comes next."""
+        following = self._following[request]
+        if comes.must_end and not following.repeats:
+            return request, None
+        if comes.must_end:
+            following.end(request.num_generated + len(comes.forced))
+        if comes.must_end or was_free:
+            self._watch(request)
+        begins = was_free and not comes.must_end  # what launched steps have sampled since was not masked
+        return (request, comes.forced) if comes.forced or begins else None
+
     def masks_rows(self, step: Step) -> bool:
-        """Are some of its rows those of running requests with a grammar?"""
-        if not self._running:
-            return False
-        return bool(self._table.constrained[step.slots].any()) or any(
-            chunk.request in self._running for _, chunk in step.last_chunks()
+        """Are some of its rows those of running requests that follow their grammar?"""
+        constrained = self._table.constrained
+        return bool(self._following) and (
+            bool(constrained[step.slots].any()) or any(constrained[chunk.slot] for _, chunk in step.last_chunks())
         )
 
     def masks(self, step: Step) -> TokenMasks | None:
         """The masks of a step's rows. Copies of those that are there: no matcher works.
 
-        Tokens that are sampled for a request with forced tokens are dropped.
+        What is sampled for a request with forced tokens is dropped, and needs none.
         """
-        asking: list[tuple[int, Request]] = []
-        live = self._table.epochs[step.slots] == step.epochs
-        step.epochs = step.epochs.copy()  # the next step may have the same
-        for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
-            request = self._table.requests[step.slots[row]]
-            assert request is not None, "it runs"
-            if request.status is Status.DECODING:
-                asking.append((row, request))
-            else:
-                step.epochs[row] = -1
-        for row, chunk in step.last_chunks():
-            if chunk.is_live and chunk.request in self._running:
-                if chunk.request.status is Status.DECODING:
-                    asking.append((row, chunk.request))
-                else:
-                    chunk.is_answered = False
+        table = self._table
+        live = (table.epochs[step.slots] == step.epochs) & table.constrained[step.slots]
+        asking = [(row, table.requests[step.slots[row]]) for row in np.flatnonzero(live).tolist()]
+        asking += [(row, chunk.request) for row, chunk in step.last_chunks() if chunk.is_live and table.constrained[chunk.slot]]
         if not asking:
             return None
         assert self._vocabulary is not None, "it was there to read the grammars"
         masks = TokenMasks.of([row for row, _ in asking], self._vocabulary.num_words, self._core.runner.uploads)
         for words, (_, request) in zip(masks.words_GW.numpy(), asking, strict=True):
-            self._following[request].matcher.fill(words)
+            assert request is not None, "it runs"
+            self._following[request].followed().fill(words)
         return masks
+
+    def _watch(self, request: Request) -> None:
+        """Have the tokens of a running request followed, or those looked at behind which its grammar may begin."""
+        slot, following = request.memory.slot, self._following[request]
+        is_free = following.matcher is None
+        self._table.constrained[slot] = not is_free
+        if following.search is not None:
+            completing = following.search.completing
+            if not self._completing_SW.size:
+                self._completing_SW = np.zeros((len(self._table.requests), len(completing)), np.int32)
+            self._completing_SW[slot] = completing if is_free else 0
+
+    def _completes(self, slots: Slots, tokens: TokenIds) -> npt.NDArray[np.bool_]:
+        """May the grammars of these slots begin with these tokens?"""
+        if not self._completing_SW.size:
+            return np.zeros(len(slots), np.bool_)
+        tokens = tokens.clip(min=0)
+        completes: npt.NDArray[np.bool_] = (self._completing_SW[slots, tokens >> 5] >> (tokens & 31) & 1) == 1
+        return completes
+
+    def _found(self, request: Request) -> list[bytes]:
+        """The texts that the grammar of a free answer may begin with."""
+        search = self._following[request].search
+        assert search is not None, "its answer is never free"
+        texts = search.found(request.tokens[len(request.prompt) :].tolist())
+        self._completing_SW[request.memory.slot] = search.completing
+        return texts
+
+    def _begin(self, request: Request, texts: Sequence[bytes], num_left: int) -> Next | None:
+        """Continuation of an answer whose grammar begins with the first of these texts that it allows; None if none is."""
+        self._check_abandoned()
+        following = self._following[request]
+        matcher = following.new_matcher()
+        tokens = request.tokens[len(request.prompt) :][-CONTEXT_TOKENS:].tolist()
+        if not any(matcher.begin(text, tokens) for text in texts):
+            return None
+        following.matcher = matcher
+        return _next(following, num_left)
 
     def matcher_for(self, request: Request, compiled: "xgrammar.CompiledGrammar") -> Matcher:
         """A new matcher. Benchmarks override it."""
@@ -270,18 +372,31 @@ class Grammars(Feature):
 
     def _read(self, data: bytes) -> "xgrammar.CompiledGrammar":
         """Read a compiled grammar, in the reader's thread."""
+        return self._loaded().read(data)
+
+    def _search(self, gate: Gate) -> GateSearch:
+        """A search by a gate, in the reader's thread."""
+        return GateSearch(gate, self._loaded())
+
+    def _loaded(self) -> Vocabulary:
+        """The vocabulary, in the reader's thread."""
         if self._vocabulary is None:
             self._vocabulary = self._core.vocabulary()
-        return self._vocabulary.read(data)
+        return self._vocabulary
 
     def _forced(self, request: Request) -> list[int]:
-        """First tokens of an answer; makes the mask behind them. Raises: CallOverran, also while too many of others overrun."""
+        """First tokens of an answer; makes the mask behind them. Raises: CallOverran, as `_check_abandoned`."""
+        self._check_abandoned()
+        following = self._following[request]
+        matcher = following.followed()
+        forced = matcher.force(request.ask.params.max_tokens - 1) if following.may_jump else []
+        matcher.mask()
+        return forced
+
+    def _check_abandoned(self) -> None:
+        """Let a grammar begin. Raises: CallOverran while too many of others overrun."""
         if self.threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
-        following = self._following[request]
-        forced = following.matcher.force(request.ask.params.max_tokens - 1) if following.may_jump else []
-        following.matcher.mask()
-        return forced
 
     def _call(
         self, calls: Sequence[tuple[Request, Callable[[], T]]], *, num_threads: int = 1
@@ -322,21 +437,23 @@ def may_jump(request: Request) -> bool:
     return not wants_logprobs and not ask.params.stop_token_ids and penalties == (0.0, 0.0, 1.0)
 
 
-def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:
-    """Tokens that come next after a token, in an answer that may have so many more; None if the token is not allowed.
+def _accept(following: Following, token: int, num_left: int) -> Next | None:
+    """Continuation of an answer behind a token; None if the token is not allowed."""
+    return _next(following, num_left) if following.followed().accept(token) else None
 
-    Where one is to be sampled, its mask is made.
-    """
-    if not matcher.accept(token):
-        return None
+
+def _next(following: Following, num_left: int) -> Next:
+    """Continuation of an answer that may have so many more tokens. Where one is to be sampled, its mask is made."""
+    matcher, may_jump, repeats = following.followed(), following.may_jump, following.repeats
     if not num_left:
         return _ANY
-    comes = _ANY
-    if may_jump:
-        comes = Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_left - 1))
-    if not comes.must_end:
-        matcher.mask()
-    return comes
+    if (may_jump or repeats) and matcher.must_end():
+        return Next(True, [])
+    forced = matcher.force(num_left - 1) if may_jump else []
+    if forced and repeats and matcher.must_end():
+        return Next(True, forced)
+    matcher.mask()
+    return Next(False, forced)
 
 
 def _reason(request: Request, why: str, error: Exception) -> str:
