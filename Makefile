@@ -20,8 +20,11 @@ RAY := $(VENV)/ray-$(RAY_VERSION)
 DYNAMO_VERSION := 1.4.2
 DYNAMO := $(VENV)/dynamo-$(DYNAMO_VERSION)
 ROUTERS := $(VLLM_ROUTER)/.installed $(RAY)/.installed $(DYNAMO)/.installed
+# Clients, for nightly tests: environments whose versions tests/end_to_end/clients/ declares.
+CLIENTS := $(patsubst tests/end_to_end/clients/%.txt,$(VENV)/clients-%/.installed,$(wildcard tests/end_to_end/clients/*.txt))
+CLIENTS += $(VENV)/clients-node/.installed
 # Debian's, for tests.
-PACKAGES := chromium.package redis-server.package libibverbs1.package
+PACKAGES := chromium.package redis-server.package libibverbs1.package npm.package
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 REMEDY = vmmkv needs Python 3.11 or newer: name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'
@@ -58,7 +61,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS)
+nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(CLIENTS)
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
@@ -109,6 +112,15 @@ $(RAY)/.installed: $(VENV)/.created
 $(DYNAMO)/.installed: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --no-deps --target $(DYNAMO) ai-dynamo==$(DYNAMO_VERSION) ai-dynamo-runtime==$(DYNAMO_VERSION) uvloop zstandard
 	@touch $@
+
+$(VENV)/clients-%/.installed: tests/end_to_end/clients/%.txt $(VENV)/.created
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --requirement $<
+	@touch $@
+
+$(VENV)/clients-node/.installed: tests/end_to_end/clients/package.json $(VENV)/.created
+	mkdir -p $(@D) && cp $< $(@D)
+	if command -v npm > /dev/null; then npm install --prefix $(@D) --no-audit --no-fund && touch $@; fi
 
 $(GUIDELLM)/.installed: $(VENV)/.created
 	$(BIN)/python -m venv $(GUIDELLM)
