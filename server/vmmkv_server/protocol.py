@@ -54,7 +54,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     is_first: bool = False
     """Do triggers count only as the first text, white space aside, from where they are looked for?"""
     repeats: bool = False
-    """When the grammar has ended, is text free again, and are triggers looked for? Else the answer ends there."""
+    """Is text free again when the grammar has ended, and are triggers looked for? Else the answer ends there."""
 
     def __post_init__(self) -> None:
         if not (self.behind or self.triggers) or "" in self.triggers:

@@ -46,6 +46,7 @@ ELSEWHERE: Final = {
     **dict.fromkeys(HTTP_ALONE, "HTTP alone has it: see `vmmkv serve`"),
     "echo": "prompt_logprobs says how likely a prompt is, and HTTP alone repeats it",
     "max_completion_tokens": "did you mean max_tokens?",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "give it to LLM.chat"),
     "priority": "give LLM.generate priorities",
     "top_logprobs": "logprobs is how many of the likeliest there are at each place",
     "use_beam_search": "give beam_width",

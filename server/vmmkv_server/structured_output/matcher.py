@@ -90,7 +90,7 @@ class Vocabulary:
         self._by_head = heads_V.argsort(kind="stable")
         """Tokens in the order of their first bytes."""
         self._heads = heads_V[self._by_head]
-        """Their first bytes, as numbers."""
+        """First bytes of these tokens, as numbers."""
         self._completing: dict[tuple[bytes, ...], Words] = {}
         self.after = {lead: self._mask((first_bytes < low) | (first_bytes > high)) for lead, low, high in _NOT_UTF8}
         """By the last byte of a text: the tokens that continue it as UTF-8, where xgrammar 0.2.8 allows others too."""
