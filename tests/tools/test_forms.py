@@ -98,6 +98,19 @@ def test_a_long_argument_is_read_in_time_that_grows_with_its_length(form: CallFo
     assert len(json.loads(arguments)["city"]) == 7 << 17
 
 
+@each_form
+@pytest.mark.parametrize("num_pieces", [1, 1 << 14])
+def test_a_text_full_of_begun_calls_is_read_in_time_that_grows_with_its_length(form: CallForm, num_pieces: int) -> None:
+    """Each call is broken in another place: to read the rest again behind each would take hours."""
+    call = form.text([BREST])
+    begun = "".join(call[:size] for size in range(1, call.index("Brest"), 3)).replace("\n", " ")
+    piece = begun * ((1 << 17) // len(begun))
+    whole = piece * (4 if num_pieces == 1 else 1)
+    size = -(-len(whole) // num_pieces)
+    parts = told(merged(read(form, [whole[at : at + size] for at in range(0, len(whole), size)])))
+    assert isinstance(parts[0], str)
+
+
 # Grammars.
 
 

@@ -20,6 +20,7 @@ Waiting: TypeAlias = Generator[None, None, T]
 
 _SPACE: Final = re.compile(r"\s*")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
+_MAX_FENCE_CHARS: Final = 64
 _FENCE: Final = re.compile(" {0,3}(`{3,}(?!.*`)|~{3,})")
 
 
@@ -50,8 +51,10 @@ class CallReader(ABC):
         self._parts: list[Part] = []
         self._trigger = ""
         """A trigger that is content if no call comes behind it."""
-        self._held: list[str] | None = None
-        """Text that is read, and read again if it is no call; None while nothing is held."""
+        self._held_from: int | None = None
+        """Start of text that is read, and read again if it is no call; None while nothing is held."""
+        self._held: list[str] = []
+        """Held text of earlier pieces."""
         self._space: list[str] = []
         """White space at the end of the content so far."""
         self._is_behind_call = False
@@ -61,6 +64,9 @@ class CallReader(ABC):
 
     def feed(self, text: str) -> list[Part]:
         """The parts that this text completes; neighbours of one kind are one."""
+        if self._held_from is not None:
+            self._held.append(self._text[self._held_from : self._at])
+            self._held_from = 0
         self._text = self._text[self._at :] + text
         self._at = 0
         next(self._reading, None)
@@ -108,7 +114,8 @@ class CallReader(ABC):
 
     def begin(self, name: str) -> None:
         """Begin a call: what is held is part of it."""
-        self._trigger, self._held, self._space, self._is_behind_call = "", None, [], True
+        self._let_go()
+        self._space, self._is_behind_call = [], True
         self._put(CallBegun(self._num_calls, name))
         self._num_calls += 1
 
@@ -134,8 +141,6 @@ class CallReader(ABC):
 
     def _take(self, end: int) -> str:
         piece, self._at = self._text[self._at : end], end
-        if self._held is not None:
-            self._held.append(piece)
         return piece
 
     def peek(self) -> Waiting[str]:
@@ -260,17 +265,23 @@ class CallReader(ABC):
 
     def attempt(self, reading: Waiting[None]) -> Waiting[bool]:
         """Read a call or what stands around one. Where it is none, nothing is read but the trigger, which is shown."""
-        self._held = []
+        self._held_from = self._at
         try:
             yield from reading
         except (NoCall, EndOfAnswer):
-            self._text = "".join([*(self._held or ()), self._text[self._at :]])
-            self._at = 0
+            if self._held:
+                self._text, self._at = "".join([*self._held, self._text[self._held_from :]]), 0
+            elif self._held_from is not None:
+                self._at = self._held_from
             self.show(self._trigger)
             return False
         finally:
-            self._trigger, self._held = "", None
+            self._let_go()
         return True
+
+    def _let_go(self) -> None:
+        """Hold no text any more."""
+        self._trigger, self._held_from, self._held = "", None, []
 
     def object_call(self, *, keys: Sequence[str] = ("arguments", "parameters"), needs_arguments: bool = False) -> Waiting[None]:
         """Read a call as a JSON object of a `name`, and arguments by one of the `keys`.
@@ -352,26 +363,33 @@ class CodeBlocks:
     def __init__(self) -> None:
         self._fence = ""
         """The fence of the open block, at the begin of the last line."""
-        self._line: list[str] = []
-        """The last line so far."""
+        self._line = ""
+        """The begin of the last line, which tells whether it is a fence."""
+        self._has_tick = False
+        """Is there a backtick in the rest of the last line?"""
 
     def feed(self, text: str) -> None:
         """Append text."""
         *lines, rest = text.split("\n")
         for line in lines:
-            self._line.append(line)
+            self._append(line)
             self._fence = self._behind_line()
-            self._line = []
-        self._line.append(rest)
+            self._line, self._has_tick = "", False
+        self._append(rest)
 
     @property
     def is_open(self) -> bool:
         """Is the end of the text in a code block?"""
         return bool(self._behind_line())
 
+    def _append(self, text: str) -> None:
+        size = _MAX_FENCE_CHARS - len(self._line)
+        self._line += text[:size]
+        self._has_tick = self._has_tick or "`" in text[size:]
+
     def _behind_line(self) -> str:
-        found = _FENCE.match("".join(self._line))
-        if found is None:
+        found = _FENCE.match(self._line)
+        if found is None or (self._has_tick and found[1][0] == "`"):
             return self._fence
         if not self._fence:
             return found[1]
