@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.filterwarnings("ignore::vmmkv.adapters.transformers.DeclinedWarning")  # of the kernels on the host
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_keeps_the_rows_that_it_keeps_on_the_host(policy: KVPolicy) -> None:
-    """Of two sequences, by their prompts and as they generate; and says the same tokens."""
+    """Rows of two sequences, by their prompts and as they generate, and their tokens."""
     found = []
     with Pool("cpu", GIB) as host, Pool("cuda:0", 4 * GIB) as pool:
         for device, memory in (("cpu", host), ("cuda:0", pool)):

@@ -67,7 +67,7 @@ class Exchange:
         return calls, reason
 
     def faults(self) -> Iterator[str]:
-        """What of the answer is not as the request wants it, however small the model is."""
+        """Faults of the answer: it is not as the request wants it, however small the model is."""
         if self.status != 200:
             yield f"status {self.status}: {self.text}"
             return
@@ -92,7 +92,7 @@ class Exchange:
 
 @dataclass
 class Proxy:
-    """What lies between a client and the server, and remembers."""
+    """Proxy between a client and the server that remembers each exchange."""
 
     url: str
     target: str

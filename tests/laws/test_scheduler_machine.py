@@ -362,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.features.plug_in([Watch(self), self.holds, self.several, self.drops, self.forces])
         self.device = PlainDevice(self.memory, self.scheduler.table, self.sampler)
         self.in_flight: deque[Flight] = deque()
-        self.is_planning = self.is_reading = self.happened = False
+        self.is_planning = self.is_reading = self.happened = self.was_idle = False
         self.left: dict[Request, int] = {}
         """Requests that were told to have left while a step was read, and the rows that they had."""
         self.last_chosen: Request | None = None
@@ -562,7 +562,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             step = self.scheduler.schedule()
         except CannotRun as error:
-            self.is_planning = False
+            self.is_planning = self.was_idle = False
             self.check_failure(error)
             self.answers.fail([error.request], str(error))
             return
@@ -573,7 +573,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif self.in_flight:
             self.read()
         else:
-            assert self.happened or not self.scheduler.running, "nothing is computed any more"
+            # To find room, steps were read that changed what runs: the next call plans it.
+            is_excused = self.happened and not self.was_idle
+            assert is_excused or not self.scheduler.running, "nothing is computed any more"
+            self.was_idle = bool(self.scheduler.running)
+            return
+        self.was_idle = False
         while len(self.in_flight) > self.lookahead:
             self.read()
 

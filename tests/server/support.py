@@ -199,6 +199,7 @@ def running_server(
             one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), sockets)
             async with contextlib.AsyncExitStack() as closing:
                 closing.push_async_callback(client.close)
+                closing.push_async_callback(service.grammars.close)
                 if start_engine:
                     engine.start()
                     await client.settled()

@@ -1,6 +1,5 @@
 """Tools and reasoning over HTTP: what the model is shown, what its answer must follow, and how that is read."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +39,6 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     ready = msgspec.structs.replace(ready_with(model_tokens=4096, pool_tokens=4096), model=str(directory), end_tokens=ends)
     with running_server(ready=ready) as running:
         yield running
-        asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(60)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ def _server(model_dir: Path) -> Iterator[Running]:
     ready = msgspec.structs.replace(READY, model=str(model_dir), end_tokens=ends)
     with running_server(ready=ready) as running:
         yield running
-        asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(60)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the scripts of clients share: the server, a tool of few words, and steps that are reported as lines of JSON."""
+"""Parts that the scripts of clients share: the server, a tool of few words, and steps that are reported as lines of JSON."""
 
 import contextlib
 import json
