@@ -415,9 +415,7 @@ class LLM(Closing):
             try:
                 grammar = self._grammars.compile(wanted)
             except GrammarRefused as error:
-                raise ValueError(
-                    f"{'tools' if params.structured_outputs is None else 'structured_outputs'}: {error}"
-                ) from error
+                raise ValueError(f"{_grammar_param(params)}: {error}") from error
         scores, prompt_scores = params.logprobs, params.prompt_logprobs
         result = RequestOutput(
             prompt_token_ids=prompt,
@@ -461,7 +459,7 @@ class LLM(Closing):
         except ToolRefused as error:
             raise ValueError(f"tools.{error.index}.function.parameters: {error}") from error
         except GrammarRefused as error:
-            raise ValueError(f"structured_outputs: {error}") from error
+            raise ValueError(f"{_grammar_param(params)}: {error}") from error
 
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
         loaded = self.loaded
@@ -557,6 +555,11 @@ def _check_process(loaded: Loaded) -> None:
     """Raises: ForkedProcess in a child, which has none of the threads that some calls would wait for."""
     assert loaded.memory.cache is not None, "it is vmmkv's"
     loaded.memory.cache.pool.lock.check_process()
+
+
+def _grammar_param(params: SamplingParams) -> str:
+    """The parameter that a grammar is of, for messages."""
+    return "tools" if params.structured_outputs is None else "structured_outputs"
 
 
 class _Grammars:
