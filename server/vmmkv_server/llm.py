@@ -415,7 +415,9 @@ class LLM(Closing):
             try:
                 grammar = self._grammars.compile(wanted)
             except GrammarRefused as error:
-                raise ValueError(f"{_grammar_param(params)}: {error}") from error
+                if chat is None or chat.needs_grammar:
+                    raise ValueError(f"{_grammar_param(params)}: {error}") from error
+                log.info("calls are read without a grammar: %s", error)
         scores, prompt_scores = params.logprobs, params.prompt_logprobs
         result = RequestOutput(
             prompt_token_ids=prompt,
@@ -438,7 +440,12 @@ class LLM(Closing):
                 structured_outputs=None,
             )
             request = Generate(
-                request_id=f"{name}-{index}", prompt=prompt, params=own_params, priority=priority, grammar=grammar
+                request_id=f"{name}-{index}",
+                prompt=prompt,
+                params=own_params,
+                priority=priority,
+                grammar=grammar,
+                gate=chat.gate if chat is not None and grammar else None,
             )
             detokenizer = None
             if params.stop or kept:

@@ -10,8 +10,13 @@ import pytest
 from tests.server.fake_engine import ready_with
 from tests.server.support import CHAT, HELLO, Running, running_server
 from tests.server.tiny import TEMPLATE, byte_tokenizer
+from tests.structured_output import in_worker
 from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
+from vmmkv_server.protocol import Gate
+from vmmkv_server.structured_output import compiler as compiling
 from vmmkv_server.structured_output.matcher import DIGEST_BYTES
+from vmmkv_server.tools.calls import Toolset
+from vmmkv_server.tools.forms import form_of
 
 WEATHER: Any = {
     "type": "function",
@@ -27,6 +32,7 @@ EVERY = [template(written(text)) for _, text, _ in CALLS_OF]
 HERMES = EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form == "hermes")]
 CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+UNSERVED: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "strange"}}}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
 IN_TAGS = f"<tool_call>\n{CALL}\n</tool_call>"
 
@@ -212,11 +218,13 @@ class TestRefusals:
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "'a b'"),
             ({"tools": [{"type": "function", "function": {"name": "f", "made_up": 1}}]}, "tools.0.function", "'made_up'"),
             ({"tools": [{"type": "code"}]}, "tools.0.type", "function"),
-            ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
-             "leave response_format out"),
+            ({"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
+             "response_format.json_schema.schema", "strange"),
             ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs", '"tool_choice": "none"'),
             ({"tools": [WEATHER], "tool_choice": "required", "use_beam_search": True}, "use_beam_search", "tool_choice"),
             ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "tool_choice"),
+            ({"tools": [WEATHER], "min_tokens": 2}, "min_tokens", "or tools"),
+            ({"tools": [WEATHER], "use_beam_search": True}, "use_beam_search", "or tools"),
             ({"functions": [{"name": "f"}]}, "functions", '"tools"'),
             ({"function_call": {"name": "f"}}, "function_call", '"tool_choice"'),
             ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": ""}}]},
@@ -227,9 +235,10 @@ class TestRefusals:
         error = server.refuses(CHAT, **body)
         assert error["param"].startswith(param) and said in error["message"], error
 
-    def test_a_schema_that_is_not_served_names_its_tool(self, server: Running) -> None:
-        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "strange"}}}}
-        error = server.refuses(CHAT, tools=[WEATHER, wrong], tool_choice="required")
+    @pytest.mark.parametrize("asks", [{"tool_choice": "required"}, {}])
+    def test_a_schema_that_is_not_served_names_its_tool(self, server: Running, asks: Any) -> None:
+        server.shows(HERMES)
+        error = server.refuses(CHAT, tools=[WEATHER, UNSERVED], **asks)
         assert error["param"] == "tools.1.function.parameters" and "strange" in error["message"]
 
     def test_a_model_of_an_unknown_form_calls_only_where_it_must(self, server: Running) -> None:
@@ -249,6 +258,75 @@ THINKING = """\
 </think>
 
 {% endif %}{% endif %}"""
+
+
+class TestGrammars:
+    """Where an answer's grammar begins, and what it allows."""
+
+    @pytest.mark.parametrize(
+        ("name", "shown"), [(name, shown) for (name, *_), shown in zip(CALLS_OF, EVERY, strict=True) if name]
+    )
+    def test_calls_that_the_model_makes_by_itself_follow_it(self, server: Running, name: str, shown: str) -> None:
+        server.shows(shown)
+        assert server.chat(tools=[CLOCK, WEATHER]).status_code == 200
+        sent, form = server.generates[-1], form_of(shown)
+        assert form is not None and sent.grammar
+        tools = Toolset.of([CLOCK, WEATHER])
+        assert tools is not None
+        assert sent.gate == Gate(triggers=form.triggers(tools), is_first=form.is_first, repeats=form.repeats)
+        assert server.chat(tools=[CLOCK, WEATHER], tool_choice="required").status_code == 200
+        assert server.generates[-1].gate is None
+
+    def test_it_begins_behind_the_reasoning(self, server: Running) -> None:
+        server.shows(THINKING)
+        server.answers(f"Well.\n</think>\n\n{CALL}")
+        asks: list[Any] = [
+            {"response_format": {"type": "json_object"}},
+            {"tools": [WEATHER], "tool_choice": "required"},
+            {"tools": [WEATHER]},
+        ]
+        for asking in asks:
+            for answer in (whole, streamed):
+                message, _ = answer(server, **asking)
+                assert message["reasoning"] == "Well." and asked(server).endswith("<|im_start|>assistant\n<think>")
+                gate = server.generates[-1].gate
+                assert gate is not None and gate.behind == "</think>" and bool(gate.triggers) == (asking == asks[-1])
+            reply = server.chat(**asking, chat_template_kwargs={"enable_thinking": False})
+            gate = server.generates[-1].gate
+            assert reply.status_code == 200 and asked(server).endswith("</think>\n\n")
+            assert (gate is None) == (asking != asks[-1]) and (gate is None or not gate.behind)
+
+    def test_text_beside_tools_may_have_a_form_of_its_own(self, server: Running) -> None:
+        server.shows(HERMES)
+        ports = {"type": "object", "properties": {"port": {"enum": ["Brest"]}}, "required": ["port"]}
+        asks: Any = {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": ports}}}
+        for text, message, reason in (
+            ('{"port": "Brest"}', called(content='{"port": "Brest"}'), "stop"),
+            (IN_TAGS, called("get_weather"), "tool_calls"),
+        ):
+            server.answers(text)
+            assert whole(server, **asks) == streamed(server, **asks) == (message, reason)
+            sent = server.generates[-1]
+            assert sent.grammar and sent.gate is None
+        server.shows(EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form == "mistral")])
+        assert "special token" in server.refuses(CHAT, **asks)["message"]
+
+    def test_calls_need_none_unless_their_tool_is_strict(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A schema may be served by no grammar, or be too large to compile. That is found out once."""
+        server.shows(HERMES)
+        server.answers(IN_TAGS)
+        loose = {"type": "function", "function": WEATHER["function"] | {"strict": False}}
+        large: Any = {"type": "function", "function": {"name": "large"}}
+        monkeypatch.setattr(compiling, "compiled_by_worker", in_worker.refuse)
+        for other in (UNSERVED, large):
+            assert whole(server, tools=[loose, other]) == (called("get_weather"), "tool_calls")
+            assert (server.generates[-1].grammar, server.generates[-1].gate) == (b"", None)
+        monkeypatch.setattr(compiling, "compiled_by_worker", in_worker.sleep)
+        assert whole(server, tools=[loose, large]) == (called("get_weather"), "tool_calls")
+        assert server.generates[-1].grammar == b""
+        large["function"]["strict"] = True
+        error = server.refuses(CHAT, tools=[loose, large])
+        assert (error["param"], error["code"]) == ("tools", "invalid_grammar") and "too large" in error["message"]
 
 
 class TestReasoning:

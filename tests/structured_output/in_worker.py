@@ -24,3 +24,8 @@ def sleep(kind: str, source: str) -> bytes:
 def fail_to_load(*vocabulary: object) -> NoReturn:
     """Raises: OSError with a path in its message."""
     raise OSError("/a/path is missing")
+
+
+def refuse(kind: str, source: str) -> bytes:
+    """Refuse each grammar."""
+    raise ValueError("it is too large")

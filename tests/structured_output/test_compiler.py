@@ -104,6 +104,9 @@ async def test_a_slow_grammar_is_refused_by_its_cpu_time_and_the_worker_stays(
         await slow
     assert all(await asyncio.gather(*waiting))
     assert not worker.has_ended and await compiler.start() is worker
+    monkeypatch.setattr(compiling, "compiled_by_worker", in_worker.sleep)
+    with pytest.raises(GrammarRefused, match=r"takes more than 1 s of CPU time|too much memory"):
+        await compiler.compile(HUGE)  # known: nothing is compiled
 
 
 async def test_a_grammar_that_waits_for_the_machine_is_compiled(

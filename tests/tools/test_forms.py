@@ -21,35 +21,27 @@ from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TEXT, TOOLS, Told, r
 from vmmkv_server.structured_output.compiler import Compilation
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import Grammar
-from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool, Toolset
+from vmmkv_server.tools.calls import CallArguments, CallBegun, InvalidTools, Tool, Toolset
 from vmmkv_server.tools.form import CallForm, ToolRefused
 from vmmkv_server.tools.forms import form_named
 from vmmkv_server.tools.markup import Markup
 from vmmkv_server.tools.reading import merged
 
-ANSWERS = [(name, case) for name, streams in STREAMS.items() for case in streams]
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-each_answer = pytest.mark.parametrize(("name", "case"), ANSWERS)
 
 
 def cuts(text: str) -> Iterator[list[str]]:
-    """Each cut in two, and single characters."""
+    """The text as it is, each cut in two, and single characters."""
+    yield [text]
     yield from ([text[:at], text[at:]] for at in range(1, len(text)))
     yield list(text)
 
 
-@each_answer
-def test_an_answer_is_read_into_its_parts(name: str, case: str) -> None:
-    text, expected = STREAMS[name][case]
-    assert told(read(FORMS[name], [text])) == expected
-
-
-@each_answer
-def test_the_parts_are_the_same_however_the_text_is_cut(name: str, case: str) -> None:
-    text, expected = STREAMS[name][case]
-    form = FORMS[name]
-    for pieces in cuts(text):
-        assert told(read(form, pieces)) == expected, pieces
+@pytest.mark.parametrize("name", STREAMS)
+def test_an_answer_is_read_into_its_parts_however_it_is_cut(name: str) -> None:
+    for case, (text, expected) in STREAMS[name].items():
+        for pieces in cuts(text):
+            assert told(read(FORMS[name], pieces)) == expected, (case, pieces)
 
 
 @settings(deadline=None, max_examples=200)
@@ -157,6 +149,18 @@ def test_the_grammar_of_auto_begins_with_a_trigger(form: CallForm) -> None:
     for seed in range(6):
         text = walk(form, grammar, seed)
         assert text is None or any(text.startswith(trigger) for trigger in triggers)
+
+
+@each_form
+def test_text_of_a_schema_is_an_answer_beside_calls(form: CallForm) -> None:
+    asked = toolset(text_schema={"type": "object", "properties": {"port": {"enum": ["Brest"]}}, "required": ["port"]})
+    if form.prefix:
+        with pytest.raises(InvalidTools, match="response_format: this model begins calls with a special token"):
+            form.grammar(asked)
+        return
+    grammar = of_source(form.grammar(asked).source)
+    assert allows(grammar, '{"port": "Brest"}') and allows(grammar, form.text([BREST]))
+    assert not allows(grammar, "Brest") and not allows(grammar, '{"port": "Lyon"}')
 
 
 @each_form

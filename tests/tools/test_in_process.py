@@ -10,6 +10,7 @@ from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer
 from vmmkv import MIB
 from vmmkv_server import LLM, SamplingParams
+from vmmkv_server.protocol import Gate, Generate
 
 ASK: Any = [{"role": "user", "content": "Light?"}]
 LAMP: Any = {
@@ -43,6 +44,24 @@ def test_outputs_have_the_calls_that_they_must(llm: LLM, choice: Any) -> None:
         result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
         asked = {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
         assert llm.chat([*ASK, {"role": "assistant", "tool_calls": [asked]}, result], PARAMS)[0].error is None
+
+
+def test_calls_that_the_model_makes_by_itself_follow_their_schema(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sent = llm.loaded.engine, []
+    receive = engine.receive
+    monkeypatch.setattr(engine, "receive", lambda message: (sent.append(message), receive(message)))
+    unserved: Any = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "uniqueItems": True, "not": {}}},
+    }
+    assert llm.chat(ASK, PARAMS, tools=[LAMP])[0].error is None
+    assert llm.chat(ASK, PARAMS, tools=[LAMP, unserved])[0].error is None
+    (first,), (second,) = ([each for each in sent if isinstance(each, Generate)][at : at + 1] for at in (0, 1))
+    assert first.grammar and first.gate == Gate(triggers=('{"name": "set_lamp"',), is_first=True)
+    assert not second.grammar and second.gate is None
+    unserved["function"]["strict"] = True
+    with pytest.raises(ValueError, match=r"tools.1.function.parameters: "):
+        llm.chat(ASK, PARAMS, tools=[LAMP, unserved])
 
 
 def test_a_free_answer_is_text(llm: LLM) -> None:

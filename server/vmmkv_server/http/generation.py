@@ -139,7 +139,7 @@ class GrammarService:
             raise errors.invalid(request.grammar_source, error) from error
 
     async def of_calls(self, prompt: ChatPrompt) -> Grammar | None:
-        """The grammar of calls, if an answer must have them. Raises: ApiError (400)."""
+        """The grammar of an answer with tools; None if it is free. Raises: ApiError (400)."""
         try:
             return await self._made(prompt.grammar)
         except InvalidTools as error:
@@ -153,9 +153,12 @@ class GrammarService:
         """A grammar made of schemas, which waits for those before it."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, make)
 
-    async def compiled(self, param: str, grammar: Grammar, *, namespace: str | None, deadline: Deadline) -> bytes:
-        """The grammar of `param` as the engine takes it. The compiler's start is not on the request's time.
+    async def compiled(
+        self, param: str, grammar: Grammar, prompt: ChatPrompt | None, *, namespace: str | None, deadline: Deadline
+    ) -> bytes:
+        """The grammar of `param` as the engine takes it; empty if it is refused, and the chat's `prompt` does not need it.
 
+        The compiler's start is not on the request's time.
         Raises: EngineNotReady, EngineDead; ApiError: 400 naming the parameter, 408, 503.
         """
         if self._compiler is None:
@@ -168,7 +171,10 @@ class GrammarService:
                 deadline.spared_s += time.perf_counter() - began_s
             return await deadline.keep(compiler.compile(grammar, namespace=namespace))
         except GrammarRefused as error:
-            raise errors.invalid(param, error, code="invalid_grammar") from error
+            if prompt is None or prompt.needs_grammar:
+                raise errors.invalid(param, error, code="invalid_grammar") from error
+            log.info("calls are read without a grammar: %s", error)
+            return b""
         except CompilerBusy as error:
             raise errors.unavailable(f"{error} Try again in a while.") from error
         except CompilerUnavailable as error:
@@ -312,13 +318,13 @@ class Job:
 
     async def tokenise(self) -> None:
         """Read the grammar, tokenise the prompts, and check what they ask for."""
-        body = self._body
+        body, grammars = self._body, self._service.grammars
         try:
-            if body.grammar_source:
-                self._asked = await self.deadline.keep(self._service.grammars.read(body))
             await self.deadline.keep(self._encode())
             if self._chat is not None and self._chat.toolset is not None:
-                self._asked = await self.deadline.keep(self._service.grammars.of_calls(self._chat))
+                self._asked = await self.deadline.keep(grammars.of_calls(self._chat))
+            elif body.grammar_source:
+                self._asked = await self.deadline.keep(grammars.read(body))
             self.params = list(map(functools.partial(self._params_for, self._limits), self.prompts))
         except PromptError as error:
             raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
@@ -335,7 +341,7 @@ class Job:
         check_tokens(self._body.params.num_sequences * sum(map(len, self.prompts)))
         if self._asked is not None:
             self._grammar = await self._service.grammars.compiled(
-                self._body.grammar_param or "tools", self._asked, namespace=self._namespace, deadline=self.deadline
+                self._body.grammar_param, self._asked, self._chat, namespace=self._namespace, deadline=self.deadline
             )
 
     def submit(self, name: str) -> "Generation":
@@ -359,6 +365,7 @@ class Job:
                         priority=body.priority,
                         cache_salt=self._namespace,
                         grammar=self._grammar,
+                        gate=self._chat.gate if self._chat is not None and self._grammar else None,
                     )
                 )
             for _ in range(params.n):

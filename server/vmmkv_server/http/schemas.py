@@ -234,6 +234,13 @@ class ResponseFormat(WireRequest):
         """Does the answer follow a grammar? Else it is plain text."""
         return self.type != "text"
 
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for plain text."""
+        if not self.has_grammar:
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
     def grammar(self) -> Grammar:
         """The grammar of the answer. Raises: GrammarRefused. Cost: as `of_schema`."""
         return of_object() if self.json_schema is None else of_schema(self.json_schema.schema_)
@@ -593,7 +600,10 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
     """Likeliest tokens with log-probabilities at each place, beside each chosen token's own."""
 
     def _conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from self.tool_conflicts(self.grammar_source)
+        yield from self.tool_conflicts()
+        if self.toolset is not None and self.structured_outputs is not None:
+            why = 'leave it out, or send "tool_choice": "none"; response_format may say what text is'
+            yield "structured_outputs", f"an answer that may call tools follows no other grammar: {why}"
         yield from super()._conflicts()
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens", "max_tokens and max_completion_tokens mean the same: send one"
@@ -603,7 +613,14 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
     @property
     def grammar_param(self) -> str:
         """The parameter that has the grammar of the answer; empty if none has."""
-        return "tool_choice" if self.must_call else super().grammar_param
+        if self.toolset is None:
+            return super().grammar_param
+        return "tools" if self.toolset.choice == "auto" else "tool_choice"
+
+    @property
+    def text_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that text follows; None for any text."""
+        return None if self.response_format is None else self.response_format.schema_of_text
 
     @property
     def wanted_tokens(self) -> int | None:

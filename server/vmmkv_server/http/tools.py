@@ -33,7 +33,7 @@ class FunctionDefinition(WireRequest):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; none without it."""
     strict: bool | None = None
-    """Has no effect: arguments follow the schema in any case."""
+    """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 
 
 class FunctionTool(WireRequest):
@@ -75,22 +75,18 @@ class ToolFields(WireRequest):
     @functools.cached_property
     def toolset(self) -> Toolset | None:
         """The tools that an answer may call, and how; None if it may call none. Raises: InvalidTools."""
-        return self._toolset()
+        return Toolset.of(self.given_tools())
 
-    def _toolset(self, choice: Any = None, *, is_parallel: bool = True) -> Toolset | None:
-        given = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-        return Toolset.of(given, choice, is_parallel=is_parallel)
+    def given_tools(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
-    def tool_conflicts(self, other_grammar: str = "") -> Iterator[tuple[str, str]]:
-        """Parameters that do not go with the tools, and why. `other_grammar`: the parameter that says what text is."""
+    def tool_conflicts(self) -> Iterator[tuple[str, str]]:
+        """Parameters of tools that cannot be served, and why."""
         try:
-            toolset = self.toolset
+            _ = self.toolset
         except InvalidTools as error:
             yield error.param, error.reason
-            return
-        if toolset is not None and other_grammar:
-            param = other_grammar.partition(".")[0]
-            yield param, f'an answer that may call tools has no other form: leave {param} out, or send "tool_choice": "none"'
 
 
 class ToolChoiceFields(ToolFields):
@@ -104,12 +100,13 @@ class ToolChoiceFields(ToolFields):
     @functools.cached_property
     def toolset(self) -> Toolset | None:
         """The tools that an answer may call, and how; None if it may call none. Raises: InvalidTools."""
-        return self._toolset(self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
+        is_parallel = self.parallel_tool_calls is not False
+        return Toolset.of(self.given_tools(), self.tool_choice, is_parallel=is_parallel, text_schema=self.text_schema)
 
     @property
-    def must_call(self) -> bool:
-        """Is the answer a call?"""
-        return self.toolset is not None and self.toolset.choice == "required"
+    def text_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that text follows; None for any text."""
+        return None
 
 
 class CalledFunction(WireRequest):

@@ -73,7 +73,8 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int]) -> None:
         self._vocabulary = model_dir, vocabulary_size, sorted(end_tokens)
-        self._cache: OrderedDict[_Key, bytes] = OrderedDict()
+        self._cache: OrderedDict[_Key, bytes | str] = OrderedDict()
+        """Compiled grammars, and why others are refused."""
         self._cache_bytes = 0
         self._pending: dict[_Key, asyncio.Task[bytes]] = {}
         self._turn = asyncio.Lock()
@@ -100,7 +101,10 @@ class GrammarCompiler:
         key = namespace, grammar
         if key in self._cache:
             self._cache.move_to_end(key)
-            return self._cache[key]
+            known = self._cache[key]
+            if isinstance(known, str):
+                raise GrammarRefused(known)
+            return known
         if key not in self._pending:
             if len(self._pending) >= MAX_PENDING:
                 raise CompilerBusy(f"{MAX_PENDING} grammars wait already.")
@@ -127,16 +131,21 @@ class GrammarCompiler:
                     STARVED_S + START_S, _in_child, COMPILE_S, STARVED_S, compiled_by_worker, grammar.kind, grammar.source
                 )
             except ValueError as error:
+                self._keep(key, str(error))
                 raise GrammarRefused(str(error)) from error
             except (OSError, BrokenProcessPool) as error:
                 log.error("the grammar compiler was not let work: %s", error or type(error).__name__)
                 raise CompilerUnavailable("The grammar compiler was not let work; try again later.") from error
-        self._cache[key] = data
-        self._cache_bytes += len(data) + len(grammar.source)
+        self._keep(key, data)
+        return data
+
+    def _keep(self, key: _Key, known: bytes | str) -> None:
+        _, grammar = key
+        self._cache[key] = known
+        self._cache_bytes += len(known) + len(grammar.source)
         while self._cache_bytes > CACHE_BYTES:
             (_, oldest), dropped = self._cache.popitem(last=False)
             self._cache_bytes -= len(dropped) + len(oldest.source)
-        return data
 
     async def _start(self) -> "_Worker":
         worker = None

@@ -32,6 +32,8 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of its arguments, an object."""
+    is_strict: bool = False
+    """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates take it: OpenAI's form, without what was not given."""
@@ -50,6 +52,8 @@ class Toolset:
     """With `required`, the one tool that is called, once."""
     is_parallel: bool = True
     """May an answer have several calls?"""
+    text_schema: Mapping[str, Any] | None = None
+    """With `auto`, the JSON schema of an answer that calls nothing; None if that is any text."""
 
     def __post_init__(self) -> None:
         names = [tool.name for tool in self.tools]
@@ -66,12 +70,30 @@ class Toolset:
             raise InvalidTools("tool_choice", f"{self.named!r} is none of the tools, which are {', '.join(names)}")
 
     @classmethod
-    def of(cls, tools: Sequence[Any] | None, choice: Any = None, *, is_parallel: bool = True) -> Self | None:
+    def of(
+        cls,
+        tools: Sequence[Any] | None,
+        choice: Any = None,
+        *,
+        is_parallel: bool = True,
+        text_schema: Mapping[str, Any] | None = None,
+    ) -> Self | None:
         """Tools and a choice in OpenAI's form; None if there is no tool that may be called. Raises: InvalidTools."""
         read = tuple(_tool(index, each) for index, each in enumerate(tools or ()))
         kind, named = read_choice(choice)
-        toolset = cls(tools=read, choice="required" if kind == "required" else "auto", named=named, is_parallel=is_parallel)
+        toolset = cls(
+            tools=read,
+            choice="required" if kind == "required" else "auto",
+            named=named,
+            is_parallel=is_parallel,
+            text_schema=text_schema,
+        )
         return toolset if read and kind != "none" else None
+
+    @property
+    def is_free(self) -> bool:
+        """May an answer have any text? Then its grammar begins where a call does."""
+        return self.choice == "auto" and self.text_schema is None
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -101,7 +123,7 @@ def _tool(index: int, given: Any) -> Tool:
     """Raises: InvalidTools."""
     match given:
         case {"type": "function", "function": {"name": str(name), **rest}}:
-            description, parameters = rest.get("description"), rest.get("parameters")
+            description, parameters, strict = rest.get("description"), rest.get("parameters"), rest.get("strict")
         case _:
             wanted = 'it must be {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
             raise InvalidTools(f"tools.{index}", wanted)
@@ -109,7 +131,9 @@ def _tool(index: int, given: Any) -> Tool:
         raise InvalidTools(f"tools.{index}.function.description", "it must be a text")
     if not isinstance(parameters, Mapping | None):
         raise InvalidTools(f"tools.{index}.function.parameters", "it must be a JSON schema of an object")
-    tool = Tool(name=name, description=description)
+    if not isinstance(strict, bool | None):
+        raise InvalidTools(f"tools.{index}.function.strict", "it must be true or false")
+    tool = Tool(name=name, description=description, is_strict=bool(strict))
     return tool if parameters is None else replace(tool, parameters=parameters)
 
 

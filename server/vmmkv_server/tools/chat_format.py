@@ -1,7 +1,7 @@
 """The format of a model's chats: how its template shows tools and calls, how the model writes calls, and how it reasons.
 
-messages, tools ── ChatFormat.encode ──> ChatPrompt ── token ids ──> engine
-                                                    └─ reader ─────> parts of an answer
+messages, tools ── ChatFormat.encode ──> ChatPrompt ── token ids, grammar, gate ──> engine
+                                                    └─ reader ────────────────────> parts of an answer
 """
 
 import functools
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from vmmkv_server.protocol import Gate
 from vmmkv_server.sampling_params import Limits
-from vmmkv_server.structured_output.schema import Grammar
+from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.tokenizer import PromptError, TemplateVariable, Tokenizer
 from vmmkv_server.tools.calls import InvalidTools, Toolset
 from vmmkv_server.tools.form import CallForm
@@ -50,18 +51,36 @@ class ChatPrompt:
         """May an answer have other parts than text?"""
         return self.toolset is not None or self.place is not Place.BEHIND
 
-    def grammar(self) -> Grammar | None:
-        """The grammar of an answer that must call; None if it may be text.
+    @property
+    def needs_grammar(self) -> bool:
+        """Is a request refused whose grammar is not served? Else its answer is free, and is read all the same."""
+        return self.toolset is None or not self.toolset.is_free or any(tool.is_strict for tool in self.toolset.tools)
 
-        Raises: InvalidTools if the model's own calls cannot be read; ToolRefused, GrammarRefused. Cost: as `of_schema`.
+    def grammar(self) -> Grammar | None:
+        """The grammar of an answer with tools, from its `gate` on; None without tools, or if none is served nor needed.
+
+        Raises: InvalidTools if the model's own calls cannot be read; as `CallForm.grammar`. Cost: as `of_schema`.
         """
         if self.toolset is None:
             return None
-        if self.toolset.choice == "required":
-            return self.format.form.grammar(self.toolset)
-        if not self.format.knows_form:
+        if self.toolset.choice != "required" and not self.format.knows_form:
             raise InvalidTools("tool_choice", _UNKNOWN_FORM)
-        return None
+        try:
+            return self.format.form.grammar(self.toolset)
+        except GrammarRefused as error:
+            if self.needs_grammar:
+                raise
+            log.info("calls are read without a grammar: %s", error)
+            return None
+
+    @property
+    def gate(self) -> Gate | None:
+        """The place in the answer at which its grammar begins; None for its first text."""
+        markers, toolset, form = self.format.markers, self.toolset, self.format.form
+        behind = markers.end if markers is not None and self.place is Place.WITHIN else ""
+        if toolset is not None and toolset.is_free:
+            return Gate(behind=behind, triggers=form.triggers(toolset), is_first=form.is_first, repeats=form.repeats)
+        return Gate(behind=behind) if behind else None
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -119,19 +138,34 @@ class ChatFormat:
         *,
         has_grammar: bool = False,
     ) -> ChatPrompt:
-        """The prompt of a conversation, whose answer may call the tools. `has_grammar`: it follows one from its first text.
+        """The prompt of a conversation, whose answer may call the tools. `has_grammar`: its text follows one.
 
+        A model that reasons by itself is made to where its answer has a grammar, since that begins behind the reasoning.
         Raises: PromptError, TemplateBroken, RequestRefused, as `Tokenizer.render_chat` and `Tokenizer.encode`.
         """
         text = self._rendered(messages, toolset, variables)
-        place = Place.BEHIND if self.markers is None else self.markers.place(text)
-        if has_grammar:
-            if self.markers is not None and place is Place.WITHIN:
-                text += f"\n{self.markers.end}\n\n"
-            place = Place.BEHIND
         prefix = self.form.prefix if toolset is not None and toolset.choice == "required" else ""
+        place = Place.BEHIND
+        if self.markers is not None:
+            place = self.markers.place(text)
+            if place is Place.BEFORE and not prefix and (has_grammar or toolset is not None) and self._opening:
+                text, place = text + self._opening, Place.WITHIN
+            elif place is Place.WITHIN and prefix:
+                text, place = f"{text}\n{self.markers.end}\n\n", Place.BEHIND
+            elif place is Place.BEFORE and (has_grammar if toolset is None else not toolset.is_free):
+                place = Place.BEHIND
         ids = self.tokenizer.encode(text + prefix, limits, wanted, add_special_tokens=False)
         return ChatPrompt(ids, place, self, toolset, prefix)
+
+    @functools.cached_property
+    def _opening(self) -> str:
+        """The text with which the model begins to reason by itself; empty if it does not."""
+        assert self.markers is not None, "it has markers"
+        asked = [{"role": "user", "content": "Why?"}]
+        try:
+            return self.markers.opening(lambda variables: self.tokenizer.render_chat(asked, variables))
+        except PromptError:
+            return ""
 
     def _rendered(
         self, messages: Sequence[Turn], toolset: Toolset | None, variables: Mapping[str, TemplateVariable] | None

@@ -16,8 +16,13 @@ from typing import Final
 from vmmkv_server.structured_output.json_schema import SchemaRefused, SchemaRules
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.structured_output.text import quoted
-from vmmkv_server.tools.calls import Tool, Toolset
+from vmmkv_server.tools.calls import InvalidTools, Tool, Toolset
 from vmmkv_server.tools.reading import CallReader, NoCall, Waiting
+
+_NO_FORMAT: Final = (
+    "this model begins calls with a special token, which a grammar of text and calls cannot have: leave response_format out, "
+    'or send another tool_choice than "auto"'
+)
 
 
 class ToolRefused(GrammarRefused):
@@ -69,10 +74,13 @@ class CallForm(ABC):
         return (self.trigger,) if self.trigger else tuple(self.begin + self.head(tool) for tool in toolset.callable_tools)
 
     def grammar(self, toolset: Toolset) -> Grammar:
-        """Calls whose arguments follow their tools' schemas: with `required` the whole answer, else from a trigger on.
+        """Calls whose arguments follow their tools' schemas: from a trigger on where the answer `is_free`, else all of it.
 
-        Raises: ToolRefused; GrammarRefused if it is too large.
+        Raises: ToolRefused; InvalidTools if text of the `text_schema` cannot be told from calls, or that schema is not served;
+        GrammarRefused if it is too large.
         """
+        if toolset.choice == "auto" and not toolset.is_free and self.prefix:
+            raise InvalidTools("response_format", _NO_FORMAT)
         rules = SchemaRules(comma=", ", colon=": ")
         ways = []
         for index, tool in enumerate(toolset.tools):
@@ -86,11 +94,16 @@ class CallForm(ABC):
         first = "" if toolset.choice == "required" and self.prefix else quoted(self.trigger)
         if self.open is None:
             further = f"{quoted(self.between + self.trigger)} {one}"
-            is_alone = toolset.most_calls == 1 or (self.repeats and toolset.choice == "auto")
+            is_alone = toolset.most_calls == 1 or (self.repeats and toolset.is_free)
             root = f"{first} {one} {'' if is_alone else f'({further})*'}"
         else:
             further = "" if toolset.most_calls == 1 else f"({quoted(self.between)} {one})*"
             root = f"{first} {quoted(self.open)} {one} {further} {quoted(self.close)}"
+        if toolset.choice == "auto" and toolset.text_schema is not None:
+            try:
+                root = f"{root} | {rules.of(toolset.text_schema)}"
+            except SchemaRefused as error:
+                raise InvalidTools("response_format.json_schema.schema", str(error)) from error
         return Grammar("json", rules.written(root.strip()))
 
     def text(self, calls: Sequence[tuple[str, str]]) -> str:

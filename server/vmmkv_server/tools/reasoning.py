@@ -46,12 +46,18 @@ class Markers:
             return Place.WITHIN
         return Place.BEHIND if tail.endswith(self.end) else Place.BEFORE
 
-    def are_expected(self, render: Callable[[Mapping[str, bool]], str]) -> bool:
-        """Does the model reason by itself? Then its template, told not to have it think, closes the reasoning in the prompt.
+    def opening(self, render: Callable[[Mapping[str, bool]], str]) -> str:
+        """The text with which the model begins to reason by itself; empty if it does not.
 
-        `render` gives a prompt of a conversation by variables of the template.
+        If it does, its template opens and closes the reasoning in the prompt when told that the model shall not think. `render`
+        gives a prompt of a conversation by variables of the template.
         """
-        return self.place(render({})) is Place.BEFORE and self.place(render({"enable_thinking": False})) is Place.BEHIND
+        open_prompt, closed = render({}), render({"enable_thinking": False})
+        ends = self.place(open_prompt), self.place(closed)
+        if ends != (Place.BEFORE, Place.BEHIND) or not closed.startswith(open_prompt):
+            return ""
+        before, begin, _ = closed[len(open_prompt) :].partition(self.begin)
+        return before + begin
 
 
 class ReasoningReader:
