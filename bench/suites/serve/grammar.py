@@ -1,4 +1,5 @@
-"""Answers by a grammar: what masks cost beside free text of the same lengths, and what it saves to skip forced tokens.
+"""Answers by a grammar: what masks cost beside free text of the same lengths, what it saves to skip forced tokens, and what it
+costs to look for the place at which a grammar begins.
 
 Random weights name tokens that no tokenizer would make of a text, which would make forced text look longer than it is. So one
 run writes a script: free places by the model, forced ones as the tokenizer writes them. In the others each answer's mask is
@@ -24,7 +25,7 @@ from bench.systems.models import Weights, digest_of, tokenizer_file
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.engine.request import Request
-from vmmkv_server.protocol import Generate
+from vmmkv_server.protocol import Gate, Generate
 from vmmkv_server.structured_output.compiler import Compilation
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary, Words
 from vmmkv_server.structured_output.schema import of_schema
@@ -32,7 +33,8 @@ from vmmkv_server.structured_output.schema import of_schema
 FREE: Final = "free text"
 MASKS: Final = "masks"
 JUMPS: Final = "jump-forward"
-MASKS_COST: Final = f"time per token over {FREE}, by request"
+GATED: Final = "text before a call"
+COST: Final = f"time per token over {FREE}, by request"
 JUMPS_GAIN: Final = "times as fast, by request"
 """Ratios of one request's times, a sample a request: a ratio of totals would be the latest request's."""
 FORCED_SHARE: Final = 0.5
@@ -40,6 +42,9 @@ FORCED_SHARE: Final = 0.5
 
 _BITS: Final = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 _PROMPT_TOKENS: Final = 16
+_CALL: Final = "tool call"
+"""The schema of calls, and the text with which one begins."""
+_GATE: Final = Gate(triggers=('{"name": "',), repeats=True)
 _QUICK: Final = ("null", "short string", "enum", "array of objects", "long keys", "tool call", "constant object", "address")
 """Few, of every kind, half of them mostly forced."""
 
@@ -54,6 +59,8 @@ class Scripted(NamedTuple):
     """What the answer is to be; None lets the model choose what the grammar leaves open."""
     jumps: bool = True
     """Whether forced tokens are appended without being sampled."""
+    gate: Gate | None = None
+    """Where the grammar begins."""
 
 
 @dataclass(slots=True)
@@ -157,7 +164,11 @@ class ScriptedEngine(EngineSystem):
                 while num_running < at_once and len(told) < len(asks):
                     ask = asks[len(told)]
                     params = params_of(ask.max_tokens, ends=bool(ask.grammar))
-                    loop.receive(Generate(request_id=str(len(told)), prompt=ask.prompt, params=params, grammar=ask.grammar))
+                    loop.receive(
+                        Generate(
+                            request_id=str(len(told)), prompt=ask.prompt, params=params, grammar=ask.grammar, gate=ask.gate
+                        )
+                    )
                     told.append(Told(time.perf_counter()))
                     num_running += 1
                 loop.step()
@@ -222,7 +233,15 @@ def run(context: Context, part: str) -> None:
             masks = [ask._replace(jumps=False) for ask in asks]
             # As many tokens are sampled: the one that ends an answer too.
             free = [ask._replace(grammar=b"", max_tokens=written[ask.grammar].num_sampled, script=None) for ask in asks]
-            _add_masks(context, count, len(written), by, _runs(context, engine, count, {FREE: free, MASKS: masks}))
+            gated = [ask._replace(grammar=compiled[_CALL], gate=_GATE) for ask in free]
+            runs = _runs(context, engine, count, {FREE: free, MASKS: masks, GATED: gated})
+            if any(
+                told.num_forced or len(told.tokens) < ask.max_tokens
+                for run in runs[GATED]
+                for ask, told in zip(gated, run.told, strict=True)
+            ):
+                raise WrongNumbers("an answer was not free text to its end")
+            _add_costs(context, count, len(written), by, runs)
             asks = drawn(forced)
             masks = [ask._replace(jumps=False) for ask in asks]
             _add_jumps(context, count, len(forced), by, _runs(context, engine, count, {MASKS: masks, JUMPS: asks}))
@@ -256,7 +275,8 @@ def _runs(
     return runs
 
 
-def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
+def _add_costs(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
+    """What masks cost, and a gate that never opens."""
     # A free answer's last token has been told; the one that ends an answer by a grammar has not, but was sampled.
     sampled = [told.num_sampled for told in runs[MASKS][0].told]
     num_tokens = sum(sampled)
@@ -272,7 +292,8 @@ def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: 
         ]
         context.recorder.samples(name, system, "throughput", "tok/s", [num_tokens / run.seconds for run in of_system])
         context.recorder.samples(name, system, "time per output token", "ms", [1e3 * each for each in per_token_s[system]])
-    context.recorder.samples(name, MASKS, MASKS_COST, "x", _ratios(per_token_s[MASKS], per_token_s[FREE]))
+    for system in (MASKS, GATED):
+        context.recorder.samples(name, system, COST, "x", _ratios(per_token_s[system], per_token_s[FREE]))
 
 
 def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
