@@ -110,6 +110,17 @@ COMPACTED = (
 )
 """Compactions in the soak."""
 KV_POLICY = "server/vmmkv_server/kv_policy.py"
+LLM = "server/vmmkv_server/llm.py"
+GRAMMAR_OF_CALLS = """\
+        if self.toolset is None:
+            return super().grammar_param
+        return "tools" if self.toolset.choice == "auto" else "tool_choice"
+"""
+NO_OTHER_GRAMMAR = """\
+        if self.toolset is not None and self.structured_outputs is not None:
+            why = 'leave it out, or send "tool_choice": "none"; response_format may say what text is'
+            yield "structured_outputs", f"an answer that may call tools"""
+GENERATION, RESPONSES, SCHEMAS = (f"server/vmmkv_server/http/{each}.py" for each in ("generation", "responses", "schemas"))
 
 
 def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
@@ -237,6 +248,60 @@ ROOMS: tuple[Room, ...] = (
         ),
         tests=("tests/server/test_connections.py",),
         neighbours=("tests/server/test_app.py", "tests/server/test_routes.py", "tests/server/test_launch.py"),
+    ),
+    Room(
+        name="tools",
+        paths=("server/vmmkv_server/tools", "server/vmmkv_server/http/tools.py"),
+        lines=(
+            Line(GENERATION, "from vmmkv_server.tools.calls import Toolset\n"),
+            Line(GENERATION, "tools.chat_format import ToolChatFormat\n", "chats import ChatFormat as ToolChatFormat\n"),
+            Line(GENERATION, "ToolChatFormat.of(self.tokenizer, self.config.engine)", "ToolChatFormat(self.tokenizer)"),
+            Line(GENERATION, "                toolset=body.toolset,\n"),
+            Line(GENERATION, "limits, toolset=body.toolset)", "limits)"),
+            Line(GENERATION, "    toolset: Toolset | None,\n"),
+            Line(GENERATION, "has_grammar=has_grammar, toolset=toolset", "has_grammar=has_grammar"),
+            Line(GENERATION, "toolset is not None or any(message.model_extra or message.tool_calls", "any(message.model_extra"),
+            Line(RESPONSES, "from vmmkv_server.http.tools import AnswerFields, answer_fields\n"),
+            Line(RESPONSES, "class AssistantMessage(AnswerFields):", "class AssistantMessage(BaseModel):"),
+            Line(RESPONSES, "class Delta(AnswerFields):", "class Delta(BaseModel):"),
+            Line(RESPONSES, "Delta(**answer_fields(delta.parts, is_whole=False))", "Delta()"),
+            Line(RESPONSES, "AssistantMessage(**answer_fields(delta.parts, is_whole=True))", "AssistantMessage(content=None)"),
+            Line(SCHEMAS, "from vmmkv_server.http.tools import ToolChoiceFields, ToolFields, TurnFields\n"),
+            Line(SCHEMAS, "class ChatMessage(TurnFields):", "class ChatMessage(WireRequest):"),
+            Line(SCHEMAS, "class ChatRequest(ToolChoiceFields, GenerationRequest):", "class ChatRequest(GenerationRequest):"),
+            Line(SCHEMAS, "class TokenizeRequest(ToolFields):", "class TokenizeRequest(WireRequest):"),
+            Line(SCHEMAS, "        yield from self.tool_conflicts()\n"),
+            Line(SCHEMAS, "        for param, why in self.tool_conflicts():\n            raise refusal(param, why)\n"),
+            Line(SCHEMAS, "        if self.tools and self.messages is None:\n            raise refusal("),
+            Line(SCHEMAS, NO_OTHER_GRAMMAR),
+            Line(SCHEMAS, GRAMMAR_OF_CALLS, "        return super().grammar_param\n"),
+            Line(LLM, "from vmmkv_server.tools.calls import"),
+            Line(LLM, "tools.chat_format import ToolChatFormat\n", "chats import ChatFormat\n"),
+            Line(LLM, "ToolChatFormat.of(self._tokenizer, config)", "ChatFormat(self._tokenizer)"),
+            Line(LLM, "    tool_calls: list[Call] ="),
+            Line(LLM, "        tools: Sequence[Mapping[str, Any]] | None = None,\n"),
+            Line(LLM, '        tool_choice: str | Mapping[str, Any] = "auto",\n'),
+            Line(LLM, "        parallel_tool_calls: bool = True,\n"),
+            Line(LLM, "        toolset = Toolset.of("),
+            Line(LLM, "            if has_grammar and toolset is not None:\n                raise ValueError("),
+            Line(LLM, "has_grammar=has_grammar, toolset=toolset\n", "has_grammar=has_grammar\n"),
+            Line(LLM, "                if answer.reader is not None:\n"),
+            Line(LLM, "_read_parts(answer.output, answer.reader)", "assert answer.reader is None"),
+        ),
+        functions=(f"{LLM}::_read_parts",),
+        tests=(
+            "tests/tools",
+            "tests/server/test_tools.py",
+            "tests/server/test_schemas.py",
+            "tests/server/test_chat.py::test_reasoning_is_shown_and_is_no_part_of_the_conversation",
+            "tests/end_to_end/test_tools.py",
+            "tests/end_to_end/test_clients.py",
+            "tests/end_to_end/clients",
+        ),
+        neighbours=(
+            *(f"tests/server/test_{each}.py" for each in ("chat", "routes", "text", "logprobs")),
+            *("tests/structured_output/test_over_http.py", "tests/engine/test_llm.py"),
+        ),
     ),
     Room(
         name="adapters",

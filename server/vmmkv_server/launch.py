@@ -234,12 +234,8 @@ class _Launch:
 
     def _find_format(self) -> None:
         """Find the format of the model's chats, which takes a while. Raises: ValueError for a parser that is unknown."""
-        found = self._service.chat_format
-        if not found.knows_form and found.tokenizer.template is not None:
-            log.warning(
-                "the form in which %s writes calls is not known: tool_choice auto is refused without --tool-call-parser",
-                self._service.model,
-            )
+        if (remark := self._service.chat_format.remark) is not None:
+            log.warning("%s: %s", self._service.model, remark)
 
     async def _load(self) -> None:
         """Load the tokenizer while the engine loads the model, and announce the server when both are done."""

@@ -36,6 +36,7 @@ from rich.console import Console
 from vmmkv.errors import Closed, ForkedProcess
 from vmmkv.lifetime import Closing
 from vmmkv.units import counted, format_bytes
+from vmmkv_server.chats import AnswerReader, ChatPrompt
 from vmmkv_server.config import DEFAULT_MODEL, EngineConfig
 from vmmkv_server.console import DeferredInterrupt, GenerationProgress, LoadingProgress
 from vmmkv_server.engine.errors import EngineDied
@@ -61,9 +62,7 @@ from vmmkv_server.structured_output.compiler import GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused, of_structured_outputs
 from vmmkv_server.tokenizer import Detokenizer, PromptError, TemplateVariable, Tokenizer, decode_all
 from vmmkv_server.tools.calls import Call, CallArguments, CallBegun, Content, Reasoning, Toolset
-from vmmkv_server.tools.chat_format import ChatFormat, ChatPrompt
-from vmmkv_server.tools.form import ToolRefused
-from vmmkv_server.tools.reader import AnswerReader
+from vmmkv_server.tools.chat_format import ToolChatFormat
 
 log = logging.getLogger(__name__)
 
@@ -194,10 +193,7 @@ class LLM(Closing):
         _refuse_forked()
         directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
-        self._chat_format: ChatFormat | None = None
-        if self._tokenizer is not None:
-            parsers = {"call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
-            self._chat_format = ChatFormat(self._tokenizer, **parsers)
+        self._chat_format = None if self._tokenizer is None else ToolChatFormat.of(self._tokenizer, config)
         self._load(dataclasses.replace(config, model=str(directory)))
         ready = self.ready
         self._limits = dataclasses.replace(ready.limits, model=self._model)
@@ -303,8 +299,10 @@ class LLM(Closing):
             if self._chat_format is None:
                 raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
             has_grammar = params.structured_outputs is not None
+            if has_grammar and toolset is not None:
+                raise ValueError("an answer that may call tools has no structured_outputs: leave one of them out")
             return self._chat_format.encode(
-                conversation, toolset, chat_template_kwargs, self._limits, params.max_tokens, has_grammar=has_grammar
+                conversation, chat_template_kwargs, self._limits, params.max_tokens, has_grammar=has_grammar, toolset=toolset
             )
 
         listed = _listed("messages", messages, "a list of messages, or a list of such lists")
@@ -384,7 +382,8 @@ class LLM(Closing):
                 for answer, text in zip(unread, texts, strict=True):
                     answer.output.text = text
             for answer in batch.answers:
-                answer.read()
+                if answer.reader is not None:
+                    _read_parts(answer.output, answer.reader)
             return batch.results
         finally:
             self._working.release()
@@ -460,13 +459,9 @@ class LLM(Closing):
         try:
             if params.structured_outputs is None:
                 return None if chat is None else chat.grammar()
-            if chat is not None and chat.toolset is not None:
-                raise ValueError("an answer that may call tools has no structured_outputs: leave one of them out")
             return of_structured_outputs(params.structured_outputs)
-        except ToolRefused as error:
-            raise ValueError(f"tools.{error.index}.function.parameters: {error}") from error
         except GrammarRefused as error:
-            raise ValueError(f"{_grammar_param(params)}: {error}") from error
+            raise ValueError(f"{error.param or _grammar_param(params)}: {error}") from error
 
     def _run(self, batch: "_Batch", *, shown: bool) -> None:
         loaded = self.loaded
@@ -611,22 +606,6 @@ class GrowingAnswer:
         """Is the answer the first one to its prompt?"""
         return self.output is self.result.outputs[0]
 
-    def read(self) -> None:
-        """Read the calls and the reasoning in the text, once that is whole."""
-        own = self.output
-        if self.reader is None:
-            return
-        parts = [*self.reader.feed(own.text), *self.reader.finish()]
-        own.text = "".join(part.text for part in parts if isinstance(part, Content))
-        own.reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or None
-        for part in parts:
-            if isinstance(part, CallBegun):
-                own.tool_calls.append(Call(name=part.name))
-            elif isinstance(part, CallArguments):
-                own.tool_calls[part.index].arguments += part.text
-        if own.tool_calls and own.finish_reason == "stop":
-            own.finish_reason = "tool_calls"
-
     def feed(self, output: Output) -> None:
         """Add tokens, and the end if there is one. A stop string is an end too, and cuts what follows it."""
         own = self.output
@@ -646,6 +625,20 @@ class GrowingAnswer:
             for of_tokens in (own.logprobs, own.top_logprobs):
                 if of_tokens is not None:
                     del of_tokens[len(own.token_ids) :]
+
+
+def _read_parts(output: CompletionOutput, reader: AnswerReader) -> None:
+    """Read the calls and the reasoning in the text of an answer, which is whole."""
+    parts = [*reader.feed(output.text), *reader.finish()]
+    output.text = "".join(part.text for part in parts if isinstance(part, Content))
+    output.reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or None
+    for part in parts:
+        if isinstance(part, CallBegun):
+            output.tool_calls.append(Call(name=part.name))
+        elif isinstance(part, CallArguments):
+            output.tool_calls[part.index].arguments += part.text
+    if output.tool_calls and output.finish_reason == "stop":
+        output.finish_reason = "tool_calls"
 
 
 class _Batch:

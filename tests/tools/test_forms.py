@@ -20,9 +20,9 @@ from tests.structured_output.walks import allows, answer, of_source
 from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TEXT, TOOLS, Told, read, told, tool, toolset
 from vmmkv_server.structured_output.compiler import Compilation
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
-from vmmkv_server.structured_output.schema import Grammar
-from vmmkv_server.tools.calls import CallArguments, CallBegun, InvalidTools, Tool, Toolset
-from vmmkv_server.tools.form import CallForm, ToolRefused
+from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
+from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool, Toolset
+from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named
 from vmmkv_server.tools.markup import Markup
 from vmmkv_server.tools.reading import merged
@@ -155,7 +155,7 @@ def test_the_grammar_of_auto_begins_with_a_trigger(form: CallForm) -> None:
 def test_text_of_a_schema_is_an_answer_beside_calls(form: CallForm) -> None:
     asked = toolset(text_schema={"type": "object", "properties": {"port": {"enum": ["Brest"]}}, "required": ["port"]})
     if form.prefix:
-        with pytest.raises(InvalidTools, match="response_format: this model begins calls with a special token"):
+        with pytest.raises(GrammarRefused, match="this model begins calls with a special token"):
             form.grammar(asked)
         return
     grammar = of_source(form.grammar(asked).source)
@@ -166,9 +166,9 @@ def test_text_of_a_schema_is_an_answer_beside_calls(form: CallForm) -> None:
 @each_form
 def test_a_schema_that_is_not_served_is_refused_by_its_tool(form: CallForm) -> None:
     tools = (TOOLS[0], tool("bad", a={"type": "array", "uniqueItems": True}))
-    with pytest.raises(ToolRefused, match="/properties/a has uniqueItems") as caught:
+    with pytest.raises(GrammarRefused, match="/properties/a has uniqueItems") as caught:
         form.grammar(toolset(tools=tools))
-    assert caught.value.index == 1
+    assert caught.value.param == "tools.1.function.parameters"
     form.grammar(toolset(tools=tools, choice="required", named="get_weather"))
 
 
@@ -248,7 +248,7 @@ def test_tools_as_public_suites_have_them_are_served(form: CallForm) -> None:
 @each_form
 @pytest.mark.parametrize("kind", ["dict", "float", "tuple", "any"])
 def test_a_type_that_json_schema_lacks_is_refused_by_its_name(form: CallForm, kind: str) -> None:
-    with pytest.raises(ToolRefused, match=f"/properties/a has type '{kind}'; there are array, boolean,"):
+    with pytest.raises(GrammarRefused, match=f"/properties/a has type '{kind}'; there are array, boolean,"):
         form.grammar(toolset(tools=(tool("f", a={"type": kind}),)))
 
 

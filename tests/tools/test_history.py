@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.tiny import byte_tokenizer
 from vmmkv_server.tokenizer import PromptError, Tokenizer
-from vmmkv_server.tools.chat_format import ChatFormat
+from vmmkv_server.tools.chat_format import ToolChatFormat
 from vmmkv_server.tools.history import HistoryStyle
 
 HEAD = "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}[{{ message.role }}]"
@@ -49,7 +49,7 @@ def shown(template: str, conversation: Any = CONVERSATION) -> str:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     made = Tokenizer(tokenizer)
-    return made.text_of(ChatFormat(made).encode(conversation).token_ids, skip_special_tokens=False)
+    return made.text_of(ToolChatFormat(made).encode(conversation).token_ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(

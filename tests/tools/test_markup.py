@@ -8,7 +8,7 @@ import pytest
 
 from tests.structured_output.walks import allows, of_source
 from tests.tools.streams import read, told, tool, toolset
-from vmmkv_server.tools.form import ToolRefused
+from vmmkv_server.structured_output.schema import GrammarRefused
 from vmmkv_server.tools.forms.deepseek import DEEPSEEK_V32
 from vmmkv_server.tools.forms.glm import GLM47
 from vmmkv_server.tools.forms.qwen3_coder import QWEN3_CODER, SEED_OSS
@@ -131,5 +131,5 @@ def test_properties_come_in_the_order_of_the_schema_and_optional_ones_may_lack()
 )
 def test_what_markup_cannot_write_is_refused(parameters: dict[str, Any], reason: str) -> None:
     one = tool("f")
-    with pytest.raises(ToolRefused, match=reason):
+    with pytest.raises(GrammarRefused, match=reason):
         GLM47.grammar(toolset(tools=(type(one)(name="f", parameters=parameters),), choice="required"))

@@ -54,6 +54,7 @@ LAYERS = (
     ("vmmkv_server.console",),
     ("vmmkv_server.models",),
     ("vmmkv_server.tokenizer", "vmmkv_server.structured_output"),
+    ("vmmkv_server.chats",),
     ("vmmkv_server.tools",),
     ("vmmkv_server.engine",),
     ("vmmkv_server.llm",),

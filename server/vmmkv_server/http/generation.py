@@ -22,6 +22,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from vmmkv.units import counted, format_bytes
+from vmmkv_server.chats import ChatPrompt
 from vmmkv_server.config import ServeConfig
 from vmmkv_server.engine_client import Answers, Dead, EngineClient, EngineDead, News, RequestFailed, Watchdog
 from vmmkv_server.http import errors
@@ -52,9 +53,8 @@ from vmmkv_server.sampling_params import SEED_MASK, InvalidParam, Limits, Reques
 from vmmkv_server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
-from vmmkv_server.tools.calls import InvalidTools, Toolset
-from vmmkv_server.tools.chat_format import ChatFormat, ChatPrompt
-from vmmkv_server.tools.form import ToolRefused
+from vmmkv_server.tools.calls import Toolset
+from vmmkv_server.tools.chat_format import ToolChatFormat
 
 log = logging.getLogger(__name__)
 
@@ -131,27 +131,17 @@ class GrammarService:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Thread that reads schemas, one at a time. Each holds Python's lock, which several would take from the event loop."""
 
-    async def read(self, request: GenerationRequest) -> Grammar:
-        """The grammar of a request that has one. Raises: ApiError (400)."""
+    async def read(self, request: GenerationRequest, prompt: ChatPrompt | None) -> Grammar | None:
+        """The grammar of a request; None if its answer is free. Raises: ApiError (400)."""
+        may_call = prompt is not None and prompt.may_call
+        make = prompt.grammar if prompt is not None and may_call else request.grammar
         try:
-            return await self._made(request.grammar) if request.has_schema else request.grammar()
+            if may_call or request.has_schema:  # it waits for those before it
+                return await asyncio.get_running_loop().run_in_executor(self._reader, make)
+            return make() if request.grammar_source else None
         except GrammarRefused as error:
-            raise errors.invalid(request.grammar_source, error) from error
-
-    async def of_calls(self, prompt: ChatPrompt) -> Grammar | None:
-        """The grammar of an answer with tools; None if it is free. Raises: ApiError (400)."""
-        try:
-            return await self._made(prompt.grammar)
-        except InvalidTools as error:
-            raise errors.invalid(error.param, error.reason) from error
-        except ToolRefused as error:
-            raise errors.invalid(f"tools.{error.index}.function.parameters", error) from error
-        except GrammarRefused as error:
-            raise errors.invalid("tools", error) from error
-
-    async def _made(self, make: Callable[[], T]) -> T:
-        """A grammar made of schemas, which waits for those before it."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, make)
+            param = "tools" if may_call else request.grammar_source
+            raise errors.invalid(error.param or param, error) from error
 
     async def compiled(
         self, param: str, grammar: Grammar, prompt: ChatPrompt | None, *, namespace: str | None, deadline: Deadline
@@ -212,7 +202,7 @@ class Service:
         self.at_stop: list[Callable[[], None]] = []
         """Ends of streams that have none by themselves."""
         self.tokenizer: Tokenizer | None = None
-        self._chat_format: ChatFormat | None = None
+        self._chat_format: ToolChatFormat | None = None
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -254,15 +244,12 @@ class Service:
         return dataclasses.replace(limits, model=self.model, vocabulary_size=self.tokenizer.vocab_size), self.tokenizer
 
     @property
-    def chat_format(self) -> ChatFormat:
+    def chat_format(self) -> ToolChatFormat:
         """The format of the model's chats. Raises: ApiError (503) while the tokenizer is loading."""
         if self.tokenizer is None:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
         if self._chat_format is None or self._chat_format.tokenizer is not self.tokenizer:
-            engine = self.config.engine
-            self._chat_format = ChatFormat(
-                self.tokenizer, call_parser=engine.tool_call_parser, reasoning_parser=engine.reasoning_parser
-            )
+            self._chat_format = ToolChatFormat.of(self.tokenizer, self.config.engine)
         return self._chat_format
 
     def stop(self) -> None:
@@ -318,13 +305,10 @@ class Job:
 
     async def tokenise(self) -> None:
         """Read the grammar, tokenise the prompts, and check what they ask for."""
-        body, grammars = self._body, self._service.grammars
+        body = self._body
         try:
             await self.deadline.keep(self._encode())
-            if self._chat is not None and self._chat.toolset is not None:
-                self._asked = await self.deadline.keep(grammars.of_calls(self._chat))
-            elif body.grammar_source:
-                self._asked = await self.deadline.keep(grammars.read(body))
+            self._asked = await self.deadline.keep(self._service.grammars.read(body, self._chat))
             self.params = list(map(functools.partial(self._params_for, self._limits), self.prompts))
         except PromptError as error:
             raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
@@ -384,11 +368,11 @@ class Job:
             self._chat = await _encode_chat(
                 self._service.chat_format,
                 body.messages,
-                body.toolset,
                 body.chat_template_kwargs,
                 self._limits,
                 body.wanted_tokens,
                 has_grammar=bool(body.grammar_param),
+                toolset=body.toolset,
             )
             self.prompts = [self._chat.token_ids]
             return
@@ -429,21 +413,21 @@ def _check_prompt_logprobs(params: SamplingParams, prompts: Sequence[list[int]])
 
 
 async def _encode_chat(
-    chat_format: ChatFormat,
+    chat_format: ToolChatFormat,
     messages: Sequence[ChatMessage],
-    toolset: Toolset | None,
     variables: dict[str, TemplateVariable] | None,
     limits: Limits | None = None,
     wanted: int | None = None,
     *,
     has_grammar: bool = False,
+    toolset: Toolset | None,
 ) -> ChatPrompt:
     """Raises: PromptError; RequestRefused beyond the `limits`."""
     turns = [message.model_dump(exclude_unset=True) for message in messages]
     texts = (value for turn in turns for value in turn.values() if isinstance(value, str))
     cost = MESSAGE_CHARS * len(turns) + sum(map(len, texts))
     has_more = toolset is not None or any(message.model_extra or message.tool_calls for message in messages)  # of any size
-    encode = functools.partial(chat_format.encode, turns, toolset, variables, limits, wanted, has_grammar=has_grammar)
+    encode = functools.partial(chat_format.encode, turns, variables, limits, wanted, has_grammar=has_grammar, toolset=toolset)
     return await off_loop(cost, encode, inline=0 if has_more else INLINE_CHARS)
 
 
@@ -690,9 +674,9 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
     return Response(await off_loop(len(ids), write, inline=INLINE_CHARS), media_type="application/json")
 
 
-async def _tokens_of_chat(body: TokenizeRequest, chat_format: ChatFormat, limits: Limits | None) -> list[int]:
+async def _tokens_of_chat(body: TokenizeRequest, chat_format: ToolChatFormat, limits: Limits | None) -> list[int]:
     """Raises: as `_encode_chat`."""
-    encoded = _encode_chat(chat_format, body.messages or (), body.toolset, body.chat_template_kwargs, limits)
+    encoded = _encode_chat(chat_format, body.messages or (), body.chat_template_kwargs, limits, toolset=body.toolset)
     return (await encoded).token_ids
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAli
 from pydantic import BaseModel, Field
 
 from vmmkv import __version__
+from vmmkv_server.chats import AnswerReader
 from vmmkv_server.http.schemas import GenerationRequest
 from vmmkv_server.http.tools import AnswerFields, answer_fields
 from vmmkv_server.protocol import (
@@ -31,8 +32,6 @@ from vmmkv_server.protocol import (
 )
 from vmmkv_server.sampling_params import SamplingParams
 from vmmkv_server.tokenizer import Detokenizer, Echo, TokenTexts
-from vmmkv_server.tools.calls import Part
-from vmmkv_server.tools.reader import AnswerReader
 
 LEAST_LOGPROB: Final = -9999.0
 """Number in place of minus infinity, which JSON does not have; OpenAI's."""
@@ -382,7 +381,7 @@ class TextDelta:
     """Scores of the new tokens; None unless they were asked for."""
     echo_scores: EchoScores | None = None
     """Scores of a prompt that stands before the new tokens; None for none."""
-    parts: Sequence[Part] | None = None
+    parts: Sequence[Any] | None = None
     """The text by its parts, if it is read: calls, reasoning, content. Else all of it is content."""
     has_called: bool = False
     """Has the choice made calls, now or before?"""

@@ -24,6 +24,11 @@ MAX_WRITTEN_CHARS: Final = 1 << 20
 class GrammarRefused(ValueError):
     """A grammar that is invalid, not served, too large, or too slow."""
 
+    def __init__(self, reason: str, *, param: str = "") -> None:
+        super().__init__(reason)
+        self.param = param
+        """The parameter at fault; empty for the one that the grammar is of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

@@ -1,24 +1,22 @@
-"""The format of a model's chats: how its template shows tools and calls, how the model writes calls, and how it reasons.
-
-messages, tools ── ChatFormat.encode ──> ChatPrompt ── token ids, grammar, gate ──> engine
-                                                    └─ reader ────────────────────> parts of an answer
-"""
+"""The format of a model's chats: how its template shows tools and calls, how the model writes calls, and how it reasons."""
 
 import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
+from vmmkv_server.chats import ChatFormat, ChatPrompt, Turn
+from vmmkv_server.config import EngineConfig
 from vmmkv_server.protocol import Gate
 from vmmkv_server.sampling_params import Limits
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.tokenizer import PromptError, TemplateVariable, Tokenizer
-from vmmkv_server.tools.calls import InvalidTools, Toolset
+from vmmkv_server.tools.calls import Toolset
 from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
-from vmmkv_server.tools.history import HistoryStyle, Turn, has_calls, with_text_arguments
+from vmmkv_server.tools.history import HistoryStyle, has_calls, with_text_arguments
 from vmmkv_server.tools.reader import AnswerReader
 from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
 
@@ -28,6 +26,9 @@ AUTO: Final = "auto"
 NONE: Final = "none"
 
 
+_UNKNOWN: Final = (
+    "the form in which the model writes calls is not known: tool_choice auto is refused without --tool-call-parser"
+)
 _UNKNOWN_FORM: Final = (
     "the form in which this model writes calls is not known, so that text could not be told from calls: send "
     '"required" or one function, or start the server with --tool-call-parser'
@@ -35,21 +36,20 @@ _UNKNOWN_FORM: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation as token ids, and the way to read its answer."""
+class ToolChatPrompt(ChatPrompt):
+    """A conversation whose answer may have calls or reasoning."""
 
-    token_ids: list[int]
     place: Place
     """The place in the assistant's turn at which the prompt ends."""
-    format: "ChatFormat"
+    format: "ToolChatFormat"
     toolset: Toolset | None
     prefix: str
     """Begin of the calls that the prompt ends with."""
 
     @property
-    def is_read(self) -> bool:
-        """May an answer have other parts than text?"""
-        return self.toolset is not None or self.place is not Place.BEHIND
+    def may_call(self) -> bool:
+        """May the answer have calls? Then `grammar` is its grammar, if it has one."""
+        return self.toolset is not None
 
     @property
     def needs_grammar(self) -> bool:
@@ -57,14 +57,14 @@ class ChatPrompt:
         return self.toolset is None or not self.toolset.is_free or any(tool.is_strict for tool in self.toolset.tools)
 
     def grammar(self) -> Grammar | None:
-        """The grammar of an answer with tools, from its `gate` on; None without tools, or if none is served nor needed.
+        """The grammar of an answer that may call, from its `gate` on; None if it is free.
 
-        Raises: InvalidTools if the model's own calls cannot be read; as `CallForm.grammar`. Cost: as `of_schema`.
+        Raises: GrammarRefused, as `CallForm.grammar`, and if the model's own calls cannot be read. Cost: as `of_schema`.
         """
         if self.toolset is None:
             return None
         if self.toolset.choice != "required" and not self.format.knows_form:
-            raise InvalidTools("tool_choice", _UNKNOWN_FORM)
+            raise GrammarRefused(_UNKNOWN_FORM, param="tool_choice")
         try:
             return self.format.form.grammar(self.toolset)
         except GrammarRefused as error:
@@ -85,31 +85,27 @@ class ChatPrompt:
     @property
     def kept(self) -> tuple[str, ...]:
         """Texts of special tokens that the reader must see."""
-        if not self.is_read:
-            return ()
         markers = self.format.markers
         of_reasoning = () if markers is None else (markers.begin, markers.end)
         return of_reasoning if self.toolset is None else (*of_reasoning, *self.format.form.kept)
 
-    def reader(self) -> AnswerReader | None:
-        """A reader of one answer; None if all of it is text."""
-        if not self.is_read:
-            return None
+    def reader(self) -> AnswerReader:
+        """A reader of one answer."""
         markers, toolset = self.format.markers, self.toolset
         reasoning = None if markers is None else ReasoningReader(markers, self.place)
         calls = None if toolset is None else self.format.form.reader(toolset)
         return AnswerReader(reasoning, calls, prefix=self.prefix)
 
 
-class ChatFormat:
-    """The format of one model's chats.
+class ToolChatFormat(ChatFormat):
+    """The format of one model's chats, with calls and reasoning.
 
     Parsers are named as vLLM's, or `auto` for what the template shows; `none` reads no reasoning.
     Raises: ValueError, telling the names.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         template = tokenizer.template
         found = form_of(template) if call_parser == AUTO else form_named(call_parser, template)
         self.knows_form = found is not None
@@ -128,21 +124,33 @@ class ChatFormat:
                 f"reasoning_parser={reasoning_parser!r} is not known; use one of {', '.join((AUTO, NONE, *PARSERS))}"
             )
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: EngineConfig) -> Self:
+        """The format of a model by its options. Raises: ValueError, as for one that is made by its parsers."""
+        return cls(tokenizer, call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
+
+    @property
+    def remark(self) -> str | None:
+        """Fact that an operator should know; None for none."""
+        return None if self.knows_form or self.tokenizer.template is None else _UNKNOWN
+
     def encode(
         self,
         messages: Sequence[Turn],
-        toolset: Toolset | None = None,
         variables: Mapping[str, TemplateVariable] | None = None,
         limits: Limits | None = None,
         wanted: int | None = None,
         *,
         has_grammar: bool = False,
+        toolset: Toolset | None = None,
     ) -> ChatPrompt:
-        """The prompt of a conversation, whose answer may call the tools. `has_grammar`: its text follows one.
+        """The prompt of a conversation, whose answer may call the tools. `has_grammar`: the text of its answer follows one.
 
         A model that reasons by itself is made to where its answer has a grammar, since that begins behind the reasoning.
         Raises: PromptError, TemplateBroken, RequestRefused, as `Tokenizer.render_chat` and `Tokenizer.encode`.
         """
+        if toolset is None and self.markers is None and not has_calls(messages):
+            return super().encode(messages, variables, limits, wanted)
         text = self._rendered(messages, toolset, variables)
         prefix = self.form.prefix if toolset is not None and toolset.choice == "required" else ""
         place = Place.BEHIND
@@ -155,7 +163,9 @@ class ChatFormat:
             elif place is Place.BEFORE and (has_grammar if toolset is None else not toolset.is_free):
                 place = Place.BEHIND
         ids = self.tokenizer.encode(text + prefix, limits, wanted, add_special_tokens=False)
-        return ChatPrompt(ids, place, self, toolset, prefix)
+        if toolset is None and place is Place.BEHIND:
+            return ChatPrompt(ids)
+        return ToolChatPrompt(ids, place, self, toolset, prefix)
 
     @functools.cached_property
     def _opening(self) -> str:

@@ -16,22 +16,13 @@ from typing import Final
 from vmmkv_server.structured_output.json_schema import SchemaRefused, SchemaRules
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.structured_output.text import quoted
-from vmmkv_server.tools.calls import InvalidTools, Tool, Toolset
+from vmmkv_server.tools.calls import Tool, Toolset
 from vmmkv_server.tools.reading import CallReader, NoCall, Waiting
 
 _NO_FORMAT: Final = (
     "this model begins calls with a special token, which a grammar of text and calls cannot have: leave response_format out, "
     'or send another tool_choice than "auto"'
 )
-
-
-class ToolRefused(GrammarRefused):
-    """The schema of a tool's arguments is invalid, or not served."""
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
-        """The tool's place among the tools of the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +67,11 @@ class CallForm(ABC):
     def grammar(self, toolset: Toolset) -> Grammar:
         """Calls whose arguments follow their tools' schemas: from a trigger on where the answer `is_free`, else all of it.
 
-        Raises: ToolRefused; InvalidTools if text of the `text_schema` cannot be told from calls, or that schema is not served;
-        GrammarRefused if it is too large.
+        Raises: GrammarRefused, naming the tool whose schema is not served; or `response_format`, if text of the `text_schema`
+        cannot stand beside calls, or is not served.
         """
         if toolset.choice == "auto" and not toolset.is_free and self.prefix:
-            raise InvalidTools("response_format", _NO_FORMAT)
+            raise GrammarRefused(_NO_FORMAT, param="response_format")
         rules = SchemaRules(comma=", ", colon=": ")
         ways = []
         for index, tool in enumerate(toolset.tools):
@@ -88,7 +79,7 @@ class CallForm(ABC):
                 try:
                     ways.append(self.call(rules, tool))
                 except SchemaRefused as error:
-                    raise ToolRefused(index, str(error)) from error
+                    raise GrammarRefused(str(error), param=f"tools.{index}.function.parameters") from error
         call = rules.rule("call", " | ".join(ways))
         one = f"{quoted(self.begin)} {call} {quoted(self.end)}"
         first = "" if toolset.choice == "required" and self.prefix else quoted(self.trigger)
@@ -103,7 +94,7 @@ class CallForm(ABC):
             try:
                 root = f"{root} | {rules.of(toolset.text_schema)}"
             except SchemaRefused as error:
-                raise InvalidTools("response_format.json_schema.schema", str(error)) from error
+                raise GrammarRefused(str(error), param="response_format.json_schema.schema") from error
         return Grammar("json", rules.written(root.strip()))
 
     def text(self, calls: Sequence[tuple[str, str]]) -> str:

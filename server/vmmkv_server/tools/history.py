@@ -12,12 +12,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
+from vmmkv_server.chats import Turn
 from vmmkv_server.tokenizer import PromptError
-
-Turn: TypeAlias = Mapping[str, Any]
-"""A message of a conversation."""
 
 _SHORT_ID_CHARS: Final = 9
 _NAMES, _VALUES, _RESULTS = ("first_probe", "second_probe"), ("one_value", "two_value"), ("one_result", "two_result")
