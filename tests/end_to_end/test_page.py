@@ -1,7 +1,12 @@
-"""The page of a real server, as Chromium shows it: a chat, shared memory on the map, no complaint of the console or of axe."""
+"""The page of a real server, as Chromium shows it: a chat, shared memory on the map, no complaint of the console or of axe.
 
+Maps and calls of tools that a small model would not make are those of a fake engine.
+"""
+
+import json
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +21,14 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_server, until
-from tests.server.support import running_server
+from tests.server.fake_engine import ready_with
+from tests.server.support import CHAT, Running, running_server
 from tests.server.test_routes import a_map, live, run
+from tests.server.test_tools import HERMES, IN_TAGS
+from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.memory.states import RunState, SlotMap
 from vmmkv_server.models import resolve
+from vmmkv_server.protocol import Generate
 
 SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
 """Some 330 tokens: three full pages of 91 and more."""
@@ -204,6 +213,15 @@ def has_colour(page: Page, name: str) -> bool:
     return found
 
 
+def assert_accessible(page: Page, width: int) -> None:
+    """Axe finds nothing serious, and nothing is wider than the window."""
+    results = Axe().run(page).response
+    assert len(results["passes"]) > 20
+    serious = [each for each in results["violations"] if each["impact"] in ("serious", "critical")]
+    assert not serious, [(each["id"], [node["html"] for node in each["nodes"]]) for each in serious]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "something is wider than the window"
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (PHONE, "light"), (PHONE, "dark")])
 def test_it_is_legible_and_axe_finds_nothing_serious(
     served: ServerProcess, browser: Browser, tmp_path: Path, width: int, scheme: str
@@ -211,11 +229,7 @@ def test_it_is_legible_and_axe_finds_nothing_serious(
     with opened(browser, served.url, width=width, scheme=scheme) as page:
         for box in ("#slots-box", "#options", "#key-box"):
             page.locator(f"{box} > summary").click()
-        results = Axe().run(page).response
-        assert len(results["passes"]) > 20
-        serious = [each for each in results["violations"] if each["impact"] in ("serious", "critical")]
-        assert not serious, [(each["id"], [node["html"] for node in each["nodes"]]) for each in serious]
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, "something is wider than the window"
+        assert_accessible(page, width)
         page.screenshot(path=tmp_path / "page.png")
         picture = np.asarray(Image.open(tmp_path / "page.png").convert("L"))
         assert (np.median(picture) > 200) if scheme == "light" else (np.median(picture) < 60)
@@ -230,8 +244,113 @@ def test_every_control_can_be_reached_by_the_keyboard_and_shows_it(served: Serve
             if reached[-1] in ("map", "send"):
                 outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
                 assert outline != "none", reached[-1]
-        for name in ("key-box", "map", "slots-box", "new", "log", "options", "question", "send"):
+        for name in ("key-box", "map", "slots-box", "new", "log", "options", "tools-box", "question", "send"):
             assert name in reached, reached
+
+
+@pytest.fixture
+def calling(tmp_path: Path) -> Iterator[Running]:
+    """A server of a fake engine whose model writes calls in Hermes's form."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    ready = ready_with(model_tokens=4096, pool_tokens=4096)
+    ready = msgspec.structs.replace(ready, model=str(tmp_path), end_tokens=[int(byte_tokenizer().eos_token_id)])
+    with running_server(ready=ready, sockets=True) as server:
+        server.shows(HERMES)
+        yield server
+
+
+@contextmanager
+def answered_up_to(server: Running, text: str, end: str = "") -> Iterator[None]:
+    """The engine answers with this text, and waits behind its part `end` until the block's end."""
+    ids, num_before = token_ids(text), len(token_ids(text[: text.find(end) + len(end)]))
+    go_on, num_asked = threading.Event(), 0
+
+    def answer(_: Generate) -> list[int]:
+        nonlocal num_asked
+        num_asked += 1
+        assert num_asked <= num_before or go_on.wait(90)
+        return ids
+
+    server.engine.answer = answer
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (PHONE, "dark")])
+def test_a_call_is_shown_as_it_comes_and_a_person_plays_its_function(
+    calling: Running, browser: Browser, width: int, scheme: str
+) -> None:
+    with opened(browser, calling.url, width=width, scheme=scheme) as page:
+        asked: list[Any] = []
+        page.on("request", lambda request: asked.append(request.post_data_json) if request.url.endswith(CHAT) else None)
+        calls, said = page.locator(".call"), page.locator(".said.assistant")
+        results = page.get_by_label("Result of get_weather")
+        page.locator("#tools-box > summary").click()
+        page.click("#tools-example")
+        with answered_up_to(calling, f"Let me see.\n{IN_TAGS}\n{IN_TAGS.replace('Brest', 'Lyon')}", '"Br'):
+            page.fill("#question", "How is the weather?")
+            page.press("#question", "Enter")
+            expect(calls.locator("pre")).to_contain_text('"city": "B', timeout=60_000)  # a grammar's compiler starts first
+            assert calls.locator("pre").inner_text() in ('{\n  "city": "B', '{\n  "city": "Br')
+            expect(results).to_be_disabled()
+        expect(calls.locator("pre")).to_have_text(['{ "city": "Brest" }', '{ "city": "Lyon" }'])
+        expect(calls.locator("h3")).to_have_text(["get_weather"] * 2)
+        expect(said).to_have_text("Let me see.")
+        assert_accessible(page, width)
+        # An answer that is stopped before its begin leaves the results as they are.
+        results.nth(0).fill("Rain")
+        results.nth(1).fill('{"sky": "blue"}')
+        with answered_up_to(calling, "It rains."):
+            page.get_by_text("Send results").click()
+            expect(results.nth(1)).to_be_disabled()
+            page.click("#send")
+            expect(results.nth(1)).to_be_enabled()
+        calling.answers(f"It rains.\n{IN_TAGS}")
+        page.get_by_text("Send results").click()
+        expect(said).to_have_text(["Let me see.", "", "It rains."])
+        expect(results.nth(1)).to_be_disabled()
+        # A question sends the results before itself.
+        expect(results.nth(2)).to_be_enabled()
+        calling.answers("So be it.")
+        page.fill("#question", "And then?")
+        page.press("#question", "Enter")
+        expect(said.last).to_have_text("So be it.")
+        first, stopped, second, third = asked
+        (tool,) = first["tools"]
+        assert tool["function"]["name"] == "get_weather" and all(each["tools"] == [tool] for each in asked)
+        question, turn, *played = second["messages"]
+        assert stopped["messages"] == second["messages"] and first["messages"] == [question]
+        assert [json.loads(call["function"]["arguments"])["city"] for call in turn["tool_calls"]] == ["Brest", "Lyon"]
+        assert played == [
+            {"role": "tool", "tool_call_id": call["id"], "content": content}
+            for call, content in zip(turn["tool_calls"], ("Rain", '{"sky": "blue"}'), strict=True)
+        ]
+        *before, turn, result, question = third["messages"]
+        assert before == second["messages"] and question == {"role": "user", "content": "And then?"}
+        assert result == {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": ""}
+
+
+def test_tools_that_are_no_list_are_refused_beside_their_field(calling: Running, browser: Browser) -> None:
+    with opened(browser, calling.url) as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if request.url.endswith(CHAT) else None)
+        page.fill("#question", "How is the weather?")
+        for broken, said in (("[{", "JSON"), ("{}", "A list of tools is wanted")):
+            page.locator("#tools-box > summary").click()
+            page.fill("#tools", broken)
+            page.locator("#tools-box > summary").click()  # it opens again
+            page.click("#send")
+            expect(page.locator("#tools-wrong")).to_contain_text(said)
+            expect(page.locator("#tools")).to_be_focused()
+            assert page.input_value("#question") == "How is the weather?"
+            page.locator("#tools-box > summary").click()
+        page.locator("#tools-box > summary").click()
+        page.fill("#tools", "")
+        page.click("#send")
+        expect(page.locator("#chat .meta")).to_be_visible()
+        assert page.locator("#tools-wrong").inner_text() == "" and len(asked) == 1
 
 
 def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: ServerProcess, browser: Browser) -> None:

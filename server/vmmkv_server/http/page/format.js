@@ -27,3 +27,15 @@ export function element(tag, options = {}, ...children) {
   made.append(...children);
   return made;
 }
+
+// JSON text, which may be cut off, with a line for each member. What is within strings stays as it is.
+export function indented(json) {
+  let depth = 0;
+  const line = (step) => `\n${"  ".repeat((depth = Math.max(0, depth + step)))}`;
+  return json.replace(/"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[{}[\],:]|\s+/g, (token) => {
+    if (token === "{" || token === "[") return token + line(1);
+    if (token === "}" || token === "]") return line(-1) + token;
+    if (token === ",") return token + line(0);
+    return token === ":" ? ": " : token.trim();
+  });
+}
