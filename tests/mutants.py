@@ -42,6 +42,8 @@ LLM_UNIT = "tests/engine/test_llm.py"
 DAMAGE = "tests/unit/test_holder_damage.py"
 EVENTS = "tests/engine/test_kv_events.py"
 GATES = "tests/structured_output/test_gates.py"
+CALL_GRAMMARS = "tests/server/test_tools.py::TestGrammars"
+FORMS = "tests/tools/test_forms.py"
 SCHEDULER_MACHINE = "tests/laws/test_scheduler_machine.py::TestScheduler"
 
 
@@ -59,6 +61,7 @@ SLOT_MEMORY, MAPPER, SHARING = (f"vmmkv/memory/{name}.py" for name in ("slot_mem
 SEQUENCE, SOURCE = "vmmkv/sequence.py", "vmmkv/holder/source.py"
 SUMS = "kernels/vmmkv_kernels/sums.py"
 ENGINE = "server/vmmkv_server/engine"
+TOOLS = "server/vmmkv_server/tools"
 COMPACTION = f"{ENGINE}/features/compaction.py"
 SCHEDULER, GRAMMARS = f"{ENGINE}/scheduler.py", f"{ENGINE}/features/grammars.py"
 TRANSFERS, KEYS, SHARED = "vmmkv/tiers/transfers.py", "vmmkv/tiers/keys.py", "vmmkv/tiers/shared.py"
@@ -444,6 +447,32 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     (GRAMMARS, f"{GATES}::test_answers_are_free_until_their_grammar_begins_and_follow_it"): {
         "triggers looked for once": ("        self.search.restart(num_tokens)\n", "        self.search.restart(1 << 30)\n"),
+    },
+    (f"{TOOLS}/chat_format.py", CALL_GRAMMARS): {
+        "a grammar that begins within the reasoning": (
+            'behind = markers.end if markers is not None and self.place is Place.WITHIN else ""',
+            'behind = ""',
+        ),
+        "no reasoning in front of a grammar": ("text, place = text + self._opening, Place.WITHIN", "place = Place.BEHIND"),
+        "strict tools that are called by no schema": (" or any(tool.is_strict for tool in self.toolset.tools)", ""),
+    },
+    (f"{TOOLS}/form.py", f"{FORMS}::test_text_of_a_schema_is_an_answer_beside_calls"): {
+        "text of a schema left out beside calls": ('root = f"{root} | {rules.of(toolset.text_schema)}"', "pass"),
+    },
+    (f"{TOOLS}/form.py", f"{FORMS}::test_answers_under_a_grammar_are_calls_that_validate"): {
+        "several calls where one may be": ("is_alone = toolset.most_calls == 1 or ", "is_alone = "),
+    },
+    (f"{TOOLS}/reading.py", f"{FORMS}::test_an_answer_is_read_into_its_parts_however_it_is_cut"): {
+        "calls of tools that nobody offered": (
+            "                if name not in self.tools:\n                    raise NoCall\n",
+            "",
+        ),
+    },
+    (
+        "server/vmmkv_server/structured_output/compiler.py",
+        "tests/structured_output/test_compiler.py::test_a_slow_grammar_is_refused_by_its_cpu_time_and_the_worker_stays",
+    ): {
+        "a refused grammar that is compiled again": ("                self._keep(key, str(error))\n", ""),
     },
     (f"{ENGINE}/request.py", SCHEDULER_MACHINE): {
         "the room of slots that join left out": (
