@@ -121,6 +121,15 @@ NO_OTHER_GRAMMAR = """\
             why = 'leave it out, or send "tool_choice": "none"; response_format may say what text is'
             yield "structured_outputs", f"an answer that may call tools"""
 GENERATION, RESPONSES, SCHEMAS = (f"server/vmmkv_server/http/{each}.py" for each in ("generation", "responses", "schemas"))
+RESPONSES_API = "server/vmmkv_server/http/responses_api.py"
+WITH_RESPONSES_API = (
+    Line("server/vmmkv_server/http/app.py", "responses, responses_api, schemas", "responses, schemas"),
+    Line("server/vmmkv_server/http/app.py", "        responses_api.routes(service),\n"),
+    Line("server/vmmkv_server/http/limits.py", ', "/v1/responses"})', "})"),
+    Line("server/vmmkv_server/http/wire.py", '    "previous_response_id": '),
+    Line("tests/server/test_refusals.py", '"did you mean /v1/responses?"'),
+)
+"""Registration of the Responses API, which stands on tools."""
 
 
 def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
@@ -250,9 +259,17 @@ ROOMS: tuple[Room, ...] = (
         neighbours=("tests/server/test_app.py", "tests/server/test_routes.py", "tests/server/test_launch.py"),
     ),
     Room(
+        name="responses_api",
+        paths=(RESPONSES_API,),
+        lines=WITH_RESPONSES_API,
+        tests=("tests/server/test_responses_api.py", "tests/server/test_schemas.py"),
+        neighbours=tuple(f"tests/server/test_{each}.py" for each in ("app", "chat", "refusals", "routes", "tools")),
+    ),
+    Room(
         name="tools",
-        paths=("server/vmmkv_server/tools", "server/vmmkv_server/http/tools.py"),
+        paths=("server/vmmkv_server/tools", "server/vmmkv_server/http/tools.py", RESPONSES_API),
         lines=(
+            *WITH_RESPONSES_API,
             Line(GENERATION, "from vmmkv_server.tools.calls import Toolset\n"),
             Line(GENERATION, "tools.chat_format import ToolChatFormat\n", "chats import ChatFormat as ToolChatFormat\n"),
             Line(GENERATION, "ToolChatFormat.of(self.tokenizer, self.config.engine)", "ToolChatFormat(self.tokenizer)"),
@@ -293,6 +310,7 @@ ROOMS: tuple[Room, ...] = (
             "tests/tools",
             "tests/server/test_tools.py",
             "tests/server/test_schemas.py",
+            "tests/server/test_responses_api.py",
             "tests/server/test_chat.py::test_reasoning_is_shown_and_is_no_part_of_the_conversation",
             "tests/end_to_end/test_tools.py",
             "tests/end_to_end/test_clients.py",

@@ -328,8 +328,7 @@ def test_every_error_has_openais_form(server: Running) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("POST", "/v1/responses", "this server has /v1/chat/completions instead"),
-        ("POST", "/responses", "this server has /v1/chat/completions instead"),
+        ("POST", "/responses", "did you mean /v1/responses?"),
         ("POST", "/v1/messages", "this server has /v1/chat/completions instead"),
         ("POST", "/generate", "this server has /v1/completions instead"),
         ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),

@@ -6,6 +6,17 @@ import pytest
 from pydantic import ValidationError
 
 from tests.server.support import HELLO
+from vmmkv_server.http.responses_api import (
+    FlatTool,
+    InputCall,
+    InputItem,
+    InputMessage,
+    InputReasoning,
+    InputResult,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
 from vmmkv_server.http.schemas import (
     ChatMessage,
     ChatRequest,
@@ -37,14 +48,23 @@ LEAST: dict[type[WireRequest], dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},
     CompletionRequest: {"prompt": "a"},
     DetokenizeRequest: {"tokens": [1]},
+    FlatTool: {"type": "function", "name": "f"},
     FunctionDefinition: {"name": "f"},
     FunctionTool: {"type": "function", "function": {"name": "f"}},
+    InputCall: {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    InputItem: {},
+    InputMessage: {"type": "message", **HELLO[0]},
+    InputReasoning: {"type": "reasoning"},
+    InputResult: {"type": "function_call_output", "call_id": "c", "output": "x"},
     JsonSchema: {"schema": {"type": "null"}},
     ResetRequest: {},
     ResizeRequest: {"budget_bytes": 1},
     ResponseFormat: {"type": "text"},
+    ResponsesRequest: {"input": HELLO},
     StreamOptions: {},
     StructuredOutputs: {"choice": ["a", "b"]},
+    TextFormat: {"type": "text"},
+    TextOptions: {},
     TokenizeRequest: {"prompt": "a"},
     ToolCall: {"function": {"name": "f"}},
     ToolChoiceFields: {},
@@ -59,8 +79,8 @@ def all_of(form: type[WireRequest]) -> set[type[WireRequest]]:
 
 
 def test_every_kind_of_body_is_tested_here() -> None:
-    asked = {form for form in all_of(WireRequest) if form not in GenerationRequest.__mro__}
-    assert asked == LEAST.keys()
+    bases = {*GenerationRequest.__mro__, *ResponsesRequest.__mro__[1:]}
+    assert all_of(WireRequest) - bases == LEAST.keys()
 
 
 @pytest.mark.parametrize("form", LEAST)
@@ -81,7 +101,7 @@ def refuses(form: type[WireRequest], name: str, value: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, DetokenizeRequest, ResizeRequest])
+@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, DetokenizeRequest, ResizeRequest, ResponsesRequest])
 def test_a_whole_number_may_be_written_as_a_float_and_no_bool_is_one(form: type[WireRequest]) -> None:
     """Languages with one kind of number write 3.0."""
     checked = set()
@@ -103,6 +123,7 @@ def test_a_whole_number_may_be_written_as_a_float_and_no_bool_is_one(form: type[
         CompletionRequest: {"prompt", "logprobs", "min_tokens"},
         DetokenizeRequest: {"tokens"},
         ResizeRequest: {"budget_bytes"},
+        ResponsesRequest: {"max_output_tokens", "seed", "priority"},
     }[form]  # fmt: skip
 
 

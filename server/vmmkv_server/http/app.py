@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vmmkv import __version__
 from vmmkv_server.engine_client import EngineClient, RequestFailed
-from vmmkv_server.http import errors, generation, page, responses, schemas
+from vmmkv_server.http import errors, generation, page, responses, responses_api, schemas
 from vmmkv_server.http.errors import ApiError, ErrorBody
 from vmmkv_server.http.generation import Service
 from vmmkv_server.http.limits import AdmissionQueue, Guard, Origins, RequestState
@@ -39,6 +39,7 @@ def create_app(service: Service) -> FastAPI:
 
     routers = (
         _generation_routes(service),
+        responses_api.routes(service),
         _server_routes(service),
         page.routes(service),
         _admin_routes(service.engine, service.queue),

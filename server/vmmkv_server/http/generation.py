@@ -19,7 +19,6 @@ from typing import Any, Final, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 
 from vmmkv.units import counted, format_bytes
 from vmmkv_server.chats import ChatPrompt
@@ -52,7 +51,7 @@ from vmmkv_server.protocol import Beams, Generate, Loading, Output, PromptLogpro
 from vmmkv_server.sampling_params import SEED_MASK, InvalidParam, Limits, RequestRefused, SamplingParams
 from vmmkv_server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
-from vmmkv_server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
+from vmmkv_server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer, TokenTexts
 from vmmkv_server.tools.calls import Toolset
 from vmmkv_server.tools.chat_format import ToolChatFormat
 
@@ -605,7 +604,9 @@ async def _disconnected(request: Request) -> bool:
 # The routes.
 
 
-async def answer(service: Service, request: Request, body: GenerationRequest, form_type: type[ResponseForm]) -> Response:
+async def answer(
+    service: Service, request: Request, body: GenerationRequest, form_type: Callable[[str, TokenTexts], ResponseForm]
+) -> Response:
     """Check a request, tokenise it, submit it, and send its answer whole or as a stream.
 
     Raises: ApiError, EngineNotReady, EngineDead, RequestFailed.
@@ -695,31 +696,31 @@ async def _whole(form: ResponseForm, generation: Generation) -> str:
     """The answer as JSON."""
     choices = await generation.whole()
     usage = Usage.of(generation.token_counts(), generation.kept_rows())
-    return await _json(lambda: form.whole(choices, usage), choices)
+    return await _written(lambda: form.whole(choices, usage).model_dump_json(), choices)
 
 
-async def _json(make: Callable[[], BaseModel], deltas: Iterable[TextDelta]) -> str:
-    """JSON made of these deltas, off the event loop if they have many log-probabilities."""
-    num_logprobs = sum(delta.num_logprobs for delta in deltas)
-    return await off_loop(num_logprobs, lambda: make().model_dump_json(), inline=INLINE_LOGPROBS)
+async def _written(write: Callable[[], str], deltas: Iterable[TextDelta]) -> str:
+    """Text made of these deltas, off the event loop if they have many log-probabilities."""
+    return await off_loop(sum(delta.num_logprobs for delta in deltas), write, inline=INLINE_LOGPROBS)
 
 
 async def _events(form: ResponseForm, generation: Generation, body: GenerationRequest) -> AsyncIterator[str]:
     """Server-sent events. An error after the start is one of them, for the status is sent."""
 
-    async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
+    async def events(*deltas: TextDelta, with_usage: bool) -> str:
         usage = Usage.of(generation.token_counts(), generation.kept_rows()) if with_usage else None
-        return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
+        return await _written(lambda: form.events(deltas, usage), deltas)
 
     try:
         for delta in form.opening(generation.num_choices):
-            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
+            yield await events(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
         async for delta in generation.deltas():
-            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
+            yield await events(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
         if body.stream_counts.include_usage:
-            yield await chunk(with_usage=True)
+            yield await events(with_usage=True)
     except Exception as error:
         if not isinstance(error, ApiError | RequestFailed | EngineDead):
             log.exception("the stream of request %s failed", current_id.get())
-        yield f"data: {errors.from_exception(error).body.model_dump_json()}\n\n"
-    yield "data: [DONE]\n\n"
+        yield form.error_events(errors.from_exception(error).body)
+    if form.stream_end:
+        yield form.stream_end

@@ -53,7 +53,7 @@ WINDOW_S: Final = 30
 MOST_RETRY_S: Final = 60
 """The longest Retry-After that OpenAI's client follows."""
 
-GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose requests are refused before their bodies are read where the queue is full."""
 OPEN_PATHS: Final = frozenset({"/health", "/"})
 """Routes without a key: monitors have none, and the page has no data in it."""

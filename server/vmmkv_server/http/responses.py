@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 
 from vmmkv import __version__
 from vmmkv_server.chats import AnswerReader
+from vmmkv_server.http.errors import ErrorBody
 from vmmkv_server.http.schemas import GenerationRequest
 from vmmkv_server.http.tools import AnswerFields, answer_fields
 from vmmkv_server.protocol import (
@@ -474,9 +475,11 @@ class ChoiceStream:
 
 
 class ResponseForm(ABC):
-    """The form of one answer. A stream is `opening`, a chunk for each delta, and a chunk without choices if usage is wanted."""
+    """The form of one answer. A stream is events of `opening`, of each delta, of usage without deltas if wanted, and an end."""
 
     id_prefix: ClassVar[str]
+    stream_end: ClassVar[str] = "data: [DONE]\n\n"
+    """Text behind the last event of a stream."""
 
     def __init__(self, model: str, tokens: TokenTexts) -> None:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -488,15 +491,31 @@ class ResponseForm(ABC):
         return []
 
     @abstractmethod
-    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> BaseModel:
-        """New text of choices."""
+    def events(self, deltas: Sequence[TextDelta], usage: Usage | None) -> str:
+        """Server-sent events of new text of choices."""
+
+    def error_events(self, error: ErrorBody) -> str:
+        """Server-sent events of an error after the start."""
+        return f"data: {error.model_dump_json()}\n\n"
 
     @abstractmethod
     def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> BaseModel:
         """The answer, with each choice as one delta, in order."""
 
 
-class CompletionForm(ResponseForm):
+class ChunkForm(ResponseForm):
+    """A form whose streams are chunks."""
+
+    @abstractmethod
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> BaseModel:
+        """New text of choices."""
+
+    def events(self, deltas: Sequence[TextDelta], usage: Usage | None) -> str:
+        """One event, a chunk."""
+        return f"data: {self.chunk(deltas, usage).model_dump_json()}\n\n"
+
+
+class CompletionForm(ChunkForm):
     """The form of /v1/completions, where a chunk looks like a whole answer."""
 
     id_prefix = "cmpl"
@@ -531,7 +550,7 @@ class CompletionForm(ResponseForm):
         return {self._tokens.text_of(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 
-class ChatForm(ResponseForm):
+class ChatForm(ChunkForm):
     """The form of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"

@@ -15,6 +15,7 @@ Unserved: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 _INSTEAD: Final[Mapping[str, str]] = {
     "functions": '; send "tools": [{"type": "function", "function": {...}}]',
+    "previous_response_id": '; send the turns before it in "input"',
     "function_call": '; send "tools" and "tool_choice", and in messages "tool_calls"',
 }
 """Advice for parameters that others take the place of."""
