@@ -111,6 +111,11 @@ COMPACTED = (
 """Compactions in the soak."""
 KV_POLICY = "server/vmmkv_server/kv_policy.py"
 LLM = "server/vmmkv_server/llm.py"
+CALLS_ON_PAGE = (
+    "calling",
+    "test_a_call_is_shown_as_it_comes_and_a_person_plays_its_function",
+    "test_tools_that_are_no_list_are_refused_beside_their_field",
+)
 GRAMMAR_OF_CALLS = """\
         if self.toolset is None:
             return super().grammar_param
@@ -270,6 +275,7 @@ ROOMS: tuple[Room, ...] = (
         paths=("server/vmmkv_server/tools", "server/vmmkv_server/http/tools.py", RESPONSES_API),
         lines=(
             *WITH_RESPONSES_API,
+            Line("tests/end_to_end/test_page.py", "from tests.server.test_tools import"),
             Line(GENERATION, "from vmmkv_server.tools.calls import Toolset\n"),
             Line(GENERATION, "tools.chat_format import ToolChatFormat\n", "chats import ChatFormat as ToolChatFormat\n"),
             Line(GENERATION, "ToolChatFormat.of(self.tokenizer, self.config.engine)", "ToolChatFormat(self.tokenizer)"),
@@ -313,6 +319,7 @@ ROOMS: tuple[Room, ...] = (
             "tests/server/test_responses_api.py",
             "tests/server/test_chat.py::test_reasoning_is_shown_and_is_no_part_of_the_conversation",
             "tests/end_to_end/test_tools.py",
+            *(f"tests/end_to_end/test_page.py::{each}" for each in CALLS_ON_PAGE),
             "tests/end_to_end/test_clients.py",
             "tests/end_to_end/clients",
         ),
