@@ -153,6 +153,7 @@ def _of_objects(form: CallForm) -> dict[str, tuple[str, Told]]:
         "broken arguments": (broken, [("get_weather", '{"city": '), broken[broken.index(" Brest") + 1 :]]),
         "broken behind the arguments": (other('{"name": "now", "arguments": {}!'), [NOW, other("!")[call.index(written) :]]),
         "cut off behind the arguments": (call[: call.index(written) + len(written) - 1], [NOW]),
+        "half a character in text": in_full(r'{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}'),
         "text that is no JSON": in_full('{"name": "now", "arguments": "a"}'),
         "arguments of another kind": in_full('{"name": "now", "arguments": [1]}'),
         "a name without quotes": in_full('{"name": now, "arguments": {}}'),

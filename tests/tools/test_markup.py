@@ -1,6 +1,7 @@
 """Arguments in markup: texts as they are, and all else as JSON, which the tool's schema tells apart."""
 
 import json
+import math
 from typing import Any
 
 import jsonschema_rs
@@ -56,6 +57,8 @@ def argument(text: str, schema: Any, **more: Any) -> Any:
         ({"anyOf": [TEXT, LIST]}, '["a"] and more', '["a"] and more'),
         ({"enum": ["a", 1, None]}, "1", 1),
         ({"$ref": "#/properties/y"}, "12", 12),
+        ({"type": ["string", "integer"]}, "1e999", math.inf),
+        (LIST, r"['\ud800']", r"['\ud800']"),
         (ALL, "12", 12),
         (ALL, "twelve", "twelve"),
         ({"type": "strange"}, "[12]", [12]),
@@ -63,6 +66,12 @@ def argument(text: str, schema: Any, **more: Any) -> Any:
 )
 def test_a_value_is_a_text_unless_the_schema_allows_its_json(schema: Any, text: str, value: Any) -> None:
     assert argument(text, schema, y=WHOLE) == value
+
+
+def test_a_number_that_python_cannot_read_is_none_the_less_json() -> None:
+    for schema in ({"type": ["string", "integer"]}, ALL):
+        text = SEED_OSS.text([("f", json.dumps({"x": "1" * 5000}))])
+        assert told(read(SEED_OSS, [text], toolset(tools=(tool("f", x=schema),)))) == [("f", f'{{"x": {"1" * 5000}}}')]
 
 
 def test_an_argument_that_the_schema_does_not_name_is_read_as_it_looks() -> None:

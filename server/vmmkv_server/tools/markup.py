@@ -161,7 +161,7 @@ def _json_of(text: str, types: frozenset[str], schema: Any, root: Mapping[str, A
     if _is_json(written) and _type_of(written) in types - {"string"}:
         try:
             is_allowed = holds(json.loads(written), schema, root)
-        except RecursionError:
+        except (RecursionError, ValueError, OverflowError):  # Python reads no integers of 5000 digits, and 1e999 as infinity
             is_allowed = None
         if is_allowed is not False:
             return written
@@ -172,7 +172,7 @@ def _of_python(text: str) -> Any:
     """The value of a Python literal, which some templates show and models write; the text itself if it is none."""
     try:
         value = ast.literal_eval(text.strip())
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # without half of a surrogate pair
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
     return value

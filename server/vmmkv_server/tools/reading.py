@@ -334,9 +334,10 @@ def _object(text: str) -> str:
         text = json.loads(text).strip()
         value = JsonText()
         try:
+            text.encode()
             if value.feed(text) < len(text) or not value.is_complete:
                 raise NoCall
-        except NotJson as error:
+        except (NotJson, UnicodeEncodeError) as error:  # it may have half of a surrogate pair
             raise NoCall from error
     if text == "null":
         return "{}"
