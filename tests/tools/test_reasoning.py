@@ -58,6 +58,21 @@ def test_markers_are_those_that_a_template_has() -> None:
     assert Markers.found_in("{{ messages }}") is None
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told", "opening"),
+    [
+        ("<|user|>Why?<|assistant|>\n", "<|user|>Why?<|assistant|>\n<think>\n\n</think>\n\n", "<think>"),
+        ("<|user|>Why?<|assistant|>", "<|user|>Why?/nothink<|assistant|>\n<think></think>", "\n<think>"),
+        ("<|user|>Why?<|assistant|>", "<|user|>Why?<|assistant|></think>", ""),
+        ("<|user|>Why?<|assistant|>", "<|user|>Why?<|assistant|>", ""),
+        ("<|user|>Why?<|assistant|><think>\n", "<|user|>Why?<|assistant|><think></think>", ""),
+    ],
+)
+def test_a_model_that_may_be_told_not_to_reason_begins_by_itself(prompt: str, told: str, opening: str) -> None:
+    markers = Markers("<think>", "</think>")
+    assert markers.opening(lambda variables: told if variables else prompt) == opening
+
+
 def test_calls_count_behind_the_reasoning_alone() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     reader = AnswerReader(ReasoningReader(THINK, Place.BEFORE), HERMES.reader(TOOLS))

@@ -53,11 +53,13 @@ class Markers:
         gives a prompt of a conversation by variables of the template.
         """
         open_prompt, closed = render({}), render({"enable_thinking": False})
-        ends = self.place(open_prompt), self.place(closed)
-        if ends != (Place.BEFORE, Place.BEHIND) or not closed.startswith(open_prompt):
+        if (self.place(open_prompt), self.place(closed)) != (Place.BEFORE, Place.BEHIND):
             return ""
-        before, begin, _ = closed[len(open_prompt) :].partition(self.begin)
-        return before + begin
+        # Templates may tell the model in the user's turn too, so only the ends are compared.
+        before, begin, behind = closed.rpartition(self.begin)
+        space, of_both = (text[len(text.rstrip()) :] for text in (before, open_prompt))
+        is_empty = behind.strip() == self.end and bool(begin)
+        return space.removeprefix(of_both) + begin if is_empty and space.startswith(of_both) else ""
 
 
 class ReasoningReader:
