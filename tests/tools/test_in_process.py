@@ -78,6 +78,10 @@ def test_a_free_answer_is_text(llm: LLM) -> None:
         ({"tools": [LAMP, LAMP]}, "tools.1.function.name: 'set_lamp' is the name of another tool"),
         ({"tools": ["set_lamp"]}, "tools.0: it must be {"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools.0.function.description"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools.0.function: 'paramters' is none of",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools.0.function.parameters"),
     ],
 )

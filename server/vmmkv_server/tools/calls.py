@@ -127,6 +127,8 @@ def _tool(index: int, given: Any) -> Tool:
         case _:
             wanted = 'it must be {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
             raise InvalidTools(f"tools.{index}", wanted)
+    if unknown := sorted(map(str, rest.keys() - {"description", "parameters", "strict"})):
+        raise InvalidTools(f"tools.{index}.function", f"{unknown[0]!r} is none of name, description, parameters and strict")
     if not isinstance(description, str | None):
         raise InvalidTools(f"tools.{index}.function.description", "it must be a text")
     if not isinstance(parameters, Mapping | None):
