@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -130,7 +130,7 @@ class Tokenizer:
         Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it;
         TemplateBroken.
         """
-        _check_messages(messages)
+        check_messages(messages)
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         # Templates know the older name of developer messages, and many one system turn, at the beginning.
@@ -157,6 +157,11 @@ class Tokenizer:
         """The chat template, the one for tools if there are several; None if there is none."""
         found = self._tokenizer.chat_template
         return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
+
+    @property
+    def special_texts(self) -> Collection[str]:
+        """Texts of the special tokens, which answers lack unless they are `kept`."""
+        return self._special.values()
 
     def check_template(self) -> None:
         """Raises: TemplateBroken if there is a chat template that is no program. Cost: transformers keeps compiled ones."""
@@ -219,7 +224,8 @@ class Tokenizer:
         return self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _check_messages(messages: Any) -> None:
+def check_messages(messages: Any) -> None:
+    """Raises: PromptError for what is no list of messages, each with a `role` and a `content`."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise PromptError(f"{shortened(messages)} is not a list of messages; {_MESSAGE}")
     for index, message in enumerate(messages):

@@ -273,9 +273,17 @@ class TestGrammars:
         assert form is not None and sent.grammar
         tools = Toolset.of([CLOCK, WEATHER])
         assert tools is not None
-        assert sent.gate == Gate(triggers=form.triggers(tools), is_first=form.is_first, repeats=form.repeats)
+        assert sent.gate == Gate(triggers=form.triggers(tools), is_first=form.is_first, repeats=form.repeats(tools))
         assert server.chat(tools=[CLOCK, WEATHER], tool_choice="required").status_code == 200
         assert server.generates[-1].gate is None
+
+    def test_an_answer_ends_with_the_one_call_that_it_may_have(self, server: Running) -> None:
+        for shown in EVERY:
+            server.shows(shown)
+            if (form := form_of(shown)) is not None:
+                assert server.chat(tools=[CLOCK, WEATHER], parallel_tool_calls=False).status_code == 200
+                gate = server.generates[-1].gate
+                assert gate is not None and gate.triggers and not gate.repeats, form.name
 
     def test_it_begins_behind_the_reasoning(self, server: Running) -> None:
         server.shows(THINKING)

@@ -1,12 +1,15 @@
 """Earlier calls in conversations: each template gets them in the style that it shows."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from tests.server.tiny import byte_tokenizer
+from tests.tools.templates import PLAIN
 from vmmkv_server.tokenizer import PromptError, Tokenizer
+from vmmkv_server.tools.calls import Tool, Toolset
 from vmmkv_server.tools.chat_format import ToolChatFormat
 from vmmkv_server.tools.history import HistoryStyle
 
@@ -45,11 +48,14 @@ CONVERSATION: Any = [
 ]
 
 
-def shown(template: str, conversation: Any = CONVERSATION) -> str:
+def shown(template: Any, conversation: Any = CONVERSATION, *tools: Tool) -> str:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     made = Tokenizer(tokenizer)
-    return made.text_of(ToolChatFormat(made).encode(conversation).token_ids, skip_special_tokens=False)
+    return made.text_of(
+        ToolChatFormat(made).encode(conversation, toolset=Toolset(tools=tools) if tools else None).token_ids,
+        skip_special_tokens=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,32 @@ def test_ids_that_are_short_already_stay() -> None:
 def test_what_is_no_call_is_refused_with_its_place(calls: Any) -> None:
     with pytest.raises(PromptError, match="the tool_calls of message 1 are"):
         shown(OBJECTS, [CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize(
+    ("conversation", "said"),
+    [
+        ([5], "message 0 is 5"),
+        (["hello"], "message 0 is 'hello'"),
+        ([{"content": "hello"}], "message 0 has no role"),
+        ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "user", "content": 5}], "the content of message 0 is 5"),
+        ([CONVERSATION[0], {"role": "tool", "content": ["heavy"]}], "the content of message 1 is"),
+        ("hello", "'hello' is not a list of messages"),
+        (5, "5 is not a list of messages"),
+    ],
+)
+@pytest.mark.parametrize("tools", [(), (Tool(name="rain"),)])
+def test_what_is_no_message_is_refused_with_its_place(conversation: Any, said: str, tools: tuple[Tool, ...]) -> None:
+    for template in (BLIND, PLAIN):
+        with pytest.raises(PromptError, match=re.escape(said)):
+            shown(template, conversation, *tools)
+
+
+def test_the_style_is_that_of_the_template_for_tools() -> None:
+    both = {"default": BLIND, "tool_use": TEXTS}
+    assert 'rain {"city": "Brest"}' in shown(both, CONVERSATION, Tool(name="rain"))
+    assert 'rain {"city": "Brest"}' not in shown(both)
 
 
 def test_a_template_that_shows_nothing_has_no_style() -> None:

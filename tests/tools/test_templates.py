@@ -1,8 +1,14 @@
 """The form of a chat template is found or unknown, and never another."""
 
+import re
+
 import pytest
 
+from tests.server.tiny import byte_tokenizer
+from tests.tools.streams import BREST, told, toolset
 from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
+from vmmkv_server.tokenizer import Tokenizer
+from vmmkv_server.tools.chat_format import ToolChatFormat
 from vmmkv_server.tools.forms import NAMES, SHOWN, form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
 
@@ -29,6 +35,23 @@ def test_a_template_may_take_arguments_as_text_or_as_objects(arguments: str) -> 
     begin = """{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (call.function."""
     form = form_of(template(f"{begin}{arguments}) }}}}}}</tool_call>"))
     assert form is not None and form.name == "hermes"
+
+
+@pytest.mark.parametrize("text", [text for name, text, _ in CALLS_OF if name])
+def test_calls_are_read_whether_or_not_their_tags_are_special_tokens(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template(written(text))
+    form = form_of(tokenizer.chat_template)
+    assert form is not None
+    call = form.text([BREST])
+    tags = re.findall(r"</?[a-z:_]+>|<[|｜][^<>]+[|｜]>|\[[A-Z_]+\]", call)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tags, "<|other|>"]})
+    made = Tokenizer(tokenizer)
+    prompt = ToolChatFormat(made).encode([{"role": "user", "content": "Rain?"}], toolset=toolset())
+    detokenizer, reader = made.detokenizer((), kept=prompt.kept), prompt.reader()
+    assert reader is not None and "<|other|>" not in prompt.kept
+    parts = reader.feed(detokenizer.finish(tokenizer.encode(f"<|other|>{call}")))
+    assert told([*parts, *reader.finish()]) == [BREST]
 
 
 def test_a_form_can_be_named_and_an_unknown_name_tells_the_known_ones() -> None:

@@ -12,7 +12,7 @@ from vmmkv_server.protocol import Gate
 from vmmkv_server.sampling_params import Limits
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv_server.tokenizer import PromptError, TemplateVariable, Tokenizer
-from vmmkv_server.tools.calls import Toolset
+from vmmkv_server.tools.calls import Tool, Toolset
 from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
@@ -79,7 +79,7 @@ class ToolChatPrompt(ChatPrompt):
         markers, toolset, form = self.format.markers, self.toolset, self.format.form
         behind = markers.end if markers is not None and self.place is Place.WITHIN else ""
         if toolset is not None and toolset.is_free:
-            return Gate(behind=behind, triggers=form.triggers(toolset), is_first=form.is_first, repeats=form.repeats)
+            return Gate(behind=behind, triggers=form.triggers(toolset), is_first=form.is_first, repeats=form.repeats(toolset))
         return Gate(behind=behind) if behind else None
 
     @property
@@ -87,7 +87,7 @@ class ToolChatPrompt(ChatPrompt):
         """Texts of special tokens that the reader must see."""
         markers = self.format.markers
         of_reasoning = () if markers is None else (markers.begin, markers.end)
-        return of_reasoning if self.toolset is None else (*of_reasoning, *self.format.form.kept)
+        return of_reasoning if self.toolset is None else (*of_reasoning, *self.format.kept)
 
     def reader(self) -> AnswerReader:
         """A reader of one answer."""
@@ -111,6 +111,8 @@ class ToolChatFormat(ChatFormat):
         self.knows_form = found is not None
         """Is the form known in which the model writes calls by itself?"""
         self.form: CallForm = found or PlainJson()
+        self.kept = self.form.kept(tokenizer.special_texts)
+        """Texts of special tokens in the model's calls."""
         self._plain = found if isinstance(found, PlainJson) else None
         """The form of a template without tools."""
         self.markers: Markers | None = None
@@ -149,9 +151,10 @@ class ToolChatFormat(ChatFormat):
         A model that reasons by itself is made to where its answer has a grammar, since that begins behind the reasoning.
         Raises: PromptError, TemplateBroken, RequestRefused, as `Tokenizer.render_chat` and `Tokenizer.encode`.
         """
-        if toolset is None and self.markers is None and not has_calls(messages):
+        is_calling = has_calls(messages)
+        if toolset is None and self.markers is None and not is_calling:
             return super().encode(messages, variables, limits, wanted)
-        text = self._rendered(messages, toolset, variables)
+        text = self._rendered(messages, toolset, variables, is_calling=is_calling)
         prefix = self.form.prefix if toolset is not None and toolset.choice == "required" else ""
         place = Place.BEHIND
         if self.markers is not None:
@@ -178,21 +181,28 @@ class ToolChatFormat(ChatFormat):
             return ""
 
     def _rendered(
-        self, messages: Sequence[Turn], toolset: Toolset | None, variables: Mapping[str, TemplateVariable] | None
+        self,
+        messages: Sequence[Turn],
+        toolset: Toolset | None,
+        variables: Mapping[str, TemplateVariable] | None,
+        *,
+        is_calling: bool,
     ) -> str:
-        if self._plain is not None and (toolset is not None or has_calls(messages)):
+        """`is_calling`: as `has_calls`."""
+        if self._plain is not None and (toolset is not None or is_calling):
             return self.tokenizer.render_chat(self._plain.conversation(with_text_arguments(messages), toolset), variables)
         tools = None if toolset is None else [tool.for_template() for tool in toolset.tools]
 
         def render(turns: Sequence[Turn]) -> str:
             return self.tokenizer.render_chat(turns, variables, tools)
 
-        if not has_calls(messages):
+        if not is_calling:
             return render(messages)
         refused: PromptError | None = None
-        if self._style is not None:
+        style = self._style if tools is None else self._style_beside_tools
+        if style is not None:
             try:
-                return render(self._style.turns(messages))
+                return render(style.turns(messages))
             except PromptError as error:
                 refused = error
         try:
@@ -204,3 +214,9 @@ class ToolChatFormat(ChatFormat):
     def _style(self) -> HistoryStyle | None:
         """The style in which the template shows earlier calls; None if it does not."""
         return HistoryStyle.of(self.tokenizer.render_chat)
+
+    @functools.cached_property
+    def _style_beside_tools(self) -> HistoryStyle | None:
+        """The same of conversations with tools, for which a model may have another template."""
+        tools = [Tool(name="probe").for_template()]
+        return HistoryStyle.of(lambda turns: self.tokenizer.render_chat(turns, None, tools))

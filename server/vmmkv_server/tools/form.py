@@ -9,7 +9,7 @@ finds the one of a chat template.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,13 +52,12 @@ class CallForm(ABC):
     """The trigger, if it is a special token, which no grammar can spell. With `required` it is appended to the prompt, the
     grammar begins behind it, and the reader is fed with it first.
     """
-    kept: tuple[str, ...] = ()
-    """Texts of tokens that the reader must see, though they may be special."""
+    optional: tuple[str, ...] = ()
+    """Texts that the form does not write, and that its reader knows."""
 
-    @property
-    def repeats(self) -> bool:
+    def repeats(self, toolset: Toolset) -> bool:
         """May text and further calls follow what the grammar of `auto` allows? Else the grammar holds to the answer's end."""
-        return self.open is None and not self.is_first
+        return self.open is None and not self.is_first and toolset.most_calls is None
 
     def triggers(self, toolset: Toolset) -> tuple[str, ...]:
         """Texts with which a call begins. The grammar of `auto` begins with them."""
@@ -85,7 +84,7 @@ class CallForm(ABC):
         first = "" if toolset.choice == "required" and self.prefix else quoted(self.trigger)
         if self.open is None:
             further = f"{quoted(self.between + self.trigger)} {one}"
-            is_alone = toolset.most_calls == 1 or (self.repeats and toolset.is_free)
+            is_alone = toolset.most_calls == 1 or (toolset.is_free and self.repeats(toolset))
             root = f"{first} {one} {'' if is_alone else f'({further})*'}"
         else:
             further = "" if toolset.most_calls == 1 else f"({quoted(self.between)} {one})*"
@@ -103,6 +102,11 @@ class CallForm(ABC):
         if self.open is None:
             return self.between.join(f"{self.trigger}{one}" for one in each)
         return f"{self.trigger}{self.open}{self.between.join(each)}{self.close}"
+
+    def kept(self, special: Iterable[str]) -> tuple[str, ...]:
+        """Texts that the reader must see, of those of the `special` tokens."""
+        written = self.text([("f", '{"x": "", "y": 0}')])
+        return tuple(text for text in special if text in written or text in self.optional)
 
     def reader(self, toolset: Toolset) -> CallReader:
         """A reader of one answer."""

@@ -15,7 +15,7 @@ from reprlib import repr as shortened
 from typing import Any, Final, Self
 
 from vmmkv_server.chats import Turn
-from vmmkv_server.tokenizer import PromptError
+from vmmkv_server.tokenizer import PromptError, check_messages
 
 _SHORT_ID_CHARS: Final = 9
 _NAMES, _VALUES, _RESULTS = ("first_probe", "second_probe"), ("one_value", "two_value"), ("one_result", "two_result")
@@ -24,11 +24,11 @@ _NAMES, _VALUES, _RESULTS = ("first_probe", "second_probe"), ("one_value", "two_
 def has_calls(turns: Sequence[Turn]) -> bool:
     """Are there calls or results in a conversation, or assistant's turns without content?
 
-    Raises: PromptError for what is no call.
+    Raises: PromptError for what is no conversation, or no call.
     """
+    is_list = isinstance(turns, Sequence) and not isinstance(turns, str | bytes)
+    check_messages(list(map(_with_content, turns)) if is_list else turns)
     found = False
-    if not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns):
-        return found  # it is refused where it is rendered
     for index, turn in enumerate(turns):
         if turn["role"] in ("assistant", "tool"):
             calls = turn.get("tool_calls") or []
@@ -37,6 +37,14 @@ def has_calls(turns: Sequence[Turn]) -> bool:
                 raise PromptError(f"the tool_calls of message {index} are {shortened(calls)}; wanted {wanted}")
             found = found or bool(calls) or turn["role"] == "tool" or turn.get("content") is None
     return found
+
+
+def _with_content(turn: Any) -> Any:
+    """A turn of the assistant's or of a tool's may lack its content."""
+    match turn:
+        case {"role": "assistant" | "tool"}:
+            return turn if turn.get("content") is not None else {**turn, "content": ""}
+    return turn
 
 
 def _is_call(call: Any) -> bool:

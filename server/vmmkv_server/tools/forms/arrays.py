@@ -4,9 +4,7 @@ from typing import Final
 
 from vmmkv_server.tools.form import CallForm, Objects
 
-GRANITE: Final[CallForm] = Objects(
-    name="granite", trigger="<|tool_call|>", open="[", between=", ", close="]", kept=("<|tool_call|>",), in_code=True
-)
+GRANITE: Final[CallForm] = Objects(name="granite", trigger="<|tool_call|>", open="[", between=", ", close="]", in_code=True)
 JAMBA: Final[CallForm] = Objects(
     name="jamba", trigger="<tool_calls>", open="[\n    ", between=",\n    ", close="\n]</tool_calls>"
 )

@@ -10,7 +10,6 @@ _CLOSE: Final = "<｜tool▁calls▁end｜>"
 _BEGIN: Final = "<｜tool▁call▁begin｜>"
 _SEPARATOR: Final = "<｜tool▁sep｜>"
 _END: Final = "<｜tool▁call▁end｜>"
-_TAGS: Final = (_OPEN, _CLOSE, _BEGIN, _SEPARATOR, _END)
 
 DEEPSEEK_V3: Final[CallForm] = Named(
     name="deepseek_v3",
@@ -20,7 +19,6 @@ DEEPSEEK_V3: Final[CallForm] = Named(
     separator="\n```json\n",
     end=f"\n```{_END}",
     close=_CLOSE,
-    kept=_TAGS,
     in_code=True,
 )
 """The name, and a block of JSON."""
@@ -33,7 +31,6 @@ DEEPSEEK_V31: Final[CallForm] = Named(
     end=_END,
     between="",
     close=_CLOSE,
-    kept=_TAGS,
     in_code=True,
 )
 """The name, a token, and JSON."""

@@ -18,6 +18,6 @@ class _Llama(Objects):
 
 
 LLAMA3_JSON: Final[CallForm] = _Llama(
-    name="llama3_json", key="parameters", needs_arguments=True, between="; ", is_first=True, kept=(PYTHON_TAG,)
+    name="llama3_json", key="parameters", needs_arguments=True, between="; ", is_first=True, optional=(PYTHON_TAG,)
 )
 """`{"name": ..., "parameters": {...}}`, perhaps behind a tag, and further ones behind `; `."""

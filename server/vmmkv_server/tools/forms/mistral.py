@@ -23,15 +23,11 @@ NAMED: Final[CallForm] = _Named(
     separator="[ARGS]",
     between="",
     prefix=TAG,
-    kept=(TAG, "[ARGS]", "[CALL_ID]"),
+    optional=("[CALL_ID]",),
     in_code=True,
 )
 """`[TOOL_CALLS]name[ARGS]{...}` for each call, of newer tokenizers, perhaps with an id in front of `[ARGS]`."""
-ARRAY: Final[CallForm] = Objects(
-    name="mistral", trigger=TAG, open="[", between=", ", close="]", prefix=TAG, kept=(TAG,), in_code=True
-)
+ARRAY: Final[CallForm] = Objects(name="mistral", trigger=TAG, open="[", between=", ", close="]", prefix=TAG, in_code=True)
 """`[TOOL_CALLS]`, a JSON array of calls."""
-SPACED: Final[CallForm] = Objects(
-    name="mistral", trigger=TAG, open=" [", between=", ", close="]", prefix=TAG, kept=(TAG,), in_code=True
-)
+SPACED: Final[CallForm] = Objects(name="mistral", trigger=TAG, open=" [", between=", ", close="]", prefix=TAG, in_code=True)
 """The same with a space, of older tokenizers."""
