@@ -1,6 +1,7 @@
 """The form of a chat template is found or unknown, and never another."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_calls_are_read_whether_or_not_their_tags_are_special_tokens(text: str) 
     assert reader is not None and "<|other|>" not in prompt.kept
     parts = reader.feed(detokenizer.finish(tokenizer.encode(f"<|other|>{call}")))
     assert told([*parts, *reader.finish()]) == [BREST]
+
+
+def test_no_text_is_kept_that_no_special_token_has() -> None:
+    """Answers with such texts are decoded token by token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "<think></think>" + template(written(CALLS_OF[0][1]))
+    asked: Any = [{"role": "user", "content": "Rain?"}]
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    for special in ([], tags):
+        tokenizer.add_special_tokens({"additional_special_tokens": special})
+        made = ToolChatFormat(Tokenizer(tokenizer))
+        assert sorted(made.encode(asked, toolset=toolset()).kept) == sorted(special)
+        assert sorted(made.encode(asked).kept) == sorted(special[:2])
 
 
 def test_a_form_can_be_named_and_an_unknown_name_tells_the_known_ones() -> None:

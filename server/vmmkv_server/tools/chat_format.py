@@ -85,9 +85,7 @@ class ToolChatPrompt(ChatPrompt):
     @property
     def kept(self) -> tuple[str, ...]:
         """Texts of special tokens that the reader must see."""
-        markers = self.format.markers
-        of_reasoning = () if markers is None else (markers.begin, markers.end)
-        return of_reasoning if self.toolset is None else (*of_reasoning, *self.format.kept)
+        return self.format.kept_of_reasoning + (() if self.toolset is None else self.format.kept_of_calls)
 
     def reader(self) -> AnswerReader:
         """A reader of one answer."""
@@ -111,7 +109,7 @@ class ToolChatFormat(ChatFormat):
         self.knows_form = found is not None
         """Is the form known in which the model writes calls by itself?"""
         self.form: CallForm = found or PlainJson()
-        self.kept = self.form.kept(tokenizer.special_texts)
+        self.kept_of_calls = self.form.kept(tokenizer.special_texts)
         """Texts of special tokens in the model's calls."""
         self._plain = found if isinstance(found, PlainJson) else None
         """The form of a template without tools."""
@@ -125,6 +123,9 @@ class ToolChatFormat(ChatFormat):
             raise ValueError(
                 f"reasoning_parser={reasoning_parser!r} is not known; use one of {', '.join((AUTO, NONE, *PARSERS))}"
             )
+        around = () if self.markers is None else (self.markers.begin, self.markers.end)
+        self.kept_of_reasoning = tuple(text for text in tokenizer.special_texts if text in around)
+        """Markers of the reasoning that are special tokens."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: EngineConfig) -> Self:
