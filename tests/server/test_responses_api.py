@@ -305,7 +305,7 @@ class TestFailures:
             ({"background": True}, "background", "send false"),
             ({"previous_response_id": "resp_1"}, "previous_response_id", 'send the turns before it in "input"'),
             ({"conversation": "conv_1"}, "conversation", "leave it out"),
-            ({"reasoning": {"effort": "high"}}, "reasoning", '{"effort": "none"}'),
+            ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'none'"),
             ({"truncation": "auto"}, "truncation", '"disabled"'),
             ({"include": ["message.output_text.logprobs"]}, "include", "[]"),
             ({"max_tokens": 5}, "max_tokens", "Unknown"),

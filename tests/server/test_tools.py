@@ -353,12 +353,20 @@ class TestReasoning:
             for answer in (whole, streamed):
                 assert answer(server) == ({"content": content, "reasoning": "Well.", "tool_calls": None}, "stop")
 
+    def test_an_answer_that_is_nothing_but_markers_is_empty(self, server: Running) -> None:
+        server.shows(THINKING)
+        for text in ("<think>", "<think>\n\n</think>\n\n"):
+            server.answers(text)
+            assert server.chat().json()["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+
     def test_a_model_that_is_told_not_to_answers_at_once(self, server: Running) -> None:
         server.shows(THINKING)
         server.answers("Yes. </think>")
-        reply = server.chat(chat_template_kwargs={"enable_thinking": False}).json()["choices"][0]
-        assert reply["message"] == {"role": "assistant", "content": "Yes. </think>", "refusal": None}
-        assert asked(server).endswith("</think>\n\n")
+        for asks in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+            reply = server.chat(**asks).json()["choices"][0]
+            assert reply["message"] == {"role": "assistant", "content": "Yes. </think>", "refusal": None}
+            assert asked(server).endswith("</think>\n\n")
+        assert server.refuses(CHAT, reasoning_effort="high")["param"] == "reasoning_effort"
 
     def test_calls_come_behind_it(self, server: Running) -> None:
         server.shows(THINKING)

@@ -367,7 +367,7 @@ class Job:
             self._chat = await _encode_chat(
                 self._service.chat_format,
                 body.messages,
-                body.chat_template_kwargs,
+                body.template_variables,
                 self._limits,
                 body.wanted_tokens,
                 has_grammar=bool(body.grammar_param),

@@ -579,7 +579,7 @@ class ChatForm(ChunkForm):
     def _message(self, delta: TextDelta) -> AssistantMessage:
         if delta.parts:
             return AssistantMessage(**answer_fields(delta.parts, is_whole=True))
-        return AssistantMessage(content=delta.text)
+        return AssistantMessage(content=delta.text if delta.parts is None else "")
 
     def _common(self, delta: TextDelta) -> dict[str, Any]:
         logprobs = None if delta.scores is None else ChatLogprobs(content=list(map(self._scored, delta.scores)))

@@ -129,9 +129,16 @@ class TextOptions(WireRequest):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(WireRequest):
+    """Options of the reasoning."""
+
+    effort: Literal["none"] | None = None
+
+
 _OF_CHATS: Final = (
     "messages", "tools", "tool_choice", "response_format", "structured_outputs", "max_tokens", "max_completion_tokens", "n",
     "logprobs", "top_logprobs", "stream_options", "use_beam_search", "beam_width", "length_penalty", "kv_transfer_params",
+    "reasoning_effort",
 )  # fmt: skip
 """Fields of chats that have another form here, or no place in the answer."""
 _SHARED: Final = {name: field for name, field in ChatRequest.model_fields.items() if name not in _OF_CHATS}
@@ -147,7 +154,6 @@ class ResponsesRequest(_SharedFields):  # type: ignore[misc]
         **dict.fromkeys(("store", "background"), (False,)),
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"), ()),
         "include": ([], ["reasoning.encrypted_content"]),  # reasoning is sent as it is
-        "reasoning": ({}, {"effort": "none"}),
         "stream_options": ({}, {"include_obfuscation": False}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -158,6 +164,7 @@ class ResponsesRequest(_SharedFields):  # type: ignore[misc]
     tools: list[FlatTool] | None = None
     tool_choice: Annotated[str | dict[str, Any], BeforeValidator(_as_choice)] | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
 
     def chat(self) -> ChatRequest:
         """The chat that this asks for. Raises: ValidationError, naming fields of the chat."""
@@ -171,6 +178,7 @@ class ResponsesRequest(_SharedFields):  # type: ignore[misc]
         kind = schema.pop("type")
         body["response_format"] = {"type": kind, "json_schema": schema if schema or kind == "json_schema" else None}
         body["stream_options"] = {"include_usage": True} if self.stream else None
+        body["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         return ChatRequest.model_validate(body)
 
     def text_format(self) -> dict[str, Any]:

@@ -580,7 +580,6 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
         **_OF_TEMPLATES,
         "functions": ([],),
         "function_call": ("none", "auto"),  # of no functions, for others are refused
-        "reasoning_effort": ("none",),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "thinking_token_budget"), ()),
         "modalities": (["text"],),
         "verbosity": ("medium",),
@@ -593,6 +592,8 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template_kwargs: TemplateVariables | None = None
     """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""
+    reasoning_effort: Literal["none"] | None = None
+    """`none`: the template gets `enable_thinking: false`, if `chat_template_kwargs` does not say otherwise."""
     max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
     logprobs: bool | None = None
     """Have the log-probability of each token of the answer."""
@@ -621,6 +622,12 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
     def text_schema(self) -> dict[str, Any] | None:
         """The JSON schema that text follows; None for any text."""
         return None if self.response_format is None else self.response_format.schema_of_text
+
+    @property
+    def template_variables(self) -> dict[str, TemplateVariable]:
+        """Variables of the chat template."""
+        of_effort: dict[str, TemplateVariable] = {} if self.reasoning_effort is None else {"enable_thinking": False}
+        return of_effort | (self.chat_template_kwargs or {})
 
     @property
     def wanted_tokens(self) -> int | None:
