@@ -50,14 +50,20 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
     yield make
 
 
-@pytest.fixture(scope="module")
-def at_once() -> Iterator[Answers]:
-    """The answers where each step is read before the next."""
-    one = Harness(
-        tiny_model(vocab_size=SIZE), eos_ids=frozenset([257]), vocabulary=vocabulary, ours=True, slots=16, lookahead=0
-    )
-    yield ask_all(one)
-    one.close()
+@pytest.fixture
+def at_once(request: pytest.FixtureRequest) -> Answers:
+    """The answers where each step is read before the next, over rows of the kind that `harness` has."""
+    return answers_at_once(request.node.callspec.params["harness"])
+
+
+@functools.cache
+def answers_at_once(kind: str) -> Answers:
+    usual: Any = {"eos_ids": frozenset([257]), "vocabulary": vocabulary, "ours": True, "slots": 16, "lookahead": 0}
+    one = Harness(tiny_model(vocab_size=SIZE), kv_kind=None if kind == "exact" else kind, **usual)
+    try:
+        return ask_all(one)
+    finally:
+        one.close()
 
 
 # where grammars begin

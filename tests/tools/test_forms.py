@@ -285,5 +285,8 @@ def test_answers_of_a_model_s_tokens_are_calls_that_validate(form: CallForm, smo
 @each_form
 @pytest.mark.parametrize("case", SCHEMAS)
 def test_answers_of_many_schemas_validate(form: CallForm, case: str) -> None:
-    tools = (tool("f", "value", value=SCHEMAS[case]), tool("g", value=SCHEMAS[case]), TOOLS[2])
+    value = SCHEMAS[case]
+    definitions = {name: value[name] for name in ("$defs", "definitions") if name in value}  # `#` is the tool's schema
+    both = (tool("f", "value", value=value), tool("g", value=value))
+    tools = (*(Tool(name=one.name, parameters=definitions | one.parameters) for one in both), TOOLS[2])
     assert_walks_are_calls(form, tools, 12)
