@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Reasoning, Toolset
 from vmmkv_server.tools.forms.hermes import HERMES
-from vmmkv_server.tools.reader import AnswerReader
+from vmmkv_server.tools.reader import PartReader
 from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
 
 THINK = Markers("<think>", "</think>")
@@ -75,13 +75,13 @@ def test_a_model_that_may_be_told_not_to_reason_begins_by_itself(prompt: str, to
 
 def test_calls_count_behind_the_reasoning_alone() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    reader = AnswerReader(ReasoningReader(THINK, Place.BEFORE), HERMES.reader(TOOLS))
+    reader = PartReader(ReasoningReader(THINK, Place.BEFORE), HERMES.reader(TOOLS))
     parts = [*reader.feed(f"<think>{call}</think>\nSo: {call}"), *reader.finish()]
     assert parts == [Reasoning(call), Content("So:"), CallBegun(0, "f"), CallArguments(0, "{}")]
     assert reader.has_called
 
 
 def test_a_prefix_that_the_prompt_has_is_read_before_the_answer() -> None:
-    reader = AnswerReader(None, HERMES.reader(TOOLS), prefix="<tool_call>")
+    reader = PartReader(None, HERMES.reader(TOOLS), prefix="<tool_call>")
     parts = [*reader.feed('{"name": "f", "arguments": {}}</tool_call>'), *reader.finish()]
     assert parts == [CallBegun(0, "f"), CallArguments(0, "{}")]

@@ -17,7 +17,7 @@ from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
 from vmmkv_server.tools.history import HistoryStyle, has_calls, with_text_arguments
-from vmmkv_server.tools.reader import AnswerReader
+from vmmkv_server.tools.reader import PartReader
 from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class ToolChatPrompt(ChatPrompt):
         """Texts of special tokens that the reader must see."""
         return self.format.kept_of_reasoning + (() if self.toolset is None else self.format.kept_of_calls)
 
-    def reader(self) -> AnswerReader:
+    def reader(self) -> PartReader:
         """A reader of one answer."""
         markers, toolset = self.format.markers, self.toolset
         reasoning = None if markers is None else ReasoningReader(markers, self.place)
         calls = None if toolset is None else self.format.form.reader(toolset)
-        return AnswerReader(reasoning, calls, prefix=self.prefix)
+        return PartReader(reasoning, calls, prefix=self.prefix)
 
 
 class ToolChatFormat(ChatFormat):

@@ -5,7 +5,7 @@ from vmmkv_server.tools.reading import CallReader
 from vmmkv_server.tools.reasoning import ReasoningReader
 
 
-class AnswerReader:
+class PartReader:
     """Reads one answer: `feed` it the text as it comes, then `finish`. The parts do not depend on the pieces of the text."""
 
     def __init__(self, reasoning: ReasoningReader | None = None, calls: CallReader | None = None, *, prefix: str = "") -> None:
