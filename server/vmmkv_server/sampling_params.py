@@ -48,6 +48,7 @@ ELSEWHERE: Final = {
     "max_completion_tokens": "did you mean max_tokens?",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "give it to LLM.chat"),
     "priority": "give LLM.generate priorities",
+    "reasoning_effort": 'give LLM.chat chat_template_kwargs={"enable_thinking": False}',
     "top_logprobs": "logprobs is how many of the likeliest there are at each place",
     "use_beam_search": "give beam_width",
 }
