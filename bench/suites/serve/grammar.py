@@ -276,7 +276,7 @@ def _runs(
 
 
 def _add_costs(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
-    """What masks cost, and a gate that never opens."""
+    """Rows of the cost of masks, and of a gate that never opens."""
     # A free answer's last token has been told; the one that ends an answer by a grammar has not, but was sampled.
     sampled = [told.num_sampled for told in runs[MASKS][0].told]
     num_tokens = sum(sampled)
