@@ -2,9 +2,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.server.fake_engine import ready_with
 from tests.server.support import Running, running_server
+from tests.server.tiny import byte_tokenizer
 from vmmkv_server.protocol import Ready
 
 
@@ -56,3 +59,20 @@ def fresh() -> Iterator[Running]:
     """A server of this test alone."""
     with running_server() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def _with_grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(directory)
+    ends = [int(byte_tokenizer().eos_token_id)]
+    ready = msgspec.structs.replace(ready_with(model_tokens=4096, pool_tokens=4096), model=str(directory), end_tokens=ends)
+    with running_server(ready=ready) as running:
+        yield running
+
+
+@pytest.fixture
+def with_grammars(_with_grammars: Running) -> Running:
+    """A server whose model's tokenizer is there, so that grammars are compiled; of one module."""
+    _with_grammars.reset()
+    return _with_grammars

@@ -1,7 +1,6 @@
 """OpenAI's Responses API: what the model is asked is what a chat asks, and answers are the same whole and streamed."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,10 +9,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.server.fake_engine import FAIL_SEED, SILENT_SEED, ready_with
-from tests.server.support import HELLO, Running, eventually, running_server
+from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
+from tests.server.support import HELLO, Running, eventually
 from tests.server.test_tools import CALL, HERMES, IN_TAGS, NAMED, THINKING, UNSERVED, WEATHER, asked
-from tests.server.tiny import TEMPLATE, byte_tokenizer
+from tests.server.tiny import TEMPLATE
 
 RESPONSES = "/v1/responses"
 TOOL: Any = {"type": "function", **WEATHER["function"]}
@@ -25,20 +24,9 @@ CALLED: Any = {"type": "function_call", "call_id": "call_1", **FUNCTION}
 NAMED_HERE: Any = {"type": "function", "name": "get_weather"}
 
 
-@pytest.fixture(scope="module")
-def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = tmp_path_factory.mktemp("model")
-    byte_tokenizer().save_pretrained(directory)
-    ends = [int(byte_tokenizer().eos_token_id)]
-    ready = msgspec.structs.replace(ready_with(model_tokens=4096, pool_tokens=4096), model=str(directory), end_tokens=ends)
-    with running_server(ready=ready) as running:
-        yield running
-
-
 @pytest.fixture
-def server(_server: Running) -> Running:
-    _server.reset()
-    return _server
+def server(with_grammars: Running) -> Running:
+    return with_grammars
 
 
 def whole(server: Running, **body: Any) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """Tools and reasoning over HTTP: what the model is shown, what its answer must follow, and how that is read."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
-from tests.server.fake_engine import ready_with
-from tests.server.support import CHAT, HELLO, Running, running_server
-from tests.server.tiny import TEMPLATE, byte_tokenizer
+from tests.server.support import CHAT, HELLO, Running
+from tests.server.tiny import TEMPLATE
 from tests.structured_output import in_worker
 from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
 from vmmkv_server.protocol import Gate
@@ -37,20 +34,9 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
 IN_TAGS = f"<tool_call>\n{CALL}\n</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = tmp_path_factory.mktemp("model")
-    byte_tokenizer().save_pretrained(directory)
-    ends = [int(byte_tokenizer().eos_token_id)]
-    ready = msgspec.structs.replace(ready_with(model_tokens=4096, pool_tokens=4096), model=str(directory), end_tokens=ends)
-    with running_server(ready=ready) as running:
-        yield running
-
-
 @pytest.fixture
-def server(_server: Running) -> Running:
-    _server.reset()
-    return _server
+def server(with_grammars: Running) -> Running:
+    return with_grammars
 
 
 def asked(server: Running) -> str:
