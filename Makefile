@@ -64,8 +64,8 @@ check: $(VENV)/.dev-installed
 nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(CLIENTS)
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
-	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
-	$(if $(ARGS),,$(BIN)/python tests/deletable.py)
+	$(if $(ARGS),,$(BIN)/python -m tests.mutants)
+	$(if $(ARGS),,$(BIN)/python -m tests.deletable)
 	$(if $(ARGS),,$(MAKE) trend)
 
 load: $(VENV)/.serve-installed $(GUIDELLM)/.installed

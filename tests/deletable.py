@@ -1,7 +1,7 @@
 """Rooms that can be deleted: each, taken out of a copy of the tree, leaves one that imports, passes tests and serves.
 
-    python tests/deletable.py [ROOM ...]    all rooms, or these
-    python tests/deletable.py --list        the rooms, and what is deleted and run for each
+    python -m tests.deletable [ROOM ...]    all rooms, or these
+    python -m tests.deletable --list        the rooms, and what is deleted and run for each
 
 A room is deleted with its folder or module, its lines of registration and its tests. What is left is proven to work:
 
@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.side_by_side import side_by_side
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vmmkv", "kernels/vmmkv_kernels", "server/vmmkv_server", "bench")
@@ -449,7 +451,7 @@ ROOMS: tuple[Room, ...] = (
 
 
 def main(arguments: list[str]) -> int:
-    """Delete the rooms, one after the other; the exit status."""
+    """Delete the rooms, side by side, each from a copy of its own; the exit status."""
     names = [each for each in arguments if each != "--list"]
     if unknown := set(names) - {room.name for room in ROOMS}:
         print(f"no room is named {', '.join(sorted(unknown))}; there are {', '.join(room.name for room in ROOMS)}")
@@ -460,9 +462,9 @@ def main(arguments: list[str]) -> int:
             print(described(room))
         return 0
     outcomes = []
-    for room in chosen:
-        outcomes.append(attempt(room))
-        print(f"{room.name}: {outcomes[-1].failure or 'deleted'} ({outcomes[-1].seconds:.0f} s)", flush=True)
+    for outcome in side_by_side(attempt, chosen):
+        outcomes.append(outcome)
+        print(f"{outcome.room}: {outcome.failure or 'deleted'} ({outcome.seconds:.0f} s)", flush=True)
     print(table(outcomes))
     return int(any(outcome.failure for outcome in outcomes))
 

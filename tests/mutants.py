@@ -1,6 +1,6 @@
 """Faults that the default tests must find. Each is put into a copy of the tree, and the tests nearest to it must fail.
 
-    python tests/mutants.py [WORD ...]      all faults, or those whose name has one of these words
+    python -m tests.mutants [WORD ...]      all faults, or those whose name has one of these words
 
 Exit status 1 if a fault survives, or if the text that it replaces is not there once: then this list is to be mended.
 """
@@ -10,9 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.side_by_side import side_by_side
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -971,19 +975,23 @@ MUTANTS = [
 
 
 def main(words: list[str]) -> int:
-    """Try the faults, one after the other; the exit status."""
+    """Try the faults, side by side; the exit status."""
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
-    bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__"))
-        for mutant in chosen:
-            began = time.monotonic()
-            outcome = attempt(mutant, tree)
-            bad += not outcome.startswith("killed")
-            print(f"{outcome:9} {time.monotonic() - began:5.0f} s  {mutant.name}", flush=True)
+        bad = list(side_by_side(partial(is_killed, Path(folder)), chosen)).count(False)
     print(f"{len(chosen) - bad} of {len(chosen)} killed")
     return int(bad > 0)
+
+
+def is_killed(folder: Path, mutant: Mutant) -> bool:
+    """Try one fault in the tree of this thread, a copy in the folder, and print what became of it."""
+    began = time.monotonic()
+    tree = folder / str(threading.get_ident())
+    if not tree.exists():
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__"))
+    outcome = attempt(mutant, tree)
+    print(f"{outcome:9} {time.monotonic() - began:5.0f} s  {mutant.name}", flush=True)
+    return outcome.startswith("killed")
 
 
 def attempt(mutant: Mutant, tree: Path) -> str:

@@ -50,14 +50,16 @@ def calls_of(served: ServerProcess, *, stream: bool, **options: Any) -> tuple[li
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", *PARAMETERS])
-def test_an_answer_that_must_call_has_arguments_that_validate(served: ServerProcess, choice: str, stream: bool) -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
+def test_an_answer_that_must_call_has_arguments_that_validate(
+    served: ServerProcess, choice: str, stream: bool, seed: int
+) -> None:
     named = {"type": "function", "function": {"name": choice}}
-    for seed in range(3):
-        options: Any = {"tool_choice": choice if choice == "required" else named, "seed": seed, "temperature": 1.0}
-        ((name, arguments),), reason = calls_of(served, stream=stream, **options)
-        assert name in PARAMETERS and choice in ("required", name)
-        jsonschema_rs.validate(PARAMETERS[name], json.loads(arguments))
-        assert reason == "tool_calls"
+    options: Any = {"tool_choice": choice if choice == "required" else named, "seed": seed, "temperature": 1.0}
+    ((name, arguments),), reason = calls_of(served, stream=stream, **options)
+    assert name in PARAMETERS and choice in ("required", name)
+    jsonschema_rs.validate(PARAMETERS[name], json.loads(arguments))
+    assert reason == "tool_calls"
 
 
 def test_the_example_of_the_guide_runs(served: ServerProcess) -> None:

@@ -163,7 +163,7 @@ class TestShowing:
             tokens = server.post("/tokenize", {"messages": HELLO, "tools": [WEATHER, CLOCK]}).json()["tokens"]
             assert tokens == server.generates[-1].prompt
 
-    @pytest.mark.parametrize("shown", [TEMPLATE, PLAIN, *EVERY])
+    @pytest.mark.parametrize("shown", [TEMPLATE, PLAIN, *(pytest.param(each, marks=pytest.mark.nightly) for each in EVERY)])
     @pytest.mark.parametrize("tools", [None, [WEATHER]])
     def test_a_conversation_with_calls_is_always_taken(self, server: Running, shown: str, tools: Any) -> None:
         server.shows(shown)

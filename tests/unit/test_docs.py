@@ -85,7 +85,15 @@ def in_nav(entry: Any) -> Iterator[str]:
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("example", list(examples()), ids=str)
+def is_long(example: Example) -> bool:
+    """Does it start a model? The README's do as well, but whoever tries vmmkv begins there."""
+    return "LLM(" in example.code and example.page.name != "README.md"
+
+
+EXAMPLES = [pytest.param(each, id=str(each), marks=[pytest.mark.nightly] if is_long(each) else []) for each in examples()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run_and_print_what_they_promise(example: Example, tmp_path: Path) -> None:
     if "LLM(" in example.code and not model_dir(KNOWN_MODELS["smollm2-135m"], read_environment()).is_dir():
         pytest.skip("smollm2-135m is not here: run `vmmkv fetch smollm2-135m`")

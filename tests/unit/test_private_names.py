@@ -29,6 +29,10 @@ def syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def defined(tree: ast.Module) -> Iterator[str]:
     """The private names that a file gives to something: to functions, classes, variables, and attributes of its objects."""
     for node in ast.walk(tree):
@@ -36,7 +40,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
             name = node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             name = node.attr
         else:
             continue
@@ -67,12 +71,12 @@ def taken(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and name of each private name that a file takes from something else than `self`, `cls` or `super()`."""
     others = foreign(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
-            if node.attr in private_names():
+        if isinstance(node, ast.Attribute) and node.attr in private_names():
+            if ast.unparse(node.value) not in ("self", "cls", "super()"):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name in private_names())
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+        elif isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) in BY_NAME:
             if node.args and ast.unparse(node.args[0]).partition(".")[0] in others:
                 continue
             for given in node.args[:2]:
