@@ -6,7 +6,7 @@
 Here an answer is text. `tools.chat_format` has answers with calls and reasoning.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -43,8 +43,8 @@ class ChatPrompt:
         """May the answer have calls? Then `grammar` is its grammar, if it has one."""
         return False
 
-    def grammar(self) -> Grammar | None:
-        """The grammar of an answer that may call, from its `gate` on; None if it is free."""
+    def grammar(self, namespace: Hashable = None) -> Grammar | None:
+        """The grammar of an answer that may call, from its `gate` on; None if it is free. Namespaces share nothing."""
         return None
 
     @property

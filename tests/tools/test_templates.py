@@ -8,8 +8,10 @@ import pytest
 from tests.server.tiny import byte_tokenizer
 from tests.tools.streams import BREST, told, toolset
 from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
+from vmmkv_server.structured_output.schema import GrammarRefused
 from vmmkv_server.tokenizer import Tokenizer
-from vmmkv_server.tools.chat_format import ToolChatFormat
+from vmmkv_server.tools.calls import Tool, Toolset
+from vmmkv_server.tools.chat_format import MAX_GRAMMARS, ToolChatFormat
 from vmmkv_server.tools.forms import NAMES, SHOWN, form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
 
@@ -83,3 +85,39 @@ def test_plain_json_tells_of_tools_where_the_template_has_room_for_it() -> None:
     for text, has_system in ((PLAIN, True), (without_system, False)):
         form = form_of(text)
         assert isinstance(form, PlainJson) and form.has_system == has_system
+
+
+def test_the_grammar_of_a_toolset_is_made_once() -> None:
+    """Of equal contents: each request has objects of its own."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template(written(CALLS_OF[0][1]))
+    made = ToolChatFormat(Tokenizer(tokenizer))
+
+    def first(**changes: Any) -> Any:
+        parameters = {"type": "object", "properties": {name: {"type": "string"} for name in changes.pop("names", "ab")}}
+        return Toolset(tools=(Tool(name="f", parameters=parameters), Tool(name="g")), **changes)
+
+    one = made.grammar(first())
+    assert made.grammar(first()) is one
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    others: list[Any] = [
+        *({"choice": "required"}, {"choice": "required", "named": "f"}, {"choice": "required", "named": "g"}),
+        *({"is_parallel": False, "text_schema": schema}, {"names": "ba"}),
+    ]
+    sources = {made.grammar(first(**changes)).source for changes in others}
+    assert len(sources) == len(others) and one.source not in sources
+    assert all(made.grammar(first(**changes)) is made.grammar(first(**changes)) for changes in others)
+    assert made.grammar(first(), "another tenant") is not one  # whose time would tell what this one asked
+    assert made.grammar(first()) is one
+    for number in range(MAX_GRAMMARS):
+        made.grammar(first(names=[f"x{number}"]))
+    assert made.grammar(first()) is not one
+
+
+def test_a_toolset_that_is_refused_is_refused_again() -> None:
+    made = ToolChatFormat(Tokenizer(byte_tokenizer()))
+    unserved = Toolset(tools=(Tool(name="f", parameters={"type": "object", "not": {"type": "strange"}}),))
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="strange") as refused:
+            made.grammar(unserved)
+        assert refused.value.param == "tools.0.function.parameters"

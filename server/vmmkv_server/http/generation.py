@@ -130,10 +130,10 @@ class GrammarService:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         """Thread that reads schemas, one at a time. Each holds Python's lock, which several would take from the event loop."""
 
-    async def read(self, request: GenerationRequest, prompt: ChatPrompt | None) -> Grammar | None:
+    async def read(self, request: GenerationRequest, prompt: ChatPrompt | None, *, namespace: str | None) -> Grammar | None:
         """The grammar of a request; None if its answer is free. Raises: ApiError (400)."""
         may_call = prompt is not None and prompt.may_call
-        make = prompt.grammar if prompt is not None and may_call else request.grammar
+        make = functools.partial(prompt.grammar, namespace) if prompt is not None and may_call else request.grammar
         try:
             if may_call or request.has_schema:  # it waits for those before it
                 return await asyncio.get_running_loop().run_in_executor(self._reader, make)
@@ -307,7 +307,7 @@ class Job:
         body = self._body
         try:
             await self.deadline.keep(self._encode())
-            self._asked = await self.deadline.keep(self._service.grammars.read(body, self._chat))
+            self._asked = await self.deadline.keep(self._service.grammars.read(body, self._chat, namespace=self._namespace))
             self.params = list(map(functools.partial(self._params_for, self._limits), self.prompts))
         except PromptError as error:
             raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error

@@ -1,5 +1,7 @@
 """Tools that a request offers, the calls that an answer makes, and the parts into which its text is read."""
 
+import hashlib
+import json
 import re
 import secrets
 import string
@@ -89,6 +91,13 @@ class Toolset:
             text_schema=text_schema,
         )
         return toolset if read and kind != "none" else None
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of all that a grammar of the calls depends on: schemas with their order, and how the tools are called."""
+        tools = [(tool.name, dict(tool.parameters)) for tool in self.tools]
+        asked = tools, self.choice, self.named, self.is_parallel, self.text_schema
+        return hashlib.sha256(json.dumps(asked, default=repr).encode()).digest()
 
     @property
     def is_free(self) -> bool:
