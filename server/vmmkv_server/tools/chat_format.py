@@ -32,6 +32,10 @@ MAX_GRAMMARS: Final = 32
 _UNKNOWN: Final = (
     "the form in which the model writes calls is not known: tool_choice auto is refused without --tool-call-parser"
 )
+_UNSEEN: Final = (
+    "the chat template shows no tools: the model does not see those of a request, and --tool-call-parser only names the form "
+    "in which its calls are read"
+)
 _UNKNOWN_FORM: Final = (
     "the form in which this model writes calls is not known, so that text could not be told from calls: send "
     '"required" or one function, or start the server with --tool-call-parser'
@@ -141,7 +145,12 @@ class ToolChatFormat(ChatFormat):
     @property
     def remark(self) -> str | None:
         """Fact that an operator should know; None for none."""
-        return None if self.knows_form or self.tokenizer.template is None else _UNKNOWN
+        if self.tokenizer.template is None:
+            return None
+        if not self.knows_form:
+            return _UNKNOWN
+        is_unseen = self._plain is None and isinstance(form_of(self.tokenizer.template), PlainJson)
+        return _UNSEEN if is_unseen else None
 
     def grammar(self, toolset: Toolset, namespace: Hashable = None) -> Grammar:
         """The grammar of calls, as `CallForm.grammar`; namespaces share none. Call it in one thread at a time.
