@@ -30,6 +30,7 @@ HERMES = EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form
 CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 UNSERVED: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "strange"}}}}
+STRANGE_FORMAT: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
 IN_TAGS = f"<tool_call>\n{CALL}\n</tool_call>"
 
@@ -204,7 +205,9 @@ class TestRefusals:
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "'a b'"),
             ({"tools": [{"type": "function", "function": {"name": "f", "made_up": 1}}]}, "tools.0.function", "'made_up'"),
             ({"tools": [{"type": "code"}]}, "tools.0.type", "function"),
-            ({"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
+            ({"tools": [CLOCK], "response_format": STRANGE_FORMAT},
+             "response_format.json_schema.schema", "strange"),
+            ({"tools": [CLOCK], "tool_choice": "required", "response_format": STRANGE_FORMAT},
              "response_format.json_schema.schema", "strange"),
             ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs", '"tool_choice": "none"'),
             ({"tools": [WEATHER], "tool_choice": "required", "use_beam_search": True}, "use_beam_search", "tool_choice"),

@@ -164,6 +164,16 @@ def test_text_of_a_schema_is_an_answer_beside_calls(form: CallForm) -> None:
 
 
 @each_form
+def test_text_of_a_schema_has_no_effect_where_the_answer_must_call_but_is_read(form: CallForm) -> None:
+    for named in (None, "now"):
+        asked = functools.partial(toolset, choice="required", named=named)
+        assert form.grammar(asked(text_schema={"const": "a"})) == form.grammar(asked())
+        with pytest.raises(GrammarRefused, match="strange") as refused:
+            form.grammar(asked(text_schema={"type": "strange"}))
+        assert refused.value.param == "response_format.json_schema.schema"
+
+
+@each_form
 def test_a_schema_that_is_not_served_is_refused_by_its_tool(form: CallForm) -> None:
     tools = (TOOLS[0], tool("bad", a={"type": "array", "uniqueItems": True}))
     with pytest.raises(GrammarRefused, match="/properties/a has uniqueItems") as caught:
@@ -172,11 +182,21 @@ def test_a_schema_that_is_not_served_is_refused_by_its_tool(form: CallForm) -> N
     form.grammar(toolset(tools=tools, choice="required", named="get_weather"))
 
 
-def test_a_tool_without_properties_has_no_arguments() -> None:
-    source = form_named("json", None).grammar(toolset(choice="required", named="now")).source
-    grammar = of_source(source)
-    assert allows(grammar, '{"name": "now", "arguments": {}}')
-    assert not allows(grammar, '{"name": "now", "arguments": {"a": 1}}')
+@each_form
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}])
+def test_a_tool_without_properties_has_no_arguments(form: CallForm, parameters: Any) -> None:
+    asked = Toolset.of([{"type": "function", "function": {"name": "now", "parameters": parameters}}], "required")
+    assert asked is not None
+    grammar = of_source(form.grammar(asked).source)
+    calls = [form.text([("now", arguments)]).removeprefix(form.prefix) for arguments in ("{}", '{"a": 1}')]
+    assert [allows(grammar, call) for call in calls] == [True, False]
+
+
+def test_arguments_of_any_names_are_for_a_schema_that_says_so() -> None:
+    for parameters in ({"type": "object", "additionalProperties": True}, {"required": ["a"]}):
+        tools = (Tool(name="f", parameters=parameters),)
+        grammar = of_source(form_named("json", None).grammar(toolset(tools=tools, choice="required")).source)
+        assert allows(grammar, '{"name": "f", "arguments": {"a": 1}}')
 
 
 def test_schemas_of_several_tools_share_their_rules() -> None:

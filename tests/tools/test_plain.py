@@ -31,6 +31,14 @@ def test_turns_alternate_and_have_a_role_and_a_text() -> None:
 def test_the_tools_are_told_of_at_the_begin() -> None:
     text = PlainJson().system_text(toolset())
     assert all(name in text for name in ("get_weather", "send_mail", "now"))
+    for changes, said in (
+        ({}, "answer in plain text."),
+        ({"text_schema": {"type": "object"}}, "answer without a call."),
+        ({"choice": "required"}, "Now answer with a call, and no text."),
+        ({"choice": "required", "named": "now"}, "Now answer with a call of now, and no text."),
+    ):
+        told_of = PlainJson().system_text(toolset(**changes))
+        assert told_of.endswith(said) and ("plain text" in told_of) == (not changes)
     system = {"role": "system", "content": "Be brief."}
     assert PlainJson().conversation([USER], toolset()) == [{"role": "system", "content": text}, USER]
     assert PlainJson().conversation([system, USER], toolset())[0]["content"] == f"Be brief.\n\n{text}"

@@ -78,6 +78,18 @@ def test_a_form_can_be_named_and_an_unknown_name_tells_the_known_ones() -> None:
         form_named("herms", None)
 
 
+def test_an_operator_learns_that_a_form_is_unknown_or_its_tools_unseen() -> None:
+    tokenizer = byte_tokenizer()
+    hermes = template(written(CALLS_OF[0][1]))
+    for shown, parser, said in (
+        *((PLAIN, "auto", None), (PLAIN, "json", None), (PLAIN, "hermes", "shows no tools"), (hermes, "hermes", None)),
+        *((hermes, "glm45", None), (STRANGE["its own form"], "auto", "is not known"), (None, "hermes", None)),
+    ):
+        tokenizer.chat_template = shown
+        remark = ToolChatFormat(Tokenizer(tokenizer), call_parser=parser).remark
+        assert (remark is None) == (said is None) and (said or "") in (remark or ""), (shown, parser)
+
+
 def test_plain_json_tells_of_tools_where_the_template_has_room_for_it() -> None:
     without_system = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"

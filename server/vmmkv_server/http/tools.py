@@ -31,7 +31,7 @@ class FunctionDefinition(WireRequest):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; none without it."""
+    """JSON schema of the arguments, an object; no arguments if it is empty or not given."""
     strict: bool | None = None
     """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 

@@ -33,7 +33,7 @@ class Tool:
     """Letters, digits, `_`, `-` and `.`, 64 at most."""
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of its arguments, an object."""
+    """JSON schema of its arguments, an object. One that is empty or not given is that of no arguments."""
     is_strict: bool = False
     """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 
@@ -145,7 +145,7 @@ def _tool(index: int, given: Any) -> Tool:
     if not isinstance(strict, bool | None):
         raise InvalidTools(f"tools.{index}.function.strict", "it must be true or false")
     tool = Tool(name=name, description=description, is_strict=bool(strict))
-    return tool if parameters is None else replace(tool, parameters=parameters)
+    return replace(tool, parameters=parameters) if parameters else tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class CallForm(ABC):
         """Calls whose arguments follow their tools' schemas: from a trigger on where the answer `is_free`, else all of it.
 
         Raises: GrammarRefused, naming the tool whose schema is not served; or `response_format`, if text of the `text_schema`
-        cannot stand beside calls, or is not served.
+        cannot stand beside calls, or is not served, also where the answer must call.
         """
         if toolset.choice == "auto" and not toolset.is_free and self.prefix:
             raise GrammarRefused(_NO_FORMAT, param="response_format")
@@ -89,11 +89,12 @@ class CallForm(ABC):
         else:
             further = "" if toolset.most_calls == 1 else f"({quoted(self.between)} {one})*"
             root = f"{first} {quoted(self.open)} {one} {further} {quoted(self.close)}"
-        if toolset.choice == "auto" and toolset.text_schema is not None:
+        if toolset.text_schema is not None:  # it is read where it has no effect too: clients learn of their mistakes
             try:
-                root = f"{root} | {rules.of(toolset.text_schema)}"
+                text = rules.of(toolset.text_schema)
             except SchemaRefused as error:
                 raise GrammarRefused(str(error), param="response_format.json_schema.schema") from error
+            root = f"{root} | {text}" if toolset.choice == "auto" else root
         return Grammar("json", rules.written(root.strip()))
 
     def text(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -224,9 +225,13 @@ class Named(CallForm):
 
 
 def arguments_schema(tool: Tool) -> dict[str, object]:
-    """The schema of a tool's arguments. One that names no properties has none, unless it says what others there may be."""
+    """The schema of a tool's arguments. One that names no properties has none, unless it says what others there may be.
+
+    So `{}` and `{"type": "object"}` are functions without arguments, in every form.
+    """
     schema = dict(tool.parameters)
-    if schema.get("properties") == {} and schema.keys() <= _OF_NOTHING:
+    names_any = schema.get("properties") or schema.get("required")
+    if not names_any and schema.keys() <= _OF_NOTHING:
         schema["additionalProperties"] = False
     return schema
 

@@ -31,7 +31,7 @@ class PlainJson(Objects):
             "To call a function, answer with one JSON object and nothing else, no text and no code block around it:\n"
             '{"name": "the name of the function", "arguments": {its arguments}}\n'
             + ("To call several functions, write one such object on each line.\n" if toolset.most_calls is None else "")
-            + "The results come with the next message. If no function helps, answer in plain text."
+            + f"The results come with the next message. {_may_answer(toolset)}"
         )
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], toolset: Toolset | None) -> list[dict[str, Any]]:
@@ -71,3 +71,10 @@ class PlainJson(Objects):
             both = (first["content"], text) if self.has_system else (text, first["content"])
             return [{**first, "content": "\n\n".join(part for part in both if part)}, *others]
         return [{"role": role, "content": text}, *turns]
+
+
+def _may_answer(toolset: Toolset) -> str:
+    """The sentence that tells the model what else than a call it may answer."""
+    if toolset.choice == "required":
+        return f"Now answer with a call{f' of {toolset.named}' if toolset.named else ''}, and no text."
+    return f"If no function helps, answer {'in plain text' if toolset.text_schema is None else 'without a call'}."
