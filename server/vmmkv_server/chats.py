@@ -22,8 +22,9 @@ Turn: TypeAlias = Mapping[str, Any]
 class AnswerReader(Protocol):
     """Reads one answer: `feed` it the text as it comes, then `finish`."""
 
-    has_called: bool
-    """Has a call begun?"""
+    @property
+    def has_whole_calls(self) -> bool:
+        """Has the answer calls so far, all of them whole?"""
 
     def feed(self, text: str) -> list[Any]:
         """The parts that are certain now."""

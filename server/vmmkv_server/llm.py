@@ -98,7 +98,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     """Tokens without the end token, but with those of a stop string."""
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
-    """Cause of the end, `tool_calls` for an answer with calls that was not cut off; None if the request failed before it."""
+    """Cause of the end, `tool_calls` for an answer with calls that are whole; None if the request failed before it."""
     logprobs: list[float] | None = None
     """Log-probability of each token under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
@@ -637,7 +637,7 @@ def _read_parts(output: CompletionOutput, reader: AnswerReader) -> None:
             output.tool_calls.append(Call(name=part.name))
         elif isinstance(part, CallArguments):
             output.tool_calls[part.index].arguments += part.text
-    if output.tool_calls and output.finish_reason == "stop":
+    if reader.has_whole_calls and output.finish_reason == "stop":
         output.finish_reason = "tool_calls"
 
 

@@ -184,6 +184,14 @@ class TestAnswers:
         assert list(items.values()) == told[-1]["response"]["output"]
         assert list(pieces.values()) == [text for _, text in output]
 
+    def test_a_call_that_a_stop_string_cut_off_is_incomplete(self, server: Running) -> None:
+        server.shows(HERMES)
+        server.answers(IN_TAGS)
+        (call,) = whole(server, tools=[TOOL], stop=["Br"])["output"]
+        assert (call["status"], call["arguments"]) == ("incomplete", '{"city": "')
+        (call,) = whole(server, tools=[TOOL], stop=["</tool_call>"])["output"]
+        assert (call["status"], call["arguments"]) == ("completed", FUNCTION["arguments"])
+
     @pytest.mark.parametrize(
         ("text", "asks", "statuses"),
         [("It rains.", {}, ["incomplete"]), (f"Well.\n{IN_TAGS}", {"tools": [TOOL]}, ["completed", "incomplete"])],

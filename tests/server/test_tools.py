@@ -126,6 +126,41 @@ class TestCalls:
             message, reason = answer(server, tools=[WEATHER], max_tokens=len(IN_TAGS) - 20)
             assert reason == "length" and message["tool_calls"][0]["arguments"].startswith('{"city": "')
 
+    @pytest.mark.parametrize(
+        ("stop", "arguments", "reason"),
+        [
+            ("Br", '{"city": "', "stop"),
+            ("</tool_call>", '{"city": "Brest"}', "tool_calls"),
+            ("Next", '{"city": "Brest"}', "tool_calls"),
+        ],
+    )
+    def test_a_stop_string_within_a_call_leaves_a_part_of_one(
+        self, server: Running, stop: str, arguments: str, reason: str
+    ) -> None:
+        """Clients make the calls of an answer that ended with `tool_calls`."""
+        server.shows(HERMES)
+        server.answers(f"{IN_TAGS}\nNext {IN_TAGS}")
+        for answer in (whole, streamed):
+            wanted = {"content": None, "reasoning": None, "tool_calls": [{"name": "get_weather", "arguments": arguments}]}
+            assert answer(server, tools=[WEATHER], stop=[stop]) == (wanted, reason)
+
+    def test_an_answer_that_is_cut_off_before_its_call_is_empty(self, server: Running) -> None:
+        for shown, text, asks in (
+            (
+                EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form == "mistral")],
+                "[",
+                {"tool_choice": "required"},
+            ),
+            (HERMES, "<tool_call>\n{", {"tool_choice": "required"}),
+            (HERMES, "<tool_call>\n{", {}),
+        ):
+            server.shows(shown)
+            server.answers(text + "x")
+            message, reason = whole(server, tools=[WEATHER], max_tokens=len(text), **asks)
+            assert (message["content"] or "", message["tool_calls"], reason) == ("", None, "length")
+            message, _ = streamed(server, tools=[WEATHER], max_tokens=len(text), **asks)
+            assert not message["content"]
+
     def test_each_choice_has_its_own_calls(self, server: Running) -> None:
         server.answers(CALL)
         choices = server.chat(tools=[WEATHER], tool_choice="required", n=3).json()["choices"]

@@ -85,7 +85,7 @@ def _of_all(form: CallForm) -> dict[str, tuple[str, Told]]:
         return form.text(calls)
 
     call, unknown = text(BREST), text(("fly", "{}"))
-    is_cut = call.index("Brest") + 3
+    is_cut, begun = call.index("Brest") + 3, call[: call.index("get_weather") + 4]
     streams: dict[str, tuple[str, Told]] = {
         "content": ("The sea is calm.\n", ["The sea is calm.\n"]),
         "white space": (" \n ", [" \n "]),
@@ -98,7 +98,7 @@ def _of_all(form: CallForm) -> dict[str, tuple[str, Told]]:
         "two calls": (text(BREST, NOW), [BREST, NOW]),
         "three calls": (text(BREST, QUOTED, LONG), [BREST, QUOTED, LONG]),
         "text behind": (f"{call}\nDone.\n", [BREST, "\nDone.\n"]),
-        "cut off in the name": (call[: call.index("get_weather") + 4], [call[: call.index("get_weather") + 4]]),
+        "cut off in the name": (begun, [begun] if form.is_first else []),
         "cut off in the arguments": (call[:is_cut], [("get_weather", '{"city": "Bre')]),
         "unknown name": (unknown, [unknown]),
         "a similar name": (text(("get_weathers", "{}")), [text(("get_weathers", "{}"))]),

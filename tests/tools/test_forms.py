@@ -73,6 +73,41 @@ def test_arguments_stream_as_they_come(form: CallForm) -> None:
 
 
 @each_form
+def test_an_answer_that_must_call_shows_no_text_wherever_it_is_cut_off(form: CallForm) -> None:
+    asked = toolset(choice="required")
+    text = form.text([BREST, NOW])
+    for size in range(len(form.prefix), len(text) + 1):
+        reader = form.reader(asked)
+        parts = told([*reader.feed(text[:size]), *reader.finish()])
+        assert all(isinstance(part, tuple) for part in parts), text[:size]
+        is_whole = [json.loads(arguments) is not None for _, arguments in parts if arguments.endswith("}")]
+        assert not reader.has_whole_calls or len(is_whole) == len(parts)
+    assert parts == [BREST, NOW] and reader.has_whole_calls
+
+
+@each_form
+def test_a_call_is_whole_with_all_of_its_text_and_not_before(form: CallForm) -> None:
+    """A stop string may be found behind any letter of it."""
+    end = len(form.begin) + len(form.written(*BREST)) + len(form.text([BREST]).split(form.begin + form.written(*BREST))[0])
+    text = form.text([BREST])
+    for size in range(len(text) + 1):
+        reader = form.reader(toolset())
+        reader.feed(text[:size])
+        reader.finish()
+        assert reader.has_whole_calls == (size >= len(text[:end].rstrip())), text[:size]
+
+
+@each_form
+def test_a_call_that_is_broken_is_not_whole(form: CallForm) -> None:
+    text = form.text([BREST])
+    broken = text[: text.index(form.last.strip())] + "?" if isinstance(form, Markup) else text[: text.index("Brest")] + "\n"
+    reader = form.reader(toolset())
+    reader.feed(f"{broken}{text}")
+    reader.finish()
+    assert not reader.has_whole_calls
+
+
+@each_form
 def test_an_answer_has_no_more_calls_than_it_may(form: CallForm) -> None:
     first, *others = told(read(form, [form.text([BREST, NOW])], toolset(is_parallel=False)))
     assert first == BREST and all(isinstance(other, str) for other in others) and others

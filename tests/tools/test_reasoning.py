@@ -78,7 +78,7 @@ def test_calls_count_behind_the_reasoning_alone() -> None:
     reader = PartReader(ReasoningReader(THINK, Place.BEFORE), HERMES.reader(TOOLS))
     parts = [*reader.feed(f"<think>{call}</think>\nSo: {call}"), *reader.finish()]
     assert parts == [Reasoning(call), Content("So:"), CallBegun(0, "f"), CallArguments(0, "{}")]
-    assert reader.has_called
+    assert reader.has_whole_calls
 
 
 def test_a_prefix_that_the_prompt_has_is_read_before_the_answer() -> None:

@@ -384,8 +384,8 @@ class TextDelta:
     """Scores of a prompt that stands before the new tokens; None for none."""
     parts: Sequence[Any] | None = None
     """The text by its parts, if it is read: calls, reasoning, content. Else all of it is content."""
-    has_called: bool = False
-    """Has the choice made calls, now or before?"""
+    has_whole_calls: bool = False
+    """Has the choice made calls, now or before, all of them whole?"""
 
     @property
     def num_logprobs(self) -> int:
@@ -452,7 +452,7 @@ class ChoiceStream:
             parts = self._reader.feed(delta.text) + ([] if self._reason is None else self._reader.finish())
             if self._reason is None and not parts:
                 return None
-            delta = replace(delta, parts=parts, has_called=self._reader.has_called)
+            delta = replace(delta, parts=parts, has_whole_calls=self._reader.has_whole_calls)
         self._echo_scores = None
         if self._scores is not None:
             self._scores = []
@@ -583,7 +583,7 @@ class ChatForm(ChunkForm):
 
     def _common(self, delta: TextDelta) -> dict[str, Any]:
         logprobs = None if delta.scores is None else ChatLogprobs(content=list(map(self._scored, delta.scores)))
-        reason = "tool_calls" if delta.has_called and delta.finish_reason == "stop" else delta.finish_reason
+        reason = "tool_calls" if delta.has_whole_calls and delta.finish_reason == "stop" else delta.finish_reason
         return {"index": delta.index, "logprobs": logprobs, "finish_reason": reason}
 
     def _scored(self, score: Score) -> TokenLogprob:

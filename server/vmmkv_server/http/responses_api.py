@@ -316,7 +316,8 @@ class ResponsesForm(ResponseForm):
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             if not self._items:
                 yield from self._begin("message", role="assistant", content=[])
-            yield from self._end(self._status)
+            is_cut_call = self._items[-1]["type"] == "function_call" and not delta.has_whole_calls  # by a stop string
+            yield from self._end("incomplete" if is_cut_call else self._status)
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[str]:
         """Begin an item, which ends the one before."""

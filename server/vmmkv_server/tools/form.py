@@ -160,6 +160,7 @@ class _Reader(CallReader):
     def _call(self, begin: str) -> Waiting[None]:
         yield from self.mark(begin)
         yield from self._form.read(self)
+        self.end()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,8 @@ class Markup(CallForm):
             return
         pieces: list[str] = []
         # A text within JSON may have the closing tag in it.
-        is_json = (yield from reader.peek()) in "[{" and (yield from reader.attempt(self._closed_json(reader, pieces.append)))
+        closed_json = self._closed_json(reader, pieces.append)
+        is_json = (yield from reader.peek()) in "[{" and (yield from reader.attempt(closed_json, is_value=True))
         if not is_json:
             pieces.clear()
             yield from reader.until([self.closing], _Text(pieces.append, has_lines=self._has_lines).feed)

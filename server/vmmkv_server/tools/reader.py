@@ -1,6 +1,6 @@
 """The parts of an answer, from its text as it comes: reasoning, then text and calls."""
 
-from vmmkv_server.tools.calls import CallBegun, Content, Part, Reasoning
+from vmmkv_server.tools.calls import Content, Part, Reasoning
 from vmmkv_server.tools.reading import CallReader
 from vmmkv_server.tools.reasoning import ReasoningReader
 
@@ -13,8 +13,11 @@ class PartReader:
         self._reasoning = reasoning
         self._calls = calls
         self._prefix = prefix
-        self.has_called = False
-        """Has a call begun?"""
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Has the answer calls so far, all of them whole?"""
+        return self._calls is not None and self._calls.has_whole_calls
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
@@ -30,15 +33,11 @@ class PartReader:
             reasoning, behind = self._reasoning.finish()
             parts += [*([Reasoning(reasoning)] if reasoning else []), *(self._read(behind) if behind else [])]
         if self._calls is not None:
-            parts += self._noted(self._calls.finish())
+            parts += self._calls.finish()
         return parts
 
     def _read(self, text: str) -> list[Part]:
         if self._calls is None:
             return [Content(text)] if text else []
         text, self._prefix = self._prefix + text, ""
-        return self._noted(self._calls.feed(text))
-
-    def _noted(self, parts: list[Part]) -> list[Part]:
-        self.has_called = self.has_called or any(isinstance(part, CallBegun) for part in parts)
-        return parts
+        return self._calls.feed(text)

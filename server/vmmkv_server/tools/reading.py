@@ -37,13 +37,16 @@ class CallReader(ABC):
 
     Text that only looks like a call is content, such as one of a tool that is unknown, or of broken JSON. Once a call has
     begun, it stays a call: its arguments end where they are cut off or broken, and what follows is content.
-    White space in front of a call, and behind the last one, belongs to the calls.
+    White space in front of a call, and behind the last one, belongs to the calls. So does the begin of a call that the end of
+    the answer cuts off: behind a trigger or a call, or anywhere if the answer must call.
     """
 
     def __init__(self, toolset: Toolset) -> None:
         self.tools = {tool.name: tool for tool in toolset.callable_tools}
         self._most_calls = toolset.most_calls
-        self._num_calls = 0
+        self._must_call = toolset.choice == "required"
+        self._num_calls = self._num_whole = 0
+        """Calls that have begun, and those of them that are whole."""
         self._text = ""
         self._at = 0
         """Start of the text that is not read yet."""
@@ -76,7 +79,7 @@ class CallReader(ABC):
         """The last parts, at the end of the answer."""
         self._is_over = True
         next(self._reading, None)
-        if not self._is_behind_call:
+        if not self._is_behind_call and not self._must_call:
             self._put(Content("".join(self._space)))
         self._space = []
         return self._taken()
@@ -102,8 +105,15 @@ class CallReader(ABC):
         """May there be a further call?"""
         return self._most_calls is None or self._num_calls < self._most_calls
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """Are there calls so far, all of them whole?"""
+        return 0 < self._num_calls == self._num_whole
+
     def show(self, text: str) -> None:
         """Give out content."""
+        if self._must_call and self._is_over:
+            return  # the begin of a call, cut off
         self._code.feed(text)
         shown = text.rstrip()
         if shown:
@@ -118,6 +128,10 @@ class CallReader(ABC):
         self._space, self._is_behind_call = [], True
         self._put(CallBegun(self._num_calls, name))
         self._num_calls += 1
+
+    def end(self) -> None:
+        """End the last call, which is whole."""
+        self._num_whole += 1
 
     def argue(self, text: str) -> None:
         """Give out more of the arguments of the last call."""
@@ -263,17 +277,23 @@ class CallReader(ABC):
                 return trigger
             self.show(trigger)
 
-    def attempt(self, reading: Waiting[None]) -> Waiting[bool]:
-        """Read a call or what stands around one. Where it is none, nothing is read but the trigger, which is shown."""
+    def attempt(self, reading: Waiting[None], *, is_value: bool = False) -> Waiting[bool]:
+        """Read a call or what stands around one, or a value in one. Where it is none, nothing is read but the trigger, which
+        is shown. Where the end of the answer cuts it off, the text is dropped if it belongs to the calls.
+        """
         self._held_from = self._at
         try:
             yield from reading
-        except (NoCall, EndOfAnswer):
+        except (NoCall, EndOfAnswer) as error:
             if self._held:
                 self._text, self._at = "".join([*self._held, self._text[self._held_from :]]), 0
             elif self._held_from is not None:
                 self._at = self._held_from
-            self.show(self._trigger)
+            may_come = not self._trigger or self._trigger not in self._text[self._at :]  # else a call may stand behind
+            if isinstance(error, EndOfAnswer) and not is_value and may_come and (self._trigger or self._is_behind_call):
+                self._at = len(self._text)
+            else:
+                self.show(self._trigger)
             return False
         finally:
             self._let_go()
