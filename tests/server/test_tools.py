@@ -30,6 +30,7 @@ HERMES = EVERY[next(index for index, (form, _, _) in enumerate(CALLS_OF) if form
 CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 UNSERVED: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "strange"}}}}
+OF_TEXT: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
 STRANGE_FORMAT: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Brest"}}'
 IN_TAGS = f"<tool_call>\n{CALL}\n</tool_call>"
@@ -240,6 +241,10 @@ class TestRefusals:
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "'a b'"),
             ({"tools": [{"type": "function", "function": {"name": "f", "made_up": 1}}]}, "tools.0.function", "'made_up'"),
             ({"tools": [{"type": "code"}]}, "tools.0.type", "function"),
+            ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", 'only tools of type "function"'),
+            ({"tools": [{"type": "function", "name": "f"}]}, "tools.0.name",
+             'send {"type": "function", "function": {"name": ...}}.'),
+            ({"tools": [OF_TEXT], "tool_choice": "required"}, "tools.0.function.parameters", "arguments are of type 'object'"),
             ({"tools": [CLOCK], "response_format": STRANGE_FORMAT},
              "response_format.json_schema.schema", "strange"),
             ({"tools": [CLOCK], "tool_choice": "required", "response_format": STRANGE_FORMAT},
@@ -263,7 +268,7 @@ class TestRefusals:
     def test_a_schema_that_is_not_served_names_its_tool(self, server: Running, asks: Any) -> None:
         server.shows(HERMES)
         error = server.refuses(CHAT, tools=[WEATHER, UNSERVED], **asks)
-        assert error["param"] == "tools.1.function.parameters" and "strange" in error["message"]
+        assert error["param"] == "tools.1.function.parameters" and "tool 'f': /not has type" in error["message"], error
 
     def test_a_model_of_an_unknown_form_calls_only_where_it_must(self, server: Running) -> None:
         server.shows(STRANGE["its own form"])

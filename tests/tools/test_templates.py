@@ -74,7 +74,7 @@ def test_a_form_can_be_named_and_an_unknown_name_tells_the_known_ones() -> None:
     for name in NAMES:
         assert form_named(name, None).name == name
     assert form_named("json", PLAIN) is form_of(PLAIN)
-    with pytest.raises(ValueError, match="'herms'; there are hermes,"):
+    with pytest.raises(ValueError, match="tool_call_parser='herms' is not known; use one of auto, hermes,"):
         form_named("herms", None)
 
 

@@ -170,16 +170,17 @@ def from_exception(error: Exception) -> ApiError:
         case EngineDead() | EngineNotReady() | MapUnavailable():
             return unavailable(str(error))
         case RequestValidationError():
-            return _from_validation(error.errors()[0])  # OpenAI's form has room for one
+            return _from_validation(error.errors()[0], error.body)  # OpenAI's form has room for one
         case _:
             return internal_error(f"The server failed on this request ({type(error).__name__}); its log has the details.")
 
 
-def _from_validation(error: Mapping[str, Any]) -> ApiError:
-    """One of pydantic's complaints."""
+def _from_validation(error: Mapping[str, Any], body: Any) -> ApiError:
+    """One of pydantic's complaints about a body."""
     context = error.get("ctx", {})
-    path = [str(part) for part in error["loc"][1:]]
-    param = ".".join([*path, *filter(None, [context.get("param")])]) or None
+    field = context["discriminator"].strip("'") if error["type"] == "union_tag_invalid" else context.get("param")
+    path = _without_tags([*error["loc"][1:], *filter(None, [field])], body)
+    param = ".".join(path) or None
     match error["type"]:
         case "json_invalid":
             return ApiError(400, f"The body is not valid JSON: {context.get('error', error['msg'])}.", code="invalid_json")
@@ -194,6 +195,22 @@ def _from_validation(error: Mapping[str, Any]) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def _without_tags(path: Sequence[str | int], body: Any) -> list[str]:
+    """The place of an error in a body, without the names that pydantic gives to alternatives, such as types of items."""
+    found, here = list[str](), body
+    for place, part in enumerate(path):
+        if isinstance(here, dict):
+            if part not in here and place < len(path) - 1:
+                continue
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            here = here[part]
+        else:
+            here = None
+        found.append(str(part))
+    return found
+
+
 def _in_words(error: Mapping[str, Any]) -> str:
     """pydantic's message, without Python's types and pydantic's own steps."""
     context = error.get("ctx", {})
@@ -202,6 +219,8 @@ def _in_words(error: Mapping[str, Any]) -> str:
             return "it must be a JSON object"
         case "list_type":
             return "it must be a list"
+        case "union_tag_invalid":
+            return f"{context['tag']!r} is not served; there are {context['expected_tags']}"
         case "too_short":
             return f"it must have {counted(context['min_length'], 'item')} at least, and has {context['actual_length']}"
         case "too_long":

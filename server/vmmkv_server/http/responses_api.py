@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from fastapi import APIRouter, Request, Response
@@ -19,7 +19,7 @@ from vmmkv_server.http import errors, generation
 from vmmkv_server.http.errors import ApiError, ErrorBody
 from vmmkv_server.http.responses import ResponseForm, TextDelta, Usage
 from vmmkv_server.http.schemas import ChatRequest, JsonSchema
-from vmmkv_server.http.tools import MAX_ID_CHARS, FunctionDefinition
+from vmmkv_server.http.tools import MAX_ID_CHARS, FunctionDefinition, refuse_other_types
 from vmmkv_server.http.wire import Unserved, WireRequest, refusal, without_nulls
 from vmmkv_server.tokenizer import TokenTexts
 from vmmkv_server.tools.calls import CallBegun, Content, Part, Reasoning, new_call_id
@@ -105,14 +105,9 @@ _Item: TypeAlias = Annotated[InputMessage | InputCall | InputResult | InputReaso
 class FlatTool(FunctionDefinition):
     """A function of the client's, in the form of this API."""
 
+    remedies: ClassVar[Mapping[str, str]] = {"function": 'send {"type": "function", "name": ...}'}
+    _is_function = model_validator(mode="before")(refuse_other_types)
     type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_function(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("type") != "function":
-            raise refusal("type", 'only tools of type "function" are served; the server runs none itself')
-        return data
 
 
 class TextFormat(JsonSchema):
@@ -132,6 +127,7 @@ class TextOptions(WireRequest):
 class ReasoningOptions(WireRequest):
     """Options of the reasoning."""
 
+    unserved: ClassVar[Unserved] = {"summary": (), "generate_summary": ()}
     effort: Literal["none"] | None = None
 
 
@@ -157,6 +153,12 @@ class ResponsesRequest(_SharedFields):  # type: ignore[misc]
         "stream_options": ({}, {"include_obfuscation": False}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "send max_output_tokens"),
+        "messages": "send input",
+        "reasoning_effort": "send reasoning",
+        "response_format": "send text",
     }
     input: Annotated[list[_Item], Field(min_length=1), BeforeValidator(_as_items, json_schema_input_type=str | list[_Item])]
     instructions: str | None = None

@@ -1,8 +1,8 @@
 """Tools over HTTP: fields of requests and of their turns, and of the messages and deltas that answer them."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -36,9 +36,20 @@ class FunctionDefinition(WireRequest):
     """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 
 
+def refuse_other_types(data: Any) -> Any:
+    """A tool, if its type is that of functions, or none is given."""
+    if isinstance(data, dict) and data.get("type", "function") != "function":
+        raise refusal("type", 'only tools of type "function" are served; the server runs none itself')
+    return data
+
+
 class FunctionTool(WireRequest):
     """A tool of a request."""
 
+    remedies: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("name", "description", "parameters", "strict"), 'send {"type": "function", "function": {"name": ...}}'
+    )
+    _is_function = model_validator(mode="before")(refuse_other_types)
     type: Literal["function"]
     function: FunctionDefinition
 

@@ -29,6 +29,8 @@ class WireRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     unserved: ClassVar[Unserved] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """Advice for unknown parameters that have another name or place here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,8 +52,8 @@ class WireRequest(BaseModel):
         takes_others = cls.model_config["extra"] == "allow" and required <= data.keys()
         for name in data:
             if name not in fields and name not in cls.unserved and not takes_others:
-                near = did_you_mean(name, list(fields))
-                context = {"param": encodable(name), "remedy": f"; {near}" if near else "."}
+                near = cls.remedies.get(name) or did_you_mean(name, list(fields))
+                context = {"param": encodable(name), "remedy": _ended(f"; {near}" if near else "")}
                 raise PydanticCustomError("unknown_parameter", "Unknown parameter: '{param}'{remedy}", context)
         is_null = {name for name, value in data.items() if value is None} - required
         return {name: value for name, value in data.items() if name not in cls.unserved and name not in is_null}
@@ -65,6 +67,10 @@ class WireRequest(BaseModel):
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         return reference
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("?") else f"{text}."
 
 
 def without_nulls(value: Any) -> Any:

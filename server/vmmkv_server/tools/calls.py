@@ -63,7 +63,9 @@ class Toolset:
             raise InvalidTools("tools", f"there are {len(names)}, and may be {MAX_TOOLS}")
         for index, name in enumerate(names):
             if not re.fullmatch(TOOL_NAME, name):
-                raise InvalidTools(f"tools.{index}.function.name", f"{name!r} is not 1 to 64 letters, digits, _, - and .")
+                raise InvalidTools(
+                    f"tools.{index}.function.name", f"{name!r} is not 1 to 64 letters, digits and signs '_', '-', '.'"
+                )
             if name in names[:index]:
                 raise InvalidTools(f"tools.{index}.function.name", f"{name!r} is the name of another tool; give each its own")
         if self.choice == "required" and not names:

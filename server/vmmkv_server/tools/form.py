@@ -78,7 +78,7 @@ class CallForm(ABC):
                 try:
                     ways.append(self.call(rules, tool))
                 except SchemaRefused as error:
-                    raise GrammarRefused(str(error), param=f"tools.{index}.function.parameters") from error
+                    raise GrammarRefused(f"tool {tool.name!r}: {error}", param=f"tools.{index}.function.parameters") from error
         call = rules.rule("call", " | ".join(ways))
         one = f"{quoted(self.begin)} {call} {quoted(self.end)}"
         first = "" if toolset.choice == "required" and self.prefix else quoted(self.trigger)
@@ -241,6 +241,12 @@ _OF_NOTHING: Final = frozenset(["type", "properties", "required", "title", "desc
 """Keywords of a schema that says nothing of further properties."""
 
 
+_OTHER_TYPES: Final = frozenset(["array", "boolean", "integer", "null", "number", "string"])
+
+
 def of_arguments(rules: SchemaRules, tool: Tool) -> str:
     """The rule of the JSON object of a tool's arguments. Raises: SchemaRefused."""
+    kind = tool.parameters.get("type")
+    if isinstance(kind, str) and kind in _OTHER_TYPES:
+        raise SchemaRefused(f"the schema has type {kind!r}; arguments are of type 'object'")
     return rules.of(arguments_schema(tool), is_object=True)

@@ -64,7 +64,7 @@ def form_named(name: str, template: str | None) -> CallForm:
     for form in (*([] if own is None else [own]), *SHOWN, PlainJson()):
         if form.name == name:
             return form
-    raise ValueError(f"there is no form of calls named {name!r}; there are {', '.join(NAMES)}")
+    raise ValueError(f"tool_call_parser={name!r} is not known; use one of {', '.join(('auto', *NAMES))}")
 
 
 _NAME: Final = "find_harbour"
