@@ -55,6 +55,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """Do triggers count only as the first text, white space aside, from where they are looked for?"""
     repeats: bool = False
     """Is text free again when the grammar has ended, and are triggers looked for? Else the answer ends there."""
+    in_code: bool = True
+    """Do triggers count in code blocks of the free text too?"""
 
     def __post_init__(self) -> None:
         if not (self.behind or self.triggers) or "" in self.triggers:

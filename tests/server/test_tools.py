@@ -302,7 +302,12 @@ class TestGrammars:
         assert form is not None and sent.grammar
         tools = Toolset.of([CLOCK, WEATHER])
         assert tools is not None
-        assert sent.gate == Gate(triggers=form.triggers(tools), is_first=form.is_first, repeats=form.repeats(tools))
+        assert sent.gate == Gate(
+            triggers=form.triggers(tools),
+            is_first=form.is_first,
+            repeats=form.repeats(tools),
+            in_code=form.in_code or form.is_first,
+        )
         assert server.chat(tools=[CLOCK, WEATHER], tool_choice="required").status_code == 200
         assert server.generates[-1].gate is None
 

@@ -13,8 +13,8 @@ from vmmkv_server.protocol import Gate
 from vmmkv_server.structured_output.compiler import Compilation
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 
-PARTS = ("<a", "a>", "<a>", ">b", "<a>b<", "b<", "\n\n", "a>bé", "<S>")
-"""Tokens beside those of single bytes; the last one is special."""
+PARTS = ("<a", "a>", "<a>", ">b", "<a>b<", "b<", "\n\n", "a>bé", "<S>", "\n```\n<")
+"""Tokens beside those of single bytes; `<S>` is special."""
 SIZE = 272
 
 
@@ -48,6 +48,8 @@ GATES = {
     "behind": Gate(behind=">b", triggers=("<a>",), repeats=True),
     "first behind": Gate(behind="b<", triggers=("<a>",), is_first=True),
     "only behind": Gate(behind="a>b"),
+    "not in code": Gate(triggers=("<a>b", "<a>"), repeats=True, in_code=False),
+    "behind, not in code": Gate(behind=">b", triggers=("<a>",), in_code=False),
 }
 
 
@@ -62,6 +64,12 @@ class Replay:
     def __init__(self, gate: Gate, names: Sequence[bytes]) -> None:
         self.gate, self.names, self.text = gate, names, b""
         self.begin, self.waits = 0, bool(gate.behind)
+        self.content = b""
+        """Free text before `begin`."""
+
+    def restart(self, free: int) -> None:
+        """A grammar that began there has ended with the text."""
+        self.content, self.begin = self.content + self.text[self.begin : free], len(self.text)
 
     def found(self, token: int) -> list[bytes]:
         """The texts that the grammar may begin with, behind one more token."""
@@ -79,29 +87,33 @@ class Replay:
         for start in range(self.begin, len(self.text)):
             triggers = [each.encode() for each in self.gate.triggers if self.text.startswith(each.encode(), start)]
             is_first = not self.text[self.begin : start].strip()
-            if any(start + len(each) > before for each in triggers) and (is_first or not self.gate.is_first):
+            is_code = not self.gate.in_code and (self.content + self.text[self.begin : start]).count(b"\n```\n") % 2
+            if any(start + len(each) > before for each in triggers) and (is_first or not self.gate.is_first) and not is_code:
                 found.append(self.text[start:])
         return found
 
 
 def assert_follows(one: Harness, name: str, gate: Gate, words: Vocabulary, data: bytes) -> tuple[int, int]:
     """The answer begins its grammar where the gate says, and follows it. Returns its free tokens, and how often it began."""
-    replay, matcher, num_free, num_begun = Replay(gate, words.token_bytes), None, None, 0
+    replay, matcher, num_free, num_begun, begins = Replay(gate, words.token_bytes), None, None, 0, 0
     tokens, grammar = one.tokens(name), words.read(data)
     for index, token in enumerate(tokens):
         is_last = index == len(tokens) - 1
         if matcher is None:
             found = replay.found(token)
             fresh = Matcher(grammar, words)
-            if any(fresh.begin(each, []) for each in found):
-                matcher, num_begun = fresh, num_begun + 1
+            begun = next((each for each in found if fresh.begin(each, [])), None)
+            if begun is not None:
+                matcher, num_begun, begins = fresh, num_begun + 1, len(replay.text) - len(begun)
                 num_free = index + 1 if num_free is None else num_free
         else:
             replay.text += words.token_bytes[token]
             assert matcher.accept(token), (name, index, words.rust.decode(tokens))
         if matcher is not None and matcher.must_end():
             assert gate.repeats or is_last or one.logprobs(name)
-            matcher, replay.begin = (None, len(replay.text)) if gate.repeats else (matcher, replay.begin)
+            if gate.repeats:
+                matcher = None
+                replay.restart(begins)
     if one.finish_reasons(name)[-1] == "stop" and matcher is not None:
         assert matcher.must_end() or matcher.accept(words.info.stop_token_ids[0])
     return len(tokens) if num_free is None else num_free, num_begun

@@ -11,6 +11,7 @@ says of most that nothing has come, and only behind the others is the answer's t
 from collections.abc import Sequence
 
 from vmmkv_server.protocol import Gate
+from vmmkv_server.structured_output.code_blocks import CodeBlocks
 from vmmkv_server.structured_output.matcher import Vocabulary, Words
 
 
@@ -26,6 +27,10 @@ class GateSearch:
         self._masks = {texts: vocabulary.completing(texts) for texts in (self._behind, self._triggers, ())}
         self._begin = self._skipped = 0
         """Tokens before the text in which is looked, and bytes of the next one."""
+        self._code = None if gate.in_code else CodeBlocks()
+        """The code blocks of the free text up to the last trigger; None if triggers count in them too."""
+        self._num_read, self._unread = 0, b""
+        """Tokens whose text `_code` has been given, and the rest of it, from the last trigger on."""
 
     @property
     def completing(self) -> Words:
@@ -46,6 +51,7 @@ class GateSearch:
             rest = text[place + len(behind) :]
             self._begin, self._skipped = len(tokens) - 1, len(self._bytes[tokens[-1]]) - len(rest)
             self._behind = ()
+            self._num_read, self._unread = len(tokens), rest
             if not self._triggers:
                 return [rest, b""]  # the rest of a token, such as a line's end, may be none of the grammar's
         return self._found(tokens) if self._triggers else []
@@ -53,6 +59,7 @@ class GateSearch:
     def restart(self, num_tokens: int) -> None:
         """Look for triggers behind the first `num_tokens` of the answer, with which a grammar has ended."""
         self._begin, self._skipped = num_tokens, 0
+        self._num_read, self._unread = num_tokens, b""
 
     def _found(self, tokens: Sequence[int]) -> list[bytes]:
         """The texts from each trigger on that ends in the last token."""
@@ -68,7 +75,19 @@ class GateSearch:
             starts &= {len(text) - len(first)}
             if not starts and not any(trigger.startswith(first) for trigger in self._triggers):
                 self._triggers = ()  # other text has come
-        return [text[start:] for start in sorted(starts)]
+        return [text[start:] for start in sorted(starts) if not self._is_in_code(tokens, text[start:])]
+
+    def _is_in_code(self, tokens: Sequence[int], end: bytes) -> bool:
+        """Does the `end` of the text, which begins with a trigger, stand in a code block? To be asked in the order of triggers.
+
+        Cost: as the text since the last trigger.
+        """
+        if self._code is None:
+            return False
+        text = self._unread + b"".join(self._bytes[token] for token in tokens[self._num_read :])
+        self._code.feed(text.removesuffix(end).decode(errors="replace"))
+        self._num_read, self._unread = len(tokens), end
+        return self._code.is_open
 
     def _text(self, tokens: Sequence[int], num_wanted: int | None) -> tuple[bytes, int]:
         """The text up to the answer's last token, and how many bytes of it are before that token: `num_wanted` or more if there

@@ -87,7 +87,13 @@ class ToolChatPrompt(ChatPrompt):
         markers, toolset, form = self.format.markers, self.toolset, self.format.form
         behind = markers.end if markers is not None and self.place is Place.WITHIN else ""
         if toolset is not None and toolset.is_free:
-            return Gate(behind=behind, triggers=form.triggers(toolset), is_first=form.is_first, repeats=form.repeats(toolset))
+            return Gate(
+                behind=behind,
+                triggers=form.triggers(toolset),
+                is_first=form.is_first,
+                repeats=form.repeats(toolset),
+                in_code=form.in_code or form.is_first,
+            )
         return Gate(behind=behind) if behind else None
 
     @property
