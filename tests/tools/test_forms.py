@@ -86,6 +86,14 @@ def test_an_answer_that_must_call_shows_no_text_wherever_it_is_cut_off(form: Cal
 
 
 @each_form
+def test_a_call_shows_no_text_wherever_it_is_cut_off_behind_its_trigger(form: CallForm) -> None:
+    text = form.text([BREST])
+    certain = len(form.trigger) if form.trigger and not form.is_first else text.index("Brest")
+    for size in range(certain, len(text) + 1):
+        assert all(isinstance(part, tuple) for part in told(read(form, [text[:size]]))), text[:size]
+
+
+@each_form
 def test_a_call_is_whole_with_all_of_its_text_and_not_before(form: CallForm) -> None:
     """A stop string may be found behind any letter of it."""
     end = len(form.begin) + len(form.written(*BREST)) + len(form.text([BREST]).split(form.begin + form.written(*BREST))[0])

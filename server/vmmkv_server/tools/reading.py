@@ -187,10 +187,11 @@ class CallReader(ABC):
                 return None
 
     def expect(self, *texts: str) -> Waiting[str]:
-        """Read one of these texts. Raises: NoCall."""
+        """Read one of these texts. Raises: NoCall; EndOfAnswer if the answer ends within one of them."""
         found = yield from self.has(*texts)
         if found is None:
-            raise NoCall
+            rest = self._text[self._at :]
+            raise EndOfAnswer if self._is_over and any(text.startswith(rest) for text in texts) else NoCall
         return found
 
     def until(self, texts: Sequence[str], sink: Callable[[str], Any]) -> Waiting[str]:
