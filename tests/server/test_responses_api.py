@@ -301,7 +301,7 @@ class TestFailures:
             ({"background": True}, "background", "send false"),
             ({"previous_response_id": "resp_1"}, "previous_response_id", 'send the turns before it in "input"'),
             ({"conversation": "conv_1"}, "conversation", "leave it out"),
-            ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'none'"),
+            ({"reasoning": {"effort": "high"}}, "reasoning.effort", "leave it out"),
             ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not supported by this server; leave it out"),
             ({"truncation": "auto"}, "truncation", '"disabled"'),
             ({"include": ["message.output_text.logprobs"]}, "include", "[]"),

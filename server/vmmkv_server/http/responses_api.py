@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from vmmkv_server.http import errors, generation
 from vmmkv_server.http.errors import ApiError, ErrorBody
 from vmmkv_server.http.responses import ResponseForm, TextDelta, Usage
-from vmmkv_server.http.schemas import ChatRequest, JsonSchema
+from vmmkv_server.http.schemas import ChatRequest, Effort, JsonSchema
 from vmmkv_server.http.tools import MAX_ID_CHARS, FunctionDefinition, refuse_other_types
 from vmmkv_server.http.wire import Unserved, WireRequest, refusal, without_nulls
 from vmmkv_server.tokenizer import TokenTexts
@@ -128,7 +128,7 @@ class ReasoningOptions(WireRequest):
     """Options of the reasoning."""
 
     unserved: ClassVar[Unserved] = {"summary": (), "generate_summary": ()}
-    effort: Literal["none"] | None = None
+    effort: Effort | None = None
 
 
 _OF_CHATS: Final = (

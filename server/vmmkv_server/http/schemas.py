@@ -162,6 +162,13 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
     return variables
 
 
+def _as_effort(value: Any) -> Any:
+    if value != "none":
+        raise refusal("", 'it may be "none"; leave it out, and the model reasons as it does by itself')
+    return value
+
+
+Effort = Annotated[Literal["none"], BeforeValidator(_as_effort)]
 _WHOLE: Final = BeforeValidator(_as_whole)
 """Validator of each integer of a request."""
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -592,7 +599,7 @@ class ChatRequest(ToolChoiceFields, GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template_kwargs: TemplateVariables | None = None
     """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: Effort | None = None
     """`none`: the template gets `enable_thinking: false`, if `chat_template_kwargs` does not say otherwise."""
     max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
     logprobs: bool | None = None
