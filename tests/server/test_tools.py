@@ -169,9 +169,14 @@ class TestCalls:
         assert len(ids) == 3 and all(choice["finish_reason"] == "tool_calls" for choice in choices)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_each_token_of_a_call_has_its_log_probability(self, server: Running, stream: bool) -> None:
-        server.answers(CALL)
-        asks: Any = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "logprobs": True}
+    @pytest.mark.parametrize(
+        ("text", "choice"), [(CALL, "required"), (f"It\n{IN_TAGS}\n{IN_TAGS}\nmay <tool_call> rain.\n", "auto")]
+    )
+    def test_each_token_of_a_call_has_its_log_probability(self, server: Running, text: str, choice: str, stream: bool) -> None:
+        if choice == "auto":
+            server.shows(HERMES)
+        server.answers(text)
+        asks: Any = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "logprobs": True}
         reply: Any = server.openai.chat.completions.create(**asks, stream=stream)
         scored = [
             token.token
@@ -180,7 +185,7 @@ class TestCalls:
             if choice.logprobs
             for token in choice.logprobs.content
         ]
-        assert "".join(scored) == CALL
+        assert "".join(scored) == text and bool(server.generates[-1].gate) == (choice == "auto")
 
     def test_a_request_without_tools_is_answered_as_it_is(self, server: Running) -> None:
         server.answers(IN_TAGS)

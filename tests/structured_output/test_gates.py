@@ -31,6 +31,7 @@ from tests.structured_output.gates import (
     part,
     vocabulary,
 )
+from tests.structured_output.grammars import assert_logprobs_are_the_models_own
 from vmmkv_server.engine.features.grammars import Grammars
 from vmmkv_server.protocol import Compacted, Gate, Generate, decode_to_engine, encode
 from vmmkv_server.sampling_params import SamplingParams
@@ -185,6 +186,19 @@ def test_what_counts_every_token_counts_those_of_gated_answers(engine: Callable[
             num_scored = len(one.tokens(name)) + (one.finish_reasons(name)[-1] == "stop")
             assert len(one.logprobs(name)) == (num_scored if "logprobs" in changes else 0)
     assert answers[0] == answers[1]
+
+
+def test_tokens_of_gated_answers_have_the_log_probabilities_of_the_model(engine: Callable[..., Harness]) -> None:
+    """Of its own distribution, whether a token was free, masked or forced."""
+    one, prompt, names = engine(), token_ids("?"), [*ASKED][::3]
+    for name in names:
+        gate, source, seed = ASKED[name]
+        ask(one, name, seed, grammar=compiled(source), gate=gate, logprobs=0)
+    one.run()
+    assert one.failures() == {}
+    for name in names:
+        assert assert_follows(one, name, ASKED[name][0], vocabulary(), compiled(ASKED[name][1]))
+        assert_logprobs_are_the_models_own(one, name, prompt, within=1e-3)
 
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -250,7 +250,8 @@ def _in_child(cpu_s: float, starved_s: float, function: Callable[..., bytes], *a
         raise ValueError(sent[1:].decode())
     match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
         case signal.SIGXCPU:
-            raise ValueError(f"it takes more than {math.ceil(cpu_s)} s of CPU time to compile; make it simpler")
+            why = f"it takes more than {math.ceil(cpu_s)} s of CPU time to compile"
+            raise ValueError(f"{why}; make it smaller, as by fewer properties or tools")
         case signal.SIGKILL | signal.SIGTERM:
             raise ChildProcessError("the process that compiled was killed")
     raise ValueError("it cannot be compiled: it takes too much memory, or nests too deep")
