@@ -26,6 +26,10 @@ class AnswerReader(Protocol):
     def has_whole_calls(self) -> bool:
         """Has the answer calls so far, all of them whole?"""
 
+    @property
+    def is_reasoning(self) -> bool | None:
+        """Has the reasoning of the answer not ended yet? None if none has begun."""
+
     def feed(self, text: str) -> list[Any]:
         """The parts that are certain now."""
 
@@ -62,6 +66,11 @@ class ChatPrompt:
     def kept(self) -> tuple[str, ...]:
         """Texts of special tokens that the reader must see."""
         return ()
+
+    @property
+    def reasoning_end(self) -> int | None:
+        """The token that ends the reasoning; None if there is none, or it is several tokens."""
+        return None
 
     def reader(self) -> AnswerReader | None:
         """A reader of one answer; None if all of it is text."""

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from tests.server.support import CHAT, HELLO, Running
-from tests.server.tiny import TEMPLATE
+from tests.server.tiny import TEMPLATE, byte_tokenizer
 from tests.structured_output import in_worker
 from tests.tools.templates import CALLS_OF, PLAIN, STRANGE, template, written
 from vmmkv_server.protocol import Gate
 from vmmkv_server.structured_output import compiler as compiling
 from vmmkv_server.structured_output.matcher import DIGEST_BYTES
+from vmmkv_server.tokenizer import Tokenizer
 from vmmkv_server.tools.calls import Toolset
 from vmmkv_server.tools.forms import form_of
 
@@ -384,6 +385,34 @@ class TestReasoning:
         wanted = {"content": "Yes.", "reasoning": "It may\nrain.", "tool_calls": None}
         for answer in (whole, streamed):
             assert answer(server) == (wanted, "stop")
+
+    def test_its_tokens_are_counted(self, server: Running) -> None:
+        """As those before the token that ends it."""
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["<think>", "</think>"])
+        tokenizer.chat_template = THINKING
+        server.service.tokenizer = Tokenizer(tokenizer)
+        for text, asks, counted in (
+            ("<think>abc</think>Yes.</think>", {}, 4),
+            ("<think>abc</think>Yes.", {"logprobs": True, "n": 2}, 8),
+            ("<think>abc", {}, 4),
+            ("Yes. <think>abc</think>", {}, None),
+            ("abc</think>{}", {"response_format": {"type": "json_object"}}, 3),
+            ("<think>abc</think>Yes.", {"max_tokens": 3}, 3),
+            ("<think>abc</think>Yes.", {"stop": ["c"]}, 4),
+        ):
+            ids = tokenizer.backend_tokenizer.encode(text).ids
+            server.engine.answer = lambda _, ids=ids: ids
+            usage = server.chat(**asks).json()["usage"]
+            assert usage.get("completion_tokens_details") == (counted and {"reasoning_tokens": counted}), text
+            if asks.keys() <= {"max_tokens", "stop"}:
+                asked = {"model": "tiny", "messages": HELLO, "stream_options": {"include_usage": True}, **asks}
+                *_, last = server.openai.chat.completions.create(stream=True, **asked)
+                details = last.usage.completion_tokens_details
+                assert (details and details.reasoning_tokens) == counted
+                more = {"max_output_tokens": 3} if "max_tokens" in asks else asks
+                told = server.post("/v1/responses", {"input": "hello", **more}).json()["usage"]
+                assert told["output_tokens_details"] == {"reasoning_tokens": counted or 0}
 
     def test_a_prompt_that_ends_within_it_has_begun_it(self, server: Running) -> None:
         server.shows(THINKING.replace("{% endif %}{% endif %}", "{% endif %}<think>\n{% endif %}"))

@@ -356,7 +356,9 @@ class Job:
                 reader, kept = (None, ()) if self._chat is None else (self._chat.reader(), self._chat.kept)
                 detokenizer = self.tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens, kept=kept)
                 echo = None if self._echoes is None else self._echoes[prompt_index]
-                choices.append(ChoiceStream(detokenizer, scored=params.logprobs is not None, echo=echo, reader=reader))
+                end = None if self._chat is None else self._chat.reasoning_end
+                is_scored = params.logprobs is not None
+                choices.append(ChoiceStream(detokenizer, scored=is_scored, echo=echo, reader=reader, reasoning_end=end))
         at_end = not body.stream and not body.stop
         return Generation(self._service, requests, choices, num_choices=body.params.n, deadline=self.deadline, at_end=at_end)
 
@@ -489,10 +491,13 @@ class Generation:
             pass
         return [delta for index, choice in enumerate(self._choices) if (delta := choice.take(index)) is not None]
 
-    def token_counts(self) -> tuple[int, Counter[str], int]:
-        """Tokens so far: of the prompts, those of them found in the prefix cache by where they were, and of the answers."""
+    def token_counts(self) -> tuple[int, Counter[str], int, int]:
+        """Tokens so far: of the prompts, those of them found in the prefix cache by where they were, of the answers, and those
+        of them that are reasoning.
+        """
         completion_tokens = sum(choice.detokenizer.num_tokens for choice in self._choices) + self._unreturned_tokens
-        return self._prompt_tokens, self._cached, completion_tokens
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
+        return self._prompt_tokens, self._cached, completion_tokens, reasoning_tokens
 
     def kept_rows(self) -> Counter[str]:
         """Rows that compactions by the requests' `kv_policy` have `kept` at last, and `dropped`; empty without any."""

@@ -50,6 +50,13 @@ class PromptTokensDetails(BaseModel):
     """Cached tokens by where they were, as SGLang names it: `device`, `host`, `disk`. Left out if no tier had any."""
 
 
+class CompletionTokensDetails(BaseModel):
+    """Details of the answers' tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the reasoning, without the one that ends it."""
+
+
 class Usage(BaseModel):
     """Tokens: each prompt's once, however many choices it has, and those of all choices and beams."""
 
@@ -57,19 +64,24 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[CompletionTokensDetails | None, _Sparse] = None
+    """Left out if no answer has reasoning."""
     kv_rows: Annotated[dict[str, int] | None, _Sparse] = None
     """Rows of the KV cache that compactions by `kv_policy` have `kept` at last, and `dropped`. Left out if there were none."""
 
     @classmethod
-    def of(cls, token_counts: tuple[int, Counter[str], int], kept_rows: Counter[str]) -> "Usage":
+    def of(cls, token_counts: tuple[int, Counter[str], int, int], kept_rows: Counter[str]) -> "Usage":
         """Usage from `Generation.token_counts` and `kept_rows`."""
-        prompt_tokens, cached, completion_tokens = token_counts
+        prompt_tokens, cached, completion_tokens, reasoning_tokens = token_counts
         details = None if cached.keys() <= {DEVICE} else dict(cached)
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached.total(), cached_tokens_details=details),
+            completion_tokens_details=(
+                CompletionTokensDetails(reasoning_tokens=reasoning_tokens) if reasoning_tokens else None
+            ),
             kv_rows=dict(kept_rows) or None,
         )
 
@@ -402,7 +414,7 @@ class ChoiceStream:
     """The text of one choice: `feed` it the engine's outputs, `take` what is new.
 
     The text begins with that of an `echo`. `scored`: keep a Score for each token; those of the echo come by `feed_prompt`,
-    before any output. With a `reader` deltas have parts.
+    before any output. With a `reader` deltas have parts, and tokens of the reasoning are counted: those before `reasoning_end`.
     """
 
     def __init__(
@@ -412,6 +424,7 @@ class ChoiceStream:
         scored: bool = False,
         echo: Echo | None = None,
         reader: AnswerReader | None = None,
+        reasoning_end: int | None = None,
     ) -> None:
         self.detokenizer = detokenizer
         self._text = "" if echo is None else echo.text
@@ -420,6 +433,18 @@ class ChoiceStream:
         self._echo_scores = EchoScores(echo) if scored and echo is not None else None
         self._reason: FinishReason | None = None
         self._reader = reader
+        self._reasoning_end = reasoning_end
+        self._num_before_end: int | None = None
+        """Tokens before the first `reasoning_end`."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far; 0 if its end is several tokens."""
+        if self._reader is None or self._reasoning_end is None or self._reader.is_reasoning is None:
+            return 0
+        if self._num_before_end is not None:
+            return self._num_before_end
+        return self.detokenizer.num_tokens if self._reader.is_reasoning else 0
 
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """Log-probabilities of the next tokens of the echoed prompt, in order."""
@@ -432,6 +457,9 @@ class ChoiceStream:
             return
         reason = outputs[-1].finish_reason
         token_ids = list(chain.from_iterable(output.token_ids for output in outputs))
+        end = self._reasoning_end
+        if end is not None and self._num_before_end is None and end in token_ids:
+            self._num_before_end = self.detokenizer.num_tokens + token_ids.index(end)
         if self._scores is not None:
             self._feed_scored(token_ids, outputs)
             token_ids = []

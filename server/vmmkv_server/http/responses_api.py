@@ -352,10 +352,12 @@ class ResponsesForm(ResponseForm):
 
 
 def _renamed_usage(usage: Usage) -> dict[str, Any]:
-    """Tokens in the names of this API. Writes to a cache cost nothing, and tokens of reasoning are not counted apart."""
+    """Tokens in the names of this API. Writes to a cache cost nothing."""
+    details = usage.completion_tokens_details
     cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0}
+    reasoning = {"reasoning_tokens": 0 if details is None else details.reasoning_tokens}
     counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens, "total_tokens": usage.total_tokens}
-    return {**counts, "input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
+    return {**counts, "input_tokens_details": cached, "output_tokens_details": reasoning}
 
 
 _NAMES: Final = (

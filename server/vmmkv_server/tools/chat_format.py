@@ -101,6 +101,11 @@ class ToolChatPrompt(ChatPrompt):
         """Texts of special tokens that the reader must see."""
         return self.format.kept_of_reasoning + (() if self.toolset is None else self.format.kept_of_calls)
 
+    @property
+    def reasoning_end(self) -> int | None:
+        """The token that ends the reasoning; None if there is none, or it is several tokens."""
+        return self.format.reasoning_end
+
     def reader(self) -> PartReader:
         """A reader of one answer."""
         markers, toolset = self.format.markers, self.toolset
@@ -140,6 +145,8 @@ class ToolChatFormat(ChatFormat):
         around = () if self.markers is None else (self.markers.begin, self.markers.end)
         self.kept_of_reasoning = tuple(text for text in tokenizer.special_texts if text in around)
         """Markers of the reasoning that are special tokens."""
+        self.reasoning_end = None if self.markers is None else tokenizer.rust.token_to_id(self.markers.end)
+        """The token that ends the reasoning; None if there is none, or it is several tokens."""
         self._grammars: OrderedDict[Hashable, Grammar | GrammarRefused] = OrderedDict()
         """Grammars of the last toolsets, and why others are refused."""
 

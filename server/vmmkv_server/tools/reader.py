@@ -19,6 +19,11 @@ class PartReader:
         """Has the answer calls so far, all of them whole?"""
         return self._calls is not None and self._calls.has_whole_calls
 
+    @property
+    def is_reasoning(self) -> bool | None:
+        """Has the reasoning of the answer not ended yet? None if none has begun."""
+        return None if self._reasoning is None else self._reasoning.is_open
+
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
         if self._reasoning is None:

@@ -72,6 +72,12 @@ class ReasoningReader:
         self._held = ""
         self._has_text = False
         """Has any text of the reasoning come?"""
+        self._has_ended = False
+
+    @property
+    def is_open(self) -> bool | None:
+        """Has the reasoning not ended yet? None if none has begun."""
+        return False if self._has_ended else self._is_open or None
 
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning, and the text behind it, in the next text of an answer. Together they do not depend on its pieces."""
@@ -110,6 +116,7 @@ class ReasoningReader:
         reasoning, is_ended, behind = text.partition(self._markers.end)
         if is_ended:
             self._stage, self._is_open, self._held = _Stage.ENDED, False, behind
+            self._has_ended = True
             return reasoning.rstrip()
         end = self._markers.end
         held = next(start for start in range(max(0, len(text) - len(end)), len(text) + 1) if end.startswith(text[start:]))
