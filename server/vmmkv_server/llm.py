@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages, each with a `role` and a `content`; calls and their results in OpenAI's form."""
+"""Messages, each with a `role` and a `content`; calls and their results in OpenAI's JSON."""
 
 _PRIORITY: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
 _IN_VLLM: Final = {

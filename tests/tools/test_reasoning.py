@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Content, Reasoning, Toolset
 from vmmkv_server.tools.forms.hermes import HERMES
-from vmmkv_server.tools.reader import PartReader
+from vmmkv_server.tools.reading import PartReader
 from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
 
 THINK = Markers("<think>", "</think>")

@@ -103,7 +103,7 @@ _Item: TypeAlias = Annotated[InputMessage | InputCall | InputResult | InputReaso
 
 
 class FlatTool(FunctionDefinition):
-    """A function of the client's, in the form of this API."""
+    """A function of the client's, as this API writes it."""
 
     remedies: ClassVar[Mapping[str, str]] = {"function": 'send {"type": "function", "name": ...}'}
     _is_function = model_validator(mode="before")(refuse_other_types)

@@ -89,7 +89,7 @@ class ToolFields(WireRequest):
         return Toolset.of(self.given_tools())
 
     def given_tools(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form."""
+        """The tools in OpenAI's JSON."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     def tool_conflicts(self) -> Iterator[tuple[str, str]]:

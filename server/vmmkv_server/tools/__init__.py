@@ -4,5 +4,5 @@
     text of the answer ── PartReader ──> Reasoning, Content, CallBegun, CallArguments
 
 A model writes a call in the form that its chat template shows. Each form is one module of `forms/`. Read `calls` first, then
-`chat_format`, `form` and `reader`.
+`chat_format`, `form` and `reading`.
 """

@@ -38,7 +38,7 @@ class Tool:
     """Must arguments follow the schema? Else calls that the model makes by itself follow it where it is served."""
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it: OpenAI's form, without what was not given."""
+        """The tool as chat templates take it: OpenAI's JSON, without what was not given."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.parameters)}}
 
@@ -82,7 +82,7 @@ class Toolset:
         is_parallel: bool = True,
         text_schema: Mapping[str, Any] | None = None,
     ) -> Self | None:
-        """Tools and a choice in OpenAI's form; None if there is no tool that may be called. Raises: InvalidTools."""
+        """Tools and a choice in OpenAI's JSON; None if there is no tool that may be called. Raises: InvalidTools."""
         read = tuple(_tool(index, each) for index, each in enumerate(tools or ()))
         kind, named = read_choice(choice)
         toolset = cls(
@@ -118,7 +118,7 @@ class Toolset:
 
 
 def read_choice(choice: Any) -> tuple[Literal["none", "auto", "required"], str | None]:
-    """A choice in OpenAI's form, and the one tool that it names; None is `auto`. Raises: InvalidTools."""
+    """A choice in OpenAI's JSON, and the one tool that it names; None is `auto`. Raises: InvalidTools."""
     match choice:
         case None | "auto":
             return "auto", None

@@ -18,7 +18,7 @@ from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named, form_of
 from vmmkv_server.tools.forms.plain import PlainJson
 from vmmkv_server.tools.history import HistoryStyle, has_calls, with_text_arguments
-from vmmkv_server.tools.reader import PartReader
+from vmmkv_server.tools.reading import PartReader
 from vmmkv_server.tools.reasoning import PARSERS, Markers, Place, ReasoningReader
 
 log = logging.getLogger(__name__)

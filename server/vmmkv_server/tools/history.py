@@ -1,6 +1,6 @@
 """Earlier calls and their results in a conversation, as the model's chat template takes them.
 
-Clients send OpenAI's form: calls in `tool_calls` of an assistant's turn, with their arguments as the text of JSON, and each
+Clients send OpenAI's JSON: calls in `tool_calls` of an assistant's turn, with their arguments as the text of JSON, and each
 result in a turn of role `tool`. Templates differ in what they read of it, so one conversation is rendered in each style, and
 the first that shows all of it is used.
 """
@@ -56,7 +56,7 @@ def _is_call(call: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HistoryStyle:
-    """A form of turns with calls and results, for templates that show them."""
+    """A style of turns with calls and results, for templates that show them."""
 
     content: str | None
     """Content of a turn that has calls and no text."""
