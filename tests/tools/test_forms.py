@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import numpy as np
 import pytest
 import xgrammar
@@ -16,12 +17,19 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from bench.schemas import SCHEMAS
+from tests.server.tiny import byte_tokenizer
+from tests.server.tiny import token_ids as byte_ids
+from tests.structured_output.gates import vocabulary as byte_vocabulary
 from tests.structured_output.walks import allows, answer, of_source
 from tests.tools.streams import BREST, FORMS, NOW, STREAMS, TEXT, TOOLS, Told, read, told, tool, toolset
+from tests.tools.templates import PLAIN
 from vmmkv_server.structured_output.compiler import Compilation
+from vmmkv_server.structured_output.gate import GateSearch
 from vmmkv_server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv_server.structured_output.schema import Grammar, GrammarRefused
+from vmmkv_server.tokenizer import Tokenizer
 from vmmkv_server.tools.calls import CallArguments, CallBegun, Tool, Toolset
+from vmmkv_server.tools.chat_format import ToolChatFormat
 from vmmkv_server.tools.form import CallForm
 from vmmkv_server.tools.forms import form_named
 from vmmkv_server.tools.markup import Markup
@@ -192,6 +200,26 @@ def test_the_grammar_of_auto_begins_with_a_trigger(form: CallForm) -> None:
     for seed in range(6):
         text = walk(form, grammar, seed)
         assert text is None or any(text.startswith(trigger) for trigger in triggers)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_grammar_begins_where_the_reader_finds_a_call(name: str) -> None:
+    """Also beside code blocks, where most forms have none."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN
+    form, words = FORMS[name], byte_vocabulary()
+    prompt = ToolChatFormat(Tokenizer(tokenizer), call_parser=form.name).encode(
+        [{"role": "user", "content": "Rain?"}], toolset=toolset()
+    )
+    gate = msgspec.structs.replace(prompt.gate, triggers=form.triggers(toolset()))  # forms of one name differ in white space
+    for case in ("a call", "content", "text in front", "text between", "code", "a code block", "behind a code block"):
+        text, expected = STREAMS[name].get(case, ("", []))
+        search, tokens, found = GateSearch(gate, words), list[int](), False
+        for token in byte_ids(text):
+            tokens.append(token)
+            is_wanted = search.completing[token // 32] >> token % 32 & 1
+            found = found or bool(is_wanted and search.found(tokens))
+        assert found == any(isinstance(part, tuple) for part in expected), case
 
 
 @each_form
