@@ -159,3 +159,15 @@ def mooncake_store() -> Iterator[MooncakeStore]:
         yield store
     finally:
         store.kill()
+
+
+class Clock:
+    """What stores take to be the time: it stands still until it is told to go on."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def pass_for(self, seconds: float) -> None:
+        self.now_s += seconds

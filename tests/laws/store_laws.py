@@ -9,29 +9,18 @@ from typing import Any
 import pytest
 
 from tests.laws.test_tiers import CPU, found, key_of, load, store
-from tests.stores import free_port, until
+from tests.stores import Clock, free_port, until
 from vmmkv import TierUnavailable
-from vmmkv.tiers import open_store, shared
+from vmmkv.tiers import answering, open_store, shared
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.shared import SharedTier
-
-
-class Clock:
-    """What stores take to be the time: it stands still until it is told to go on."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def pass_for(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(shared, "time", clock)
+    monkeypatch.setattr(answering, "time", clock)
     return clock
 
 
@@ -45,7 +34,7 @@ def is_left_alone(tier) -> bool:
 
 def works(tier, clock) -> bool:
     """Does it, when it has been left alone for so long that it is tried again?"""
-    clock.pass_for(shared.LONGEST_PAUSE_S)
+    clock.pass_for(answering.LONGEST_PAUSE_S)
     try:
         return (store(tier, 20) or found(tier, 20) == [True]) and load(tier, 20)
     except TierUnavailable:

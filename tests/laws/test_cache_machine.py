@@ -180,5 +180,5 @@ def test_what_a_sequence_without_memory_has_launched_writes_to_no_later_one() ->
     walk.teardown()
 
 
-TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(CacheMachine, 100, 2000)
-TestOnHostMemory, TestOnHostMemoryAtLength = cases(CacheMachine, 8, 1000, real_memory=True)
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(CacheMachine, 100, 1000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(CacheMachine, 8, 500, real_memory=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 import signal
 import sys
 import threading
@@ -75,15 +76,15 @@ def run_with_interrupt(act: Callable[[], object], number: int | None, signal_num
 
 
 def interrupt_at_lines(interrupt: Callable[[int | None, int], int], samples: int | None) -> None:
-    """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines, by either signal in turn; None for
-    all, by both."""
-    lines, signals = interrupt(None, signal.SIGINT), (signal.SIGINT, signal.SIGHUP)
+    """Run what `run_with_interrupt` runs, without an interrupt and then at so many lines, or at all, by either signal in turn.
+
+    At all lines, another night has the other signal at each.
+    """
+    lines, signals = interrupt(None, signal.SIGINT), [signal.SIGINT, signal.SIGHUP]
     if samples is None:
-        for number, signal_number in itertools.product(range(lines), signals):
-            interrupt(number, signal_number)
-    else:
-        for number, signal_number in zip(range(0, lines, lines // samples), itertools.cycle(signals), strict=False):
-            interrupt(number, signal_number)
+        random.SystemRandom().shuffle(signals)
+    for number, signal_number in zip(range(0, lines, lines // (samples or lines)), itertools.cycle(signals), strict=False):
+        interrupt(number, signal_number)
 
 
 def interrupt(name: str, number: int | None, signal_number: int) -> int:

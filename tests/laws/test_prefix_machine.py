@@ -384,5 +384,5 @@ class PrefixMachine(LawMachine):
                 super().teardown()
 
 
-TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(PrefixMachine, 200, 2000)
-TestOnHostMemory, TestOnHostMemoryAtLength = cases(PrefixMachine, 8, 2000, real_memory=True)
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(PrefixMachine, 200, 1000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(PrefixMachine, 8, 1000, real_memory=True)

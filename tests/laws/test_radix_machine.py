@@ -339,7 +339,7 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.returned == Counter(range(self.num_values))
 
 
-TestRadixMachine, TestRadixMachineAtLength = cases(RadixMachine, 60, 2000)
+TestRadixMachine, TestRadixMachineAtLength = cases(RadixMachine, 60, 1000)
 
 
 @pytest.fixture(autouse=True)

@@ -740,7 +740,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.forces.bound
 
 
-TestScheduler, TestSchedulerAtLength = cases(SchedulerMachine, 60, 3000)
+TestScheduler, TestSchedulerAtLength = cases(SchedulerMachine, 60, 1500)
 
 
 def test_an_overdue_request_is_passed_no_more_behind_one_that_comes_back():

@@ -183,4 +183,4 @@ class StoreMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-TestStore, TestStoreAtLength = cases(StoreMachine, 40, 2000)
+TestStore, TestStoreAtLength = cases(StoreMachine, 40, 1000)

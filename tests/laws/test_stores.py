@@ -8,11 +8,11 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from tests.laws.faulty_tier import FaultyStore
-from tests.laws.store_laws import clock, is_left_alone
+from tests.laws.store_laws import clock, is_left_alone, value_of
 from tests.laws.test_tiers import CPU, NUM_RECORDS, found, key_of, load, store
 from tests.stores import until
 from vmmkv import TierUnavailable
-from vmmkv.tiers import open_store, shared
+from vmmkv.tiers import answering, open_store, shared
 
 __all__ = ["clock"]
 
@@ -31,6 +31,19 @@ def test_what_was_not_asked_before_a_close_is_asked_when_the_tier_is_open_again(
     closing.join()
     tier.open(CPU)
     assert found(tier, 1) == [False]
+    tier.close()
+
+
+def test_a_store_is_asked_once_for_a_record_however_often_the_tier_is(monkeypatch):
+    tier, ends, questions = FaultyStore(NUM_RECORDS), threading.Event(), list[str]()
+    ask = tier.ask
+    monkeypatch.setattr(tier, "ask", lambda names: (questions.extend(names), ends.wait(60), ask(names))[2])
+    tier.open(CPU)
+    for numbers in ([1], [1, 2], [2, 1], [1]):
+        assert tier.lookup([key_of(number) for number in numbers]) is None
+    ends.set()
+    assert found(tier, 1, 2) == [False, False]
+    assert questions == [value_of(tier, 1), value_of(tier, 2)]
     tier.close()
 
 
@@ -82,9 +95,9 @@ def test_what_a_store_had_is_not_believed_after_an_outage(clock):
     until(lambda: is_left_alone(tier))
     tier.values.clear()
     tier.fault = None
-    clock.pass_for(shared.FIRST_PAUSE_S)
+    clock.pass_for(answering.FIRST_PAUSE_S)
     until(lambda: not is_left_alone(tier))
-    assert shared.FIRST_PAUSE_S < shared.KNOWN_S and found(tier, 1) == [False]
+    assert answering.FIRST_PAUSE_S < shared.KNOWN_S and found(tier, 1) == [False]
     assert tier.stats().held_bytes == 0 and store(tier, 1) and load(tier, 1)
     tier.close()
 
@@ -98,10 +111,10 @@ def test_a_store_that_stays_away_is_asked_half_as_often_each_time(clock, monkeyp
     tier.open(CPU)
     until(lambda: is_left_alone(tier) and len(asked) == 1)
     for _ in range(63):
-        clock.pass_for(shared.FIRST_PAUSE_S / 2)
+        clock.pass_for(answering.FIRST_PAUSE_S / 2)
         is_left_alone(tier)  # asks, if it is time to
         wait(questions)
-    pauses = [(later - earlier) / shared.FIRST_PAUSE_S for earlier, later in itertools.pairwise(asked)]
+    pauses = [(later - earlier) / answering.FIRST_PAUSE_S for earlier, later in itertools.pairwise(asked)]
     assert pauses == [1, 2, 4, 8, 16]
     tier.close()
 
@@ -121,7 +134,7 @@ def test_an_answer_to_an_old_call_does_not_end_a_stores_pause(clock):
     until(lambda: loading.ended)
     assert not loading.missed and is_left_alone(tier)
     tier.finished(loading)
-    clock.pass_for(shared.FIRST_PAUSE_S)
+    clock.pass_for(answering.FIRST_PAUSE_S)
     until(lambda: not is_left_alone(tier))
     tier.close()
 

@@ -21,11 +21,11 @@ from tests.laws.faulty_tier import DISK_FAULTS, FAULTS, STORE_FAULTS, FaultyDisk
 from tests.laws.machine import MAX_TOKENS, cases, picks
 from tests.laws.model import PREFIX_LAYOUTS, Texts, append, attend, large_extents, opened
 from tests.laws.simulated_driver import SimulatedDriver
-from tests.laws.store_laws import Clock
 from tests.laws.test_prefix_machine import PrefixMachine, counts, namespaces, words
+from tests.stores import Clock
 from vmmkv import HostTier, KVCache, Pool
 from vmmkv.prefix import Fetch, PrefixCache
-from vmmkv.tiers import shared
+from vmmkv.tiers import answering, shared
 from vmmkv.tiers.threaded import ThreadedTier
 from vmmkv.units import PAGE_BYTES
 
@@ -183,6 +183,8 @@ class Prompt(ThreadedTier):
         super().open(device)
         self._threads.shutdown(wait=True)
         self._threads = PromptThread()
+        self.answering.asker.shutdown(wait=True)
+        self.answering.asker = PromptThread()
 
     def load(self, key):
         transfer = super().load(key)
@@ -201,13 +203,8 @@ class PromptDisk(Prompt, FaultyDisk):
 class PromptStore(Prompt, FaultyStore):
     """Has answered before it is asked again."""
 
-    def open(self, device):
-        super().open(device)
-        self._asker.shutdown(wait=True)
-        self._asker = PromptThread()
-
     def lookup(self, keys):
-        self._asker.go_on()
+        self.answering.asker.go_on()
         return super().lookup(keys)
 
 
@@ -219,7 +216,8 @@ class DiskMachine(TierMachine):
     def new_prefix(self, seed):
         self.fetches = []
         self.clock = Clock()
-        self.closing.enter_context(mock.patch.object(shared, "time", self.clock))
+        for module in (answering, shared):
+            self.closing.enter_context(mock.patch.object(module, "time", self.clock))
         self.folder = self.closing.enter_context(tempfile.TemporaryDirectory())
         self.disk = PromptDisk(self.folder, (10 + seed % 30) * PAGE_BYTES)
         self.store = PromptStore(10 + seed % 40)
@@ -470,6 +468,6 @@ def test_a_cache_closes_behind_its_stores_without_the_lock_that_steps_of_others_
         assert driver.num_waits > before
 
 
-TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(TierMachine, 40, 2000)
-TestOnHostMemory, TestOnHostMemoryAtLength = cases(TierMachine, 4, 1000, real_memory=True)
+TestOnASimulatedDevice, TestOnASimulatedDeviceAtLength = cases(TierMachine, 40, 1000)
+TestOnHostMemory, TestOnHostMemoryAtLength = cases(TierMachine, 4, 500, real_memory=True)
 TestWithADiskAndAStore = cases(DiskMachine, 20, 500)[1]

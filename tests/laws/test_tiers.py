@@ -6,6 +6,7 @@ Stores that engines share bound themselves: what else they keep is in store_laws
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -25,10 +26,11 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyDisk, FaultyTier, index_entry
-from tests.stores import mooncake_store, redis_server, until
+from tests.stores import Clock, mooncake_store, redis_server, until
 from vmmkv import BudgetError, DiskTier, HostTier, TierUnavailable
 from vmmkv.driver.pinned import host_memory
-from vmmkv.tiers import Refusal, Transfer, open_store
+from vmmkv.tiers import Refusal, Transfer, answering, open_store
+from vmmkv.tiers.disk import CALL_TIMEOUT_S
 from vmmkv.tiers.record import RECORD_BYTES
 from vmmkv.tiers.threaded import ThreadedTier
 
@@ -73,9 +75,51 @@ class Slow(ThreadedTier):
         return len(self.records) * RECORD_BYTES
 
 
+class SharedDisk:
+    """A disk tier that two have open: one stores, the other loads."""
+
+    name, record_bytes = "shared disk", RECORD_BYTES
+
+    def __init__(self, path):
+        self.storing, self.loading = (DiskTier(path, NUM_RECORDS * RECORD_BYTES) for _ in range(2))
+
+    def open(self, device):
+        self.storing.open(device)
+        self.loading.open(device)
+
+    def lookup(self, keys):
+        assert self.storing.lookup(keys) == self.loading.lookup(keys)
+        return self.loading.lookup(keys)
+
+    def store(self, key):
+        return self.storing.store(key)
+
+    def load(self, key):
+        return self.loading.load(key)
+
+    def finished(self, transfer):
+        (self.storing if transfer.is_store else self.loading).finished(transfer)
+
+    def drop(self, transfer):
+        (self.storing if transfer.is_store else self.loading).drop(transfer)
+
+    def flush(self, timeout_s):
+        return self.storing.flush(timeout_s)
+
+    def stats(self):
+        stats, others = self.storing.stats(), self.loading.stats()
+        assert stats.held_bytes == others.held_bytes
+        return dataclasses.replace(stats, loaded_bytes=others.loaded_bytes, missed_records=others.missed_records)
+
+    def close(self):
+        self.storing.close()
+        self.loading.close()
+
+
 TIERS = {
     "host": lambda path: HostTier(NUM_RECORDS * RECORD_BYTES),
     "disk": lambda path: DiskTier(path, NUM_RECORDS * RECORD_BYTES),
+    "shared disk": SharedDisk,
     "faulty disk": lambda path: FaultyDisk(path, NUM_RECORDS * RECORD_BYTES),
     "slow": lambda path: Slow(),
     "faulty host": lambda path: FaultyTier(HostTier(NUM_RECORDS * RECORD_BYTES), 0, ()),
@@ -284,7 +328,7 @@ def test_memory_that_is_lent_is_not_given_back_under_a_copy(tier):
     found(tier, 2)
     lent = [tier.store(key_of(2)), tier.load(key_of(1))]
     until(lambda: lent[1].ended)
-    with pytest.raises(ValueError, match=r"2 transfers of the .* are under way; close the caches"):
+    with pytest.raises(ValueError, match=r"[12] transfers? of the .* are under way; close the caches"):
         tier.close()
     assert load(tier, 1), "what may not be closed goes on"
     ctypes.memset(lent[0].address, 1, RECORD_BYTES)
@@ -389,6 +433,41 @@ def test_a_slot_is_not_written_while_a_thread_reads_it(disk, monkeypatch):
     until(lambda: lent.ended)
     assert not lent.missed and ctypes.string_at(lent.address, RECORD_BYTES) == payload(0)
     disk.finished(lent)
+
+
+def test_a_disk_that_does_not_answer_is_left_alone_until_it_does(disk, monkeypatch, caplog):
+    clock, asked, goes_on, read = Clock(), threading.Semaphore(0), threading.Event(), disk.read_at
+    monkeypatch.setattr(answering, "time", clock)
+    assert store(disk, 1)
+    monkeypatch.setattr(disk, "read_at", lambda *args: (asked.release(), goes_on.wait(60), read(*args))[2])
+    lent = disk.load(key_of(1))
+    assert asked.acquire(timeout=60) and disk.lookup([key_of(1)]) == [True]
+    clock.pass_for(CALL_TIMEOUT_S + 1)
+    for _ in range(2):
+        with pytest.raises(TierUnavailable, match="does not answer"):
+            disk.lookup([key_of(1)])
+    assert disk.load(key_of(1)).missed and not lent.ended
+    clock.pass_for(answering.FIRST_PAUSE_S)
+    with pytest.raises(TierUnavailable):
+        disk.lookup([key_of(1)])
+    assert asked.acquire(timeout=60), "a thread asks whether it answers again"
+    goes_on.set()
+
+    def answers() -> bool:
+        with contextlib.suppress(TierUnavailable):
+            return disk.lookup([key_of(1)]) == [True]
+        return False
+
+    until(answers)
+    until(lambda: lent.ended)
+    assert not lent.missed
+    disk.finished(lent)
+    assert load(disk, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.removeprefix(f"the disk tier at {disk.path} ") for text in said] == [
+        "does not answer (TimeoutError); asked again in 1 s",
+        "answers again",
+    ]
 
 
 @pytest.mark.parametrize("fault", ["full", "error", "torn", "silently torn", "index torn"])
@@ -653,12 +732,12 @@ def test_a_child_made_by_fork_does_not_keep_the_path(tmp_path):
         os._exit(0)
     try:
         with pytest.raises(TierUnavailable):  # nor does it let go of it
-            DiskTier(tmp_path / "tier", RECORD_BYTES)
+            DiskTier(tmp_path / "tier", 2 * RECORD_BYTES)
         tier.close()
 
         def is_let_go() -> bool:
             with contextlib.suppress(TierUnavailable):
-                DiskTier(tmp_path / "tier", RECORD_BYTES).close()
+                DiskTier(tmp_path / "tier", 2 * RECORD_BYTES).close()
                 return True
             return False
 
@@ -739,13 +818,9 @@ def test_nothing_waits_for_a_tier_that_is_being_closed(tmp_path, monkeypatch, na
     closing.join()
 
 
-def test_a_second_tier_of_a_path_is_refused_and_the_path_is_named(tmp_path):
-    tier = DiskTier(tmp_path / "tier", RECORD_BYTES)
-    with pytest.raises(TierUnavailable, match=str(tmp_path / "tier")):
-        DiskTier(tmp_path / "tier", RECORD_BYTES)
-    tier.close()
-    DiskTier(tmp_path / "tier", RECORD_BYTES).close()
-    assert (tmp_path / "tier" / "records").stat().st_mode & 0o077 == 0
+def test_only_the_owner_can_read_its_files(tmp_path):
+    with contextlib.closing(DiskTier(tmp_path / "tier", RECORD_BYTES)):
+        assert not [file for file in (tmp_path / "tier").iterdir() if file.stat().st_mode & 0o077]
 
 
 @pytest.mark.parametrize("path", ["/proc/tier", "/sys", __file__])

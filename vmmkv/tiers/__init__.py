@@ -10,7 +10,9 @@ transfers     copies between the extents of a prefix tree and tiers
 fetch_search  what to load of a prompt, and from which tiers
 threaded      ThreadedTier: the base of a tier that blocks
 host          HostTier: pinned memory
-disk          DiskTier: one file of slots, found again after a restart
+disk          DiskTier: one file of slots, found again after a restart, that several processes share
+shared_slots  what these processes tell each other: changes, uses and locks of slots
+answering     whether a store or a disk answers; one that does not is left alone
 shared        SharedTier: the base of a tier over a store that engines on several machines share
 contrib       RedisTier, MooncakeTier
 """

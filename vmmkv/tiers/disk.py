@@ -1,12 +1,13 @@
-"""DiskTier: records in one file of slots, with a table of what each slot holds beside it; both are preallocated.
+"""DiskTier: records in one file of slots, with a table of what each slot holds beside it; all files are preallocated.
 
     records   | slot 0 | slot 1 | slot 2 | ...       a record each, written with O_DIRECT where the file system takes it
     index     | header | entry 0 | entry 1 | ...     an entry has the key, generation and checksum of its slot's record
+    shared    what the processes that have the tier open tell each other: see `SharedSlots`
 
-A record is written to its slot first, and its entry after. So whenever the process is killed, each entry describes what its
-slot holds, or what it held before; the checksum tells which when the record is read. If two entries have one key, that of the
-higher generation counts. Generations are the order in which records were written. When a tier is opened or closed all are
-numbered anew, in the order of use.
+To overwrite a record, its entry is cleared; then the slot is written, and its new entry last. So whenever a process is killed,
+each entry describes what its slot holds; the checksum tells it when the record is read. If two entries have one key, that of
+the higher generation counts. Generations are the order in which records were written. When the first process opens a tier, and
+when the last one closes it, all are numbered anew, in the order of use.
 """
 
 import contextlib
@@ -19,8 +20,7 @@ import re
 import struct
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,11 +28,12 @@ from typing import Final
 import torch
 
 from vmmkv.arguments import whole
-from vmmkv.driver.host import fallocate
 from vmmkv.errors import BudgetError, TierUnavailable
 from vmmkv.tier import RecordListener, Refusal, Transfer
+from vmmkv.tiers.answering import Answering
 from vmmkv.tiers.record import ALIGNMENT_BYTES, KEY_BYTES, RECORD_BYTES, checked_record_bytes, checksum_of
-from vmmkv.tiers.threaded import MissedError, ThreadedTier, touch
+from vmmkv.tiers.shared_slots import SharedSlots, allocate
+from vmmkv.tiers.threaded import MissedError, ThreadedTier, missed
 from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ _ENTRY: Final = struct.Struct(f"<Q{KEY_BYTES}sI")
 _ENTRY_BYTES: Final = 64
 """Distance from one entry to the next: none lies in two sectors."""
 
+_NO_ENTRY: Final = bytes(_ENTRY_BYTES)
+
+CALL_TIMEOUT_S: Final = 10.0
+"""Time after which a read or write that has not ended tells that the disk does not answer."""
+
 
 @dataclass(eq=False, slots=True)
 class _Slot:
@@ -54,7 +60,7 @@ class _Slot:
     generation: int
     checksum: int
     num_reads: int = 0
-    """Reads under way; while there are any, the slot is not overwritten."""
+    """Reads of this process that are under way; while there are any, the slot is not overwritten."""
 
 
 class DiskTier(ThreadedTier):
@@ -63,9 +69,11 @@ class DiskTier(ThreadedTier):
     The directory is made if need be, and its space allocated at once. Records, of `record_bytes`, are found again after a
     restart, and verified when they are read. If the process is killed, only what was being written is lost. The least recently
     used record is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied
-    for that. One process at a time can use a path. Only the owner may read its files. Close it after its caches.
-    Raises: TierUnavailable if another process uses the path, no file can be written there, or it has records of another size;
-    BudgetError if it does not fit on the disk, naming what fits; OSError.
+    for that. Several processes of a host can open one path, with the same budget: what one stores the others load, and the
+    record that none of them has used for the longest time is evicted first. Only the owner may read the files. Close it after
+    its caches. A disk of which a read or write has not ended after 10 s is left alone, until it answers again.
+    Raises: TierUnavailable if no file can be written there, or a process has it open with another budget, or it has records of
+    another size; BudgetError if it does not fit on the disk, naming what fits; OSError.
     """
 
     name = "disk"
@@ -79,10 +87,24 @@ class DiskTier(ThreadedTier):
         sized = b"" if record_bytes == RECORD_BYTES else b", records of %d bytes" % record_bytes
         self._header: Final = (_MAGIC + sized).ljust(_HEADER_BYTES, b"\0")
         self._num_slots = num_slots
-        self._records: OrderedDict[bytes, _Slot | None] = OrderedDict()
-        """Records, the least recently used first; None for those that are being stored."""
-        self._generation = 0
+        self._records: dict[bytes, _Slot] = {}
+        """Records of all processes, as far as this one has read their changes."""
+        self._keys: dict[int, bytes] = {}
+        """Key of the record in each slot that has one."""
+        self._num_seen = 0
+        """Changes that it has read."""
+        self._last_uses: dict[bytes, int] = {}
+        """Last use of each record that is being stored."""
+        self._writing: set[int] = set()
+        """Slots that threads of this process write to."""
         self._fd = self._index_fd = -1
+        self._shared: SharedSlots | None = None
+        self.answering: Final = Answering(
+            f"the disk tier at {self.path}",
+            CALL_TIMEOUT_S,
+            probe=lambda: self.read_at(self._fd, memoryview(mmap.mmap(-1, ALIGNMENT_BYTES)), 0),
+            failed=lambda: self._count("errors", 1),
+        )
         _tiers.add(self)
         self._open_files()
 
@@ -94,60 +116,91 @@ class DiskTier(ThreadedTier):
             if self._fd < 0:
                 self._open_files()
         super().open(device)
+        self.answering.begin(self.name)
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look up which of these records the tier has; a use of them. See Tier.lookup."""
+        """Look up which of these records the tier has; a use of them. Raises: TierUnavailable while it is left alone."""
+        self.answering.check()
         with self.lock:
-            return touch(self._records, self._storing, keys)
+            if (shared := self._shared) is not None:
+                self._catch_up(shared)
+                last_use = shared.now(len(keys))
+                for at, key in enumerate(keys):
+                    if (slot := self._records.get(key)) is not None:
+                        shared.uses[slot.number] = last_use - at
+                    elif key in self._last_uses:
+                        self._last_uses[key] = last_use - at
+            return [key in self._records and key not in self._storing for key in keys]
 
     def held_bytes(self) -> int:
-        """Bytes of the slots that are taken."""
-        return (self._num_slots - len(self._free)) * self.record_bytes
+        """Bytes of the records of all processes."""
+        with self.lock:
+            if self._shared is not None:
+                self._catch_up(self._shared)
+            return len(self._records) * self.record_bytes
 
     def store(self, key: bytes) -> Transfer | Refusal:
         """Lend a buffer for a record's bytes, or say why not. The record counts as used now, not when it is written."""
         transfer = super().store(key)
         if isinstance(transfer, Transfer):
             with self.lock:
-                self._records.setdefault(key)
+                self._last_uses[key] = self._opened.now()
         return transfer
 
+    def load(self, key: bytes) -> Transfer | None:
+        """Begin to load a record into a buffer. A miss while the disk is left alone; None if no buffer is free."""
+        return missed(key) if self.answering.is_left_alone else super().load(key)
+
     def give_back(self, transfer: Transfer) -> None:
-        """Free the buffer of a transfer that has ended, and forget a record that was not stored."""
-        with self.lock:
-            if transfer.is_store and self._records.get(transfer.key, transfer) is None:
-                del self._records[transfer.key]
+        """Free the buffer of a transfer that has ended."""
+        if transfer.is_store:
+            with self.lock:
+                self._last_uses.pop(transfer.key, None)
         super().give_back(transfer)
 
     def write(self, key: bytes, data: memoryview) -> None:
         """Write a record to a slot, then its entry to the index; called from a thread. On failure the slot is free again."""
-        with self.lock:
-            if self._records.get(key) is not None:
-                return
-            number = self._take_slot()
-        try:
-            checksum = checksum_of(key, data)
-            self.write_at(self._fd, data, number * self.record_bytes)
-            with self.lock:
-                self._generation += 1
-                slot = _Slot(number, self._generation, checksum)
-            self.write_at(self._index_fd, memoryview(_packed(key, slot)), _entry_at(number))
-            with self.lock:
-                self._records[key] = slot
-                self.listener([key], True)
-        except BaseException:
-            with self.lock:
-                self._free.append(number)
-            raise
+        with self.answering.call():
+            self._write_record(self._opened, key, data)
 
     def read(self, key: bytes, data: memoryview) -> None:
         """Fill `data` from the record's slot; called from a thread.
 
         Raises: MissedError if it is not there; OSError if its checksum is wrong, after which it is dropped.
         """
+        with self.answering.call():
+            self._read_record(self._opened, key, data)
+
+    def _write_record(self, shared: SharedSlots, key: bytes, data: memoryview) -> None:
+        number = self._take_slot(shared, key)
+        if number is None:
+            return
+        is_kept = False
+        try:
+            checksum = checksum_of(key, data)
+            self.write_at(self._fd, data, number * self.record_bytes)
+            with shared.mutex():
+                with self.lock:
+                    self._catch_up(shared)
+                    is_there = key in self._records  # another process has stored it meanwhile
+                if not is_there:
+                    slot = _Slot(number, shared.num_changes + 1, checksum)
+                    self._change_entry(shared, number, _packed(key, slot))
+                    with self.lock:
+                        shared.uses[number] = self._last_uses.get(key, shared.now())
+                    is_kept = True
+        finally:
+            with self.lock:
+                self._writing.discard(number)
+                if not is_kept:
+                    shared.free(number)
+                shared.release(number)
+
+    def _read_record(self, shared: SharedSlots, key: bytes, data: memoryview) -> None:
         with self.lock:
+            self._catch_up(shared)
             slot = self._records.get(key)
-            if slot is None:
+            if slot is None or not (slot.num_reads or self._is_locked_for_reads(shared, key, slot)):
                 raise MissedError(key.hex())
             slot.num_reads += 1
         is_right = False
@@ -157,26 +210,35 @@ class DiskTier(ThreadedTier):
         finally:
             with self.lock:
                 slot.num_reads -= 1
-                if not is_right and not slot.num_reads and self._records.get(key) is slot:
-                    del self._records[key]
-                    self._free.append(slot.number)
-                    self.listener([key], False)
+                if not slot.num_reads:
+                    shared.release(slot.number)
+            if not is_right:
+                self._forget(shared, key, slot)
         if not is_right:
             raise OSError(errno.EIO, f"{self.path}: slot {slot.number} does not hold what was written there")
 
     def listen(self, listener: RecordListener) -> None:
         """Tell one listener which records there are, and then of each that is kept, goes, or could not be stored."""
         with self.lock:
+            if self._shared is not None:
+                self._catch_up(self._shared)
             self.listener = listener
-            listener([key for key, slot in self._records.items() if slot is not None], True)
+            listener(list(self._records), True)
 
     def close(self) -> None:
-        """Write the index, and give memory and files back. Idempotent. Raises: ValueError while transfers are under way."""
+        """Give memory and files back; the last process writes the index. Idempotent.
+
+        Raises: ValueError while transfers are under way.
+        """
         super().close()
-        with self.lock:
-            if self._fd >= 0:
-                self._write_index()
-        self._close_files()
+        self.answering.end()
+        if (shared := self._shared) is not None:
+            with shared.mutex(), self.lock:
+                if self._is_alone():
+                    self._num_seen = -1  # a process may have been killed before it counted its last change
+                    self._catch_up(shared)
+                    self._write_index(sorted(self._records, key=lambda key: shared.uses[self._records[key].number]))
+                self._close_files()
 
     # files
 
@@ -202,26 +264,55 @@ class DiskTier(ThreadedTier):
         """Take the path, and find the records that are there."""
         try:
             self._fd = self._open_file("records")
-            self._lock_path()
             self._index_fd = self._open_file("index")
-            self._check_record_bytes()
-            self._allocate()
-            self._use_direct_io()
-            self._read_index()
-            self._shorten()
-            self._write_index()
+            shared = SharedSlots(self._open_file("shared"))
+            self._shared = shared
+            with shared.mutex():
+                if self._is_alone():
+                    self._begin(shared)
+                    fcntl.flock(self._fd, fcntl.LOCK_SH)  # nobody else asks: that is done within the mutex
+                else:
+                    self._join(shared)
         except BaseException:
             self._close_files()
             raise
 
-    def _lock_path(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    def _is_alone(self) -> bool:
+        """Is this the only tier that has the path open? Then others wait for the mutex. Raises: TierUnavailable."""
+        for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+                return how == fcntl.LOCK_EX
+        raise TierUnavailable(
+            f"{self.path} is the disk tier of an older vmmkv, which shares it with no other process; end that one"
+        )
+
+    def _begin(self, shared: SharedSlots) -> None:
+        """Open the tier as the only process."""
+        self._check_record_bytes()
+        self._allocate()
+        self._use_direct_io()
+        self._read_index()
+        self._shorten()
+        shared.begin(self._num_slots, len(self._records))
+        self._write_index(self._records)
+        for slot in self._records.values():
+            shared.uses[slot.number] = slot.generation
+        self._keys = {slot.number: key for key, slot in self._records.items()}
+        self._num_seen = len(self._records)
+
+    def _join(self, shared: SharedSlots) -> None:
+        """Open the tier beside other processes. Raises: TierUnavailable if theirs is another one."""
+        self._check_record_bytes()
+        if (there := os.fstat(self._fd).st_size) != self.budget_bytes:
             raise TierUnavailable(
-                f"{self.path} is another process's disk tier, or another tier's of this one; give each a path of its own, or "
-                "end the other"
-            ) from None
+                f"{self.path} is open in another process with budget_bytes={there}, and this one has {self.budget_bytes}; give "
+                "both the same, or another directory"
+            )
+        self._use_direct_io()
+        shared.join()
+        self._records, self._keys, self._num_seen = {}, {}, -1
+        self._catch_up(shared)
 
     def _check_record_bytes(self) -> None:
         header = os.pread(self._index_fd, _HEADER_BYTES, 0)
@@ -250,7 +341,7 @@ class DiskTier(ThreadedTier):
         before = {fd: os.fstat(fd) for fd in sizes}
         try:
             for fd, size_bytes in sizes.items():
-                _take(fd, size_bytes)
+                allocate(fd, size_bytes)
             for fd, size_bytes in sizes.items():
                 os.ftruncate(fd, max(size_bytes, before[fd].st_size))
         except OSError as error:
@@ -280,12 +371,15 @@ class DiskTier(ThreadedTier):
             if fd >= 0:
                 os.close(fd)
         self._index_fd = self._fd = -1
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = None
 
     # the index
 
     def _read_index(self) -> None:
         """Find the records that are there. The log says what is damaged; `_write_index` leaves it out."""
-        self._records.clear()
+        self._records = {}
         num_slots, num_damaged, found = os.fstat(self._fd).st_size // self.record_bytes, 0, []
         with open(self.path / "index", "rb") as index:
             if (header := index.read(_HEADER_BYTES)) != self._header:
@@ -300,9 +394,7 @@ class DiskTier(ThreadedTier):
                     num_damaged += 1
         if num_damaged:
             log.warning("%s: %d entries of its index are damaged; their records are lost", self.path, num_damaged)
-        for key, slot in sorted(found, key=lambda entry: entry[1].generation):
-            self._records.pop(key, None)
-            self._records[key] = slot
+        self._records = dict(sorted(found, key=lambda entry: entry[1].generation))
 
     def _shorten(self) -> None:
         """Keep the records that were used last, as many as the budget has slots for, and give back the space of the others.
@@ -311,54 +403,144 @@ class DiskTier(ThreadedTier):
         behind the last slot is moved to slots before it, and its entry is written there after it: if the process is killed,
         the next one does the rest. What cannot be read is lost.
         """
-        for _ in range(len(self._records) - self._num_slots):
-            self._records.popitem(last=False)
-        found = [(key, slot) for key, slot in self._records.items() if slot is not None]
-        taken = {slot.number for _, slot in found}
-        self._free = [number for number in reversed(range(self._num_slots)) if number not in taken]
+        for key in list(self._records)[: max(0, len(self._records) - self._num_slots)]:
+            del self._records[key]
+        taken = {slot.number for slot in self._records.values()}
+        free = [number for number in reversed(range(self._num_slots)) if number not in taken]
         data = memoryview(mmap.mmap(-1, self.record_bytes))
-        for key, slot in found:
+        for key, slot in list(self._records.items()):
             if slot.number < self._num_slots:
                 continue
-            moved = _Slot(self._free.pop(), slot.generation, slot.checksum)
+            moved = _Slot(free.pop(), slot.generation, slot.checksum)
             try:
                 self.read_at(self._fd, data, slot.number * self.record_bytes)
                 self.write_at(self._fd, data, moved.number * self.record_bytes)
                 self.write_at(self._index_fd, memoryview(_packed(key, moved)), _entry_at(moved.number))
                 self._records[key] = moved
             except OSError:
-                self._free.append(moved.number)
+                free.append(moved.number)
                 del self._records[key]
         os.ftruncate(self._fd, self.budget_bytes)
         os.ftruncate(self._index_fd, _entry_at(self._num_slots))
 
-    def _write_index(self) -> None:
-        """Write the whole index anew, with generations from 1 in the order of use, which this process alone knows.
+    def _write_index(self, keys: Iterable[bytes]) -> None:
+        """Write the whole index anew, with generations from 1 in the order of these keys, which is that of their last use.
 
-        The caller holds the lock, or is alone. If the process is killed meanwhile, or the disk takes no more, some entries stay
-        as they were: as good, in another order.
+        The caller is alone. If the process is killed meanwhile, or the disk takes no more, some entries stay as they were: as
+        good, in another order.
         """
         content = bytearray(self._header.ljust(_entry_at(self._num_slots), b"\0"))
-        self._generation = 0
-        for key, slot in self._records.items():
-            if slot is not None:
-                self._generation = slot.generation = self._generation + 1
-                content[_entry_at(slot.number) : _entry_at(slot.number + 1)] = _packed(key, slot)
+        for generation, key in enumerate(keys, 1):
+            slot = self._records[key]
+            slot.generation = generation
+            content[_entry_at(slot.number) : _entry_at(slot.number + 1)] = _packed(key, slot)
         with contextlib.suppress(OSError):
             self.write_at(self._index_fd, memoryview(content), 0)
 
-    def _take_slot(self) -> int:
-        """A slot to write to; the least recently used record makes room. Raises OSError if all are being read."""
-        if self._free:
-            return self._free.pop()
-        key, slot = next(((key, slot) for key, slot in self._records.items() if slot and not slot.num_reads), (b"", None))
-        if slot is None:
-            self.counts["refused_records"] += 1
-            raise OSError(errno.ENOSPC, f"{self.path}: every record is being read")
-        self.counts["evicted_records"] += 1
-        self.listener([key], False)
-        del self._records[key]
-        return slot.number
+    # beside other processes
+
+    @property
+    def _opened(self) -> SharedSlots:
+        assert self._shared is not None, "threads end before the files are closed"
+        return self._shared
+
+    def _catch_up(self, shared: SharedSlots) -> None:
+        """Read the entries that have changed. The caller holds the lock."""
+        if shared.num_changes == self._num_seen:
+            return
+        numbers = shared.changed_since(self._num_seen) if self._num_seen >= 0 else None
+        self._num_seen = shared.num_changes
+        if numbers is not None:
+            for number in numbers:
+                self._know(number, os.pread(self._index_fd, _ENTRY_BYTES, _entry_at(number)))
+        else:
+            index = os.pread(self._index_fd, _entry_at(self._num_slots), 0)
+            for number in range(self._num_slots):
+                self._know(number, index[_entry_at(number) : _entry_at(number + 1)])
+
+    def _know(self, number: int, entry: bytes) -> None:
+        """Take note of a slot's entry, and tell the listener of what has changed. The caller holds the lock."""
+        known = _entry(number, entry)
+        before = self._keys.pop(number, None)
+        old = None if before is None else self._records.get(before)
+        if before is not None and old is not None and old.number == number:  # else it is known already to be in another slot
+            if known is not None and known[0] == before and known[1].generation == old.generation:
+                self._keys[number] = before
+                return
+            del self._records[before]
+            self.listener([before], False)
+        if known is not None:
+            key, slot = known
+            self._records[key] = slot
+            self._keys[number] = key
+            self.listener([key], True)
+
+    def _change_entry(self, shared: SharedSlots, number: int, entry: bytes) -> None:
+        """Write an entry within the mutex, so that all processes read it; this one at once. Raises: OSError."""
+        try:
+            self.write_at(self._index_fd, memoryview(entry), _entry_at(number))
+        finally:
+            shared.changed(number)
+            with self.lock:
+                self._catch_up(shared)
+
+    def _take_slot(self, shared: SharedSlots, key: bytes) -> int | None:
+        """Take a slot to write a record to, without an entry; the least recently used record makes room.
+
+        None if the record is there by now. Raises: OSError if all slots are being read or written.
+        """
+        with shared.mutex():
+            with self.lock:
+                self._catch_up(shared)
+                if key in self._records:
+                    return None
+                number = next((each for each in shared.least_used() if self._may_write(each) and shared.take(each)), None)
+                if number is None:
+                    self.counts["refused_records"] += 1
+                    raise OSError(errno.ENOSPC, f"{self.path}: every record is being read")
+                self._writing.add(number)
+                shared.uses[number] = shared.now()
+                has_record = number in self._keys
+                self.counts["evicted_records"] += has_record
+            if has_record:
+                try:
+                    self._change_entry(shared, number, _NO_ENTRY)
+                except BaseException:
+                    with self.lock:
+                        self._writing.discard(number)
+                        shared.free(number)
+                        shared.release(number)
+                    raise
+        return number
+
+    def _may_write(self, number: int) -> bool:
+        """Does no thread of this process write to a slot, or read it?"""
+        key = self._keys.get(number)
+        return number not in self._writing and (key is None or not self._records[key].num_reads)
+
+    def _is_locked_for_reads(self, shared: SharedSlots, key: bytes, slot: _Slot) -> bool:
+        """Lock a slot, unless it has, or will have, another record. The caller holds the lock."""
+        if not shared.share(slot.number):
+            return False
+        if os.pread(self._index_fd, _ENTRY_BYTES, _entry_at(slot.number)) == _packed(key, slot):
+            return True
+        shared.release(slot.number)
+        return False
+
+    def _forget(self, shared: SharedSlots, key: bytes, slot: _Slot) -> None:
+        """Clear the entry of a record that could not be read, unless it is being read still. Raises: OSError."""
+        with shared.mutex():
+            with self.lock:
+                self._catch_up(shared)
+                is_free = self._records.get(key) is slot and not slot.num_reads and shared.take(slot.number)
+            if not is_free:
+                return
+            try:
+                self._change_entry(shared, slot.number, _NO_ENTRY)
+            finally:
+                with self.lock:
+                    shared.free(slot.number)
+                    shared.release(slot.number)
 
     def __repr__(self) -> str:
         return f"<DiskTier at {self.path}: {format_bytes(self.held_bytes())} of {format_bytes(self.budget_bytes)}>"
@@ -374,15 +556,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _take(fd: int, size_bytes: int) -> None:
-    """Take a file's disk space; where the file system cannot, a write finds out that the disk is full."""
-    try:
-        fallocate(fd, 0, 0, size_bytes)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
 
 
 def _entry_at(number: int) -> int:

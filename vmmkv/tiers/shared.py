@@ -8,14 +8,12 @@ finds that it answers again. What can write to the store can write what models r
 """
 
 import importlib
-import logging
 import struct
 import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, Final
@@ -24,10 +22,9 @@ import torch
 
 from vmmkv.errors import TierUnavailable, did_you_mean
 from vmmkv.tier import Tier, Transfer
+from vmmkv.tiers.answering import Answering
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
 from vmmkv.tiers.threaded import MissedError, ThreadedTier, missed
-
-log = logging.getLogger(__name__)
 
 ENTRY_POINTS: Final = "vmmkv.tiers"
 """The group of entry points by which packages add stores: its names are schemes of URLs, its objects make a `Tier` of one."""
@@ -45,11 +42,6 @@ LACKED_S: Final = 2.0
 
 _MOST_KNOWN: Final = 1 << 17
 """Answers that are kept, of each kind."""
-
-FIRST_PAUSE_S: Final = 1.0
-"""Time for which a store that does not answer is left alone at first. It doubles each time, up to the longest."""
-
-LONGEST_PAUSE_S: Final = 30.0
 
 
 def open_store(url: str, **options: Any) -> Tier:
@@ -82,7 +74,7 @@ class SharedTier(ThreadedTier):
     """Records in a store that other engines use too, over a client whose calls block.
 
     A subclass says how to ask, get, put and remove; it is called from several threads. An error of the client means that the
-    store does not answer. It is then left alone for a second, and for twice as long each time, up to half a minute.
+    store does not answer. It is then left alone: see `Answering`.
     """
 
     def __init__(self, where: str, *, timeout_s: float, record_bytes: int = RECORD_BYTES) -> None:
@@ -98,15 +90,13 @@ class SharedTier(ThreadedTier):
         """Records that are not there, and until when that is believed."""
         self._asked: set[bytes] = set()
         """Keys that the store is being asked for."""
-        self._asker: ThreadPoolExecutor | None = None
-        """Thread that asks the store: questions do not wait behind records."""
-        self._calls: dict[object, float] = {}
-        """Start of each call under way, of time.monotonic."""
-        self._pause_s = 0.0
-        """Time for which the store is left alone, in seconds; 0 while it answers."""
-        self._again_s = 0.0
-        """End of that pause, of time.monotonic."""
-        self._probing = False
+        self.answering: Final = Answering(
+            where,
+            timeout_s,
+            probe=lambda: self.ask([]),
+            failed=lambda: self._count("errors", 1),
+            left_alone=self._begin_pause,
+        )
 
     # what a subclass does
 
@@ -143,32 +133,30 @@ class SharedTier(ThreadedTier):
     def open(self, device: torch.device) -> None:
         """Get ready for copies, and ask once whether the store answers, without waiting for it. See Tier.open."""
         super().open(device)
-        with self.lock:
-            if self._asker is None:
+        if self.answering.begin(self.name):
+            with self.lock:
                 self._asked.clear()  # what a close has cancelled
-                self._asker = ThreadPoolExecutor(1, thread_name_prefix=f"vmmkv-{self.name}-ask")
-                self._probing = True
-                self._asker.submit(self._probe)  # so that the log says at the start if it does not answer
+            self.answering.probe()  # so that the log says at the start if it does not answer
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Look up which of these records the store has; None while it is asked. Raises: TierUnavailable if it is down."""
-        self._check()
+        self.answering.check()
         now_s = time.monotonic()
         with self.lock:
             found = [self._known.get(key, 0.0) > now_s for key in keys]
             unknown = [
                 key for key, is_there in zip(keys, found, strict=True) if not is_there and self._lacked.get(key, 0.0) <= now_s
             ]
-            if not unknown or self._asker is None:
+            if not unknown or not self.answering.can_ask:
                 return found
             if new := [key for key in unknown if key not in self._asked]:
                 self._asked.update(new)
-                self._asker.submit(self._ask, new)
+                self.answering.submit(self._ask, new)
             return None
 
     def load(self, key: bytes) -> Transfer | None:
         """Begin to load a record into a buffer. A miss while the store is left alone; None if no buffer is free."""
-        return missed(key) if self._pause_s else super().load(key)
+        return missed(key) if self.answering.is_left_alone else super().load(key)
 
     def held_bytes(self) -> int:
         """Bytes of the records that are known to be there."""
@@ -208,13 +196,10 @@ class SharedTier(ThreadedTier):
 
     def close(self) -> None:
         """End calls and threads, and give the memory back. Waits `timeout_s` for records that are being written."""
-        with self.lock:
-            asker, self._asker = self._asker, None
-        late = threading.Timer(self.timeout_s, self._leave_alone, [TimeoutError()])
+        late = threading.Timer(self.timeout_s, self.answering.leave_alone, [TimeoutError()])
         late.start()
         try:
-            if asker is not None:
-                asker.shutdown(wait=True, cancel_futures=True)
+            self.answering.end()
             super().close()
         finally:
             late.cancel()
@@ -244,67 +229,24 @@ class SharedTier(ThreadedTier):
                 while len(answers) > _MOST_KNOWN:
                     answers.popitem(last=False)
 
-    # does it answer?
-
-    def _check(self) -> None:
-        """Raise TierUnavailable while the store is left alone. When that is over, a thread tries whether it answers."""
-        now_s = time.monotonic()
-        with self.lock:
-            is_late = now_s - min(self._calls.values(), default=now_s) > self.timeout_s
-        if is_late:
-            self._leave_alone(TimeoutError())
-        if not self._pause_s:
-            return
-        with self.lock:
-            if now_s >= self._again_s and not self._probing and self._asker is not None:
-                self._probing = True
-                self._asker.submit(self._probe)
-        raise TierUnavailable(f"{self.where} does not answer")
-
-    def _probe(self) -> None:
-        try:
-            with self._call(left_alone=False):
-                self.ask([])
-        except Exception:
-            self._count("errors", 1)
-        finally:
-            self._probing = False
-
     @contextmanager
-    def _call(self, *, left_alone: bool = True) -> Iterator[None]:
-        """Run a call of the client, and see whether the store answers. Raises TierUnavailable while it is left alone."""
-        if self._pause_s and left_alone:
-            raise TierUnavailable(f"{self.where} does not answer")
-        call = object()
-        with self.lock:
-            self._calls[call] = time.monotonic()
-        try:
-            yield
-        except (MissedError, Refused):
-            raise
-        except Exception as error:
-            self._leave_alone(error)
-            raise
-        finally:
-            with self.lock:
-                began_s = self._calls.pop(call, None)
-        if self._pause_s and began_s is not None:  # a call that began before the store was left alone says nothing of now
-            self._pause_s = self._again_s = 0.0
-            log.warning("%s answers again", self.where)
+    def _call(self) -> Iterator[None]:
+        """Run a call of the client, whose errors mean that the store does not answer."""
+        with self.answering.call():
+            try:
+                yield
+            except (MissedError, Refused):
+                raise
+            except Exception as error:
+                self.answering.leave_alone(error)
+                raise
 
-    def _leave_alone(self, error: Exception) -> None:
-        now_s = time.monotonic()
+    def _begin_pause(self, error: Exception) -> str | None:
         with self.lock:
-            self._calls.clear()
-            if now_s < self._again_s:
-                return  # another call of the same time has found it out
-            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._again_s = now_s + self._pause_s
             self._known.clear()  # it may come back empty
             self._lacked.clear()
-        complaint = self.complaint_of(error) or f"does not answer ({type(error).__name__})"
-        log.warning("%s %s; asked again in %g s", self.where, complaint, self._pause_s)
         self.hang_up()
+        return self.complaint_of(error)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.where}>"
