@@ -811,7 +811,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
     },
     (DISK, f"{TIERS}::test_a_slot_is_not_written_while_a_thread_reads_it"): {
-        "a record of the disk overwritten while it is read": (" and (key is None or not self._records[key].num_reads)", ""),
+        "a record of the disk overwritten while it is read": (" and not self._num_reads[number]", ""),
     },
     (DISK, SHARING_UNIT): {
         "a slot that a failed write does not give back": (
@@ -840,8 +840,9 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/tiers/shared_slots.py", SHARING_UNIT): {
         "changes forgotten where they are too many": (
-            "if self.num_changes - num_changes <= _RING else None",
-            "if True else None",
+            "        if end - start > _RING:\n",
+            "        if False:\n",
+            ("vmmkv/tiers/shared_slots.py", "if is_known else None", "if True else None"),
         ),
         "a slot that is free passed by": ("        self._candidates.append((0, number))\n", ""),
     },

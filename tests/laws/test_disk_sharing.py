@@ -186,6 +186,7 @@ def test_an_entry_of_which_one_has_not_heard_is_no_record_that_it_knew(opened):
             written.seek(place)
             written.write(content)
     assert not load(one, 1) and one.stats().errors == 0
+    assert found(one, 1, 2) == [False, True] and load(one, 2)
     one.close()
     again = opened()
     assert load(again, 2)

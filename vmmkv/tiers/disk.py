@@ -20,6 +20,7 @@ import re
 import struct
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,6 @@ class _Slot:
     number: int
     generation: int
     checksum: int
-    num_reads: int = 0
-    """Reads of this process that are under way; while there are any, the slot is not overwritten."""
 
 
 class DiskTier(ThreadedTier):
@@ -96,13 +95,15 @@ class DiskTier(ThreadedTier):
         self._last_uses: dict[bytes, int] = {}
         """Last use of each record that is being stored."""
         self._writing: set[int] = set()
-        """Slots that threads of this process write to."""
+        """Slots that threads of this process write to, or clear."""
+        self._num_reads = Counter[int]()
+        """Reads of this process that are under way, by slot; while there are any, it is not overwritten."""
         self._fd = self._index_fd = -1
         self._shared: SharedSlots | None = None
         self.answering: Final = Answering(
             f"the disk tier at {self.path}",
             CALL_TIMEOUT_S,
-            probe=lambda: self.read_at(self._fd, memoryview(mmap.mmap(-1, ALIGNMENT_BYTES)), 0),
+            probe=self._probe,
             failed=lambda: self._count("errors", 1),
         )
         _tiers.add(self)
@@ -200,17 +201,17 @@ class DiskTier(ThreadedTier):
         with self.lock:
             self._catch_up(shared)
             slot = self._records.get(key)
-            if slot is None or not (slot.num_reads or self._is_locked_for_reads(shared, key, slot)):
+            if slot is None or not (self._num_reads[slot.number] or self._is_locked_for_reads(shared, key, slot)):
                 raise MissedError(key.hex())
-            slot.num_reads += 1
+            self._num_reads[slot.number] += 1
         is_right = False
         try:
             self.read_at(self._fd, data, slot.number * self.record_bytes)
             is_right = checksum_of(key, data) == slot.checksum
         finally:
             with self.lock:
-                slot.num_reads -= 1
-                if not slot.num_reads:
+                self._num_reads[slot.number] -= 1
+                if not self._num_reads[slot.number]:
                     shared.release(slot.number)
             if not is_right:
                 self._forget(shared, key, slot)
@@ -234,11 +235,13 @@ class DiskTier(ThreadedTier):
         self.answering.end()
         if (shared := self._shared) is not None:
             with shared.mutex(), self.lock:
-                if self._is_alone():
-                    self._num_seen = -1  # a process may have been killed before it counted its last change
-                    self._catch_up(shared)
-                    self._write_index(sorted(self._records, key=lambda key: shared.uses[self._records[key].number]))
-                self._close_files()
+                try:
+                    if self._shared is shared and self._is_alone():
+                        self._num_seen = -1  # a process may have been killed before it counted its last change
+                        self._catch_up(shared)
+                        self._write_index(sorted(self._records, key=lambda key: shared.uses[self._records[key].number]))
+                finally:
+                    self._close_files()
 
     # files
 
@@ -268,11 +271,15 @@ class DiskTier(ThreadedTier):
             shared = SharedSlots(self._open_file("shared"))
             self._shared = shared
             with shared.mutex():
-                if self._is_alone():
-                    self._begin(shared)
-                    fcntl.flock(self._fd, fcntl.LOCK_SH)  # nobody else asks: that is done within the mutex
-                else:
-                    self._join(shared)
+                try:
+                    if self._is_alone():
+                        self._begin(shared)
+                        fcntl.flock(self._fd, fcntl.LOCK_SH)  # others ask for it within the mutex alone
+                    else:
+                        self._join(shared)
+                except BaseException:
+                    self._close_files()  # before another process is let in
+                    raise
         except BaseException:
             self._close_files()
             raise
@@ -437,6 +444,12 @@ class DiskTier(ThreadedTier):
         with contextlib.suppress(OSError):
             self.write_at(self._index_fd, memoryview(content), 0)
 
+    def _probe(self) -> None:
+        """Read a sector, and pass the mutex: a process that holds it may be stopped."""
+        self.read_at(self._fd, memoryview(mmap.mmap(-1, ALIGNMENT_BYTES)), 0)
+        with self._opened.mutex():
+            pass
+
     # beside other processes
 
     @property
@@ -446,10 +459,10 @@ class DiskTier(ThreadedTier):
 
     def _catch_up(self, shared: SharedSlots) -> None:
         """Read the entries that have changed. The caller holds the lock."""
-        if shared.num_changes == self._num_seen:
+        if (num_changes := shared.num_changes) == self._num_seen:
             return
-        numbers = shared.changed_since(self._num_seen) if self._num_seen >= 0 else None
-        self._num_seen = shared.num_changes
+        numbers = shared.changed_between(self._num_seen, num_changes) if self._num_seen >= 0 else None
+        self._num_seen = num_changes
         if numbers is not None:
             for number in numbers:
                 self._know(number, os.pread(self._index_fd, _ENTRY_BYTES, _entry_at(number)))
@@ -487,7 +500,7 @@ class DiskTier(ThreadedTier):
     def _take_slot(self, shared: SharedSlots, key: bytes) -> int | None:
         """Take a slot to write a record to, without an entry; the least recently used record makes room.
 
-        None if the record is there by now. Raises: OSError if all slots are being read or written.
+        None if the record is already there. Raises: OSError if all slots are being read or written.
         """
         with shared.mutex():
             with self.lock:
@@ -515,16 +528,17 @@ class DiskTier(ThreadedTier):
 
     def _may_write(self, number: int) -> bool:
         """Does no thread of this process write to a slot, or read it?"""
-        key = self._keys.get(number)
-        return number not in self._writing and (key is None or not self._records[key].num_reads)
+        return number not in self._writing and not self._num_reads[number]
 
     def _is_locked_for_reads(self, shared: SharedSlots, key: bytes, slot: _Slot) -> bool:
         """Lock a slot, unless it has, or will have, another record. The caller holds the lock."""
-        if not shared.share(slot.number):
+        if slot.number in self._writing or not shared.share(slot.number):
             return False
-        if os.pread(self._index_fd, _ENTRY_BYTES, _entry_at(slot.number)) == _packed(key, slot):
+        entry = os.pread(self._index_fd, _ENTRY_BYTES, _entry_at(slot.number))
+        if entry == _packed(key, slot):
             return True
         shared.release(slot.number)
+        self._know(slot.number, entry)  # a process that is killed may not count its last change
         return False
 
     def _forget(self, shared: SharedSlots, key: bytes, slot: _Slot) -> None:
@@ -532,13 +546,15 @@ class DiskTier(ThreadedTier):
         with shared.mutex():
             with self.lock:
                 self._catch_up(shared)
-                is_free = self._records.get(key) is slot and not slot.num_reads and shared.take(slot.number)
-            if not is_free:
-                return
+                is_there = self._records.get(key) is slot and self._may_write(slot.number)
+                if not is_there or not shared.take(slot.number):
+                    return
+                self._writing.add(slot.number)
             try:
                 self._change_entry(shared, slot.number, _NO_ENTRY)
             finally:
                 with self.lock:
+                    self._writing.discard(slot.number)
                     shared.free(slot.number)
                     shared.release(slot.number)
 

@@ -24,6 +24,9 @@ from vmmkv.driver.host import fallocate
 _RING: Final = 4096
 """Changes after which a process that has seen none of them reads all entries again."""
 
+_LOW: Final = (1 << 32) - 1
+"""The low half of a word of the ring, which is a slot's number; the high half is the change's own."""
+
 _MUTEX: Final = 1 << 62
 """Byte behind those of all slots, whose lock one process has at a time."""
 
@@ -33,6 +36,8 @@ _CANDIDATES: Final = 256
 
 class SharedSlots:
     """Changes, uses and locks of the slots of one file, by processes that know nothing else of each other.
+
+    Locks separate processes, and not threads of one: which slots those read and write is the caller's to know.
 
     The constructor opens the file `fd`, which it owns, for `mutex` alone; `begin` or `join` does the rest. Its methods may be
     called by one thread at a time, but `mutex`, which lets one thread of all processes in.
@@ -72,7 +77,11 @@ class SharedSlots:
 
     def join(self) -> None:
         """Take part in what another process has begun."""
-        self._words = np.frombuffer(mmap.mmap(self._fd, 0), np.uint64)
+        other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)  # a mapping keeps its file open, with its locks
+        try:
+            self._words = np.frombuffer(mmap.mmap(other, 0), np.uint64)
+        finally:
+            os.close(other)
         self.uses = self._words[1 + _RING :]
         self._candidates.clear()
 
@@ -92,14 +101,16 @@ class SharedSlots:
     def changed(self, number: int) -> None:
         """Count a change of a slot's entry, which the caller has made within `mutex`."""
         count = self.num_changes
-        self._words[1 + count % _RING] = number
+        self._words[1 + count % _RING] = (count & _LOW) << 32 | number
         self._words[0] = count + 1
 
-    def changed_since(self, num_changes: int) -> Sequence[int] | None:
-        """The slots whose entries have changed since so many changes were counted; None if they are too many to know."""
-        count = self.num_changes
-        numbers = [int(self._words[1 + each % _RING]) for each in range(max(num_changes, count - _RING), count)]
-        return numbers if self.num_changes - num_changes <= _RING else None
+    def changed_between(self, start: int, end: int) -> Sequence[int] | None:
+        """The slots of the changes [start, end), as they are counted; None if some of them cannot be known any more, or yet."""
+        if end - start > _RING:
+            return None
+        words = [int(self._words[1 + each % _RING]) for each in range(start, end)]
+        is_known = all(word >> 32 == each & _LOW for each, word in enumerate(words, start))
+        return [word & _LOW for word in words] if is_known else None
 
     # uses
 
@@ -121,16 +132,16 @@ class SharedSlots:
                 if self.uses[number] == use:
                     yield number
             if not has_looked:
-                last = np.arange(len(self.uses))
+                uses, last = self.uses.copy(), np.arange(len(self.uses))  # other processes write there meanwhile
                 if len(last) > _CANDIDATES:
-                    last = np.argpartition(self.uses, _CANDIDATES)[:_CANDIDATES]
-                oldest = last[np.lexsort((last, self.uses[last]))]
-                self._candidates = [(int(self.uses[number]), int(number)) for number in oldest[::-1]]
+                    last = np.argpartition(uses, _CANDIDATES)[:_CANDIDATES]
+                oldest = last[np.lexsort((last, uses[last]))]
+                self._candidates = [(int(uses[number]), int(number)) for number in oldest[::-1]]
 
     # locks
 
     def take(self, number: int) -> bool:
-        """Lock a slot for writing; False if another process has it. A read of this process is the caller's to know."""
+        """Lock a slot for writing; False if another process has it."""
         return self._has_locked(number, fcntl.F_WRLCK)
 
     def share(self, number: int) -> bool:
