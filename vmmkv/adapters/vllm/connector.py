@@ -1,0 +1,279 @@
+"""VmmkvConnector: vLLM's `KVConnectorBase_V1` over vmmkv's tiers, for an engine of one GPU, or of a CPU.
+
+vLLM makes it twice, for its scheduler and for its worker, which may be two processes. The worker has the tiers; the scheduler
+asks disks and stores by itself, and is told what the worker's host tier holds.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
+from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
+from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.tier import Tier
+from vmmkv.tiers import HostTier, Store
+
+log = logging.getLogger("vllm.vmmkv")
+
+_RECENT_S: Final = 0.02
+"""Age up to which a report of the worker tells of now."""
+
+
+@dataclass
+class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the worker of a step."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the worker tells the scheduler: records that its host tier has taken or lost, in order."""
+
+    changes: list[tuple[bytes, bool]]
+    is_busy: bool
+    """Are there others on their way?"""
+
+    def aggregate(self, other: "_HostReport") -> "_HostReport":
+        return _HostReport(self.changes + other.changes, self.is_busy or other.is_busy)
+
+
+class _Directory:
+    """Which records there are, as the scheduler knows: of the host tier by reports, of disks and stores by asking."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._held = set[bytes]()
+        self._is_busy, self._reported_s = False, 0.0
+        self._store = Store(tiers) if tiers else None
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Look up which of these records there are; None while a store finds out, or until the worker says so in a step."""
+        held = [key in self._held for key in keys]
+        if all(held):
+            return held
+        if self._is_busy and time.monotonic() - self._reported_s > _RECENT_S:
+            return None
+        found = held if self._store is None else self._store.lookup(keys)
+        return found and [any(each) for each in zip(held, found, strict=True)]
+
+    def learn(self, report: _HostReport | None) -> None:
+        """Take note of the report of a step, which has just ended; None if there was nothing to say."""
+        self._is_busy, self._reported_s = report is not None and report.is_busy, time.monotonic()
+        for key, is_held in () if report is None else report.changes:
+            (self._held.add if is_held else self._held.discard)(key)
+
+    def close(self) -> None:
+        """Close the store. Idempotent."""
+        if self._store is not None:
+            self._store.close()
+
+
+class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Prefixes of vLLM in vmmkv's tiers. `kv_connector_extra_config`: see `ConnectorOptions`.
+
+    Raises: ValueError, TierUnavailable and BudgetError at the start, for what it cannot serve, in a sentence.
+    """
+
+    prefer_cross_layer_blocks = True
+    """Of vLLM below 0.28: all layers of a block side by side, where the attention takes that."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout with all layers of a block side by side, where this vLLM has it: copies are as large as a block."""
+        from vllm.v1 import kv_cache_interface
+
+        has_layouts = "kv_cache_layout" in kv_cache_interface.KVCacheConfig.__dataclass_fields__
+        return "BLNHC" if has_layouts and vllm_config.device_config.device_type == "cuda" else None
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.kv_cache_groups
+        options = ConnectorOptions.of(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                'kv_load_failure_policy must be "recompute" in --kv-transfer-config: with "fail", which is vLLM\'s default, a '
+                "record that a tier has lost fails its request"
+            )
+        for feature, is_on in _unserved(vllm_config, [type(group.kv_cache_spec).__name__ for group in groups]).items():
+            if is_on:
+                raise ValueError(f"the vmmkv connector does not serve {feature} yet: start vLLM without that, or without it")
+        spec, layers = groups[0].kv_cache_spec, groups[0].layer_names
+        block_bytes = spec.page_size_bytes * len(layers)
+        self._per_record: Final = blocks_of_record(block_bytes)
+        self._record_bytes: Final = block_bytes * self._per_record
+        self._num_blocks: Final = kv_cache_config.num_blocks
+        self._tiers: Final = options.tiers(self._record_bytes, has_host=role is KVConnectorRole.WORKER)
+        self._device: Final = vllm_config.device_config.device_type
+        # the worker's
+        self._store: Store | None = None
+        self._mover: BlockMover | None = None
+        self._failed_blocks = set[int]()
+        self._poller: IdlePoller | None = None
+        self._changes = deque[tuple[bytes, bool]]()
+        self._was_busy = False
+        """Has the scheduler been told that records are on their way?"""
+        if role is KVConnectorRole.WORKER:
+            return
+        self._directory: Final = _Directory(self._tiers)
+        model = vllm_config.model_config
+        weights = options.fingerprint or fingerprint_of(model.model, model.revision)
+        configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
+        layout = getattr(kv_cache_config, "kv_cache_layout", None), os.environ.get("VLLM_KV_CACHE_LAYOUT"), repr(spec), layers
+        self._schedule: Final = Schedule(
+            repr((weights, *configuration, *layout, self._device, self._per_record)),
+            block_tokens=spec.block_size,
+            record_tokens=spec.block_size * self._per_record,
+            lookup=self._directory.lookup,
+            may_wait=bool(vllm_config.cache_config.enable_prefix_caching),
+        )
+
+    # the scheduler's calls
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See KVConnectorBase_V1."""
+        found = self._schedule.matched(request.request_id, request.all_token_ids, request.cache_salt, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See KVConnectorBase_V1."""
+        self._schedule.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See KVConnectorBase_V1."""
+        num_new = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._schedule.scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, num_new[new.req_id], is_new=True)
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, blocks, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            new_blocks = [] if blocks is None else blocks[0]
+            self._schedule.scheduled(name, new_blocks, num_computed, num_new[name], is_new=name in cached.resumed_req_ids)
+        return _StepMetadata(self._schedule.take_plan())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See KVConnectorBase_V1."""
+        report = connector_output.kv_connector_worker_meta
+        self._directory.learn(report if isinstance(report, _HostReport) else None)
+        has_failed = bool(connector_output.invalid_block_ids)  # of which request is not told
+        for name in connector_output.finished_recving or ():
+            self._schedule.loaded(name, has_failed=has_failed)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See KVConnectorBase_V1. Blocks are free at once: the worker sees to it before they are written."""
+        self._schedule.ended(request.request_id)
+        return False, None
+
+    # the worker's calls
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See KVConnectorBase_V1."""
+        tensors = list({tensor.data_ptr(): tensor for tensor in kv_caches.values()}.values())
+        memory = BlockMemory(tensors, self._num_blocks)
+        if memory.block_bytes != (block_bytes := self._record_bytes // self._per_record):
+            raise ValueError(
+                f"a block has {memory.block_bytes} bytes in vLLM's tensors, and {block_bytes} by its configuration: the vmmkv "
+                "connector does not know this layout"
+            )
+        for tier in self._tiers:
+            if isinstance(tier, HostTier):
+                tier.listen(lambda keys, is_held: self._changes.extend((key, is_held) for key in keys))
+        self._store = Store(self._tiers, self._device)
+        self._poller = IdlePoller(self._store)
+        self._mover = BlockMover(self._store, memory)
+        names = ", ".join(tier.name for tier in self._tiers)
+        log.info("vmmkv: tiers: %s; a record has %d blocks, %d bytes", names, self._per_record, self._record_bytes)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """See KVConnectorBase_V1 of vLLM below 0.28."""
+        self.register_kv_caches({"all": kv_cache})
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before each forward pass: what its blocks held is read, or not stored. See KVConnectorBase_V1."""
+        if self._mover is not None and isinstance(kv_connector_metadata, _StepMetadata):
+            self._mover.before_step(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See KVConnectorBase_V1."""
+        if self._mover is not None:
+            self._mover.begin(self._bound.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests are scheduled when all their layers are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: records have all layers, and are stored behind the step."""
+
+    def wait_for_save(self) -> None:
+        """See KVConnectorBase_V1. Nothing is waited for here."""
+        if self._mover is not None:
+            self._mover.after_step(self._bound.plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Called at the end of each step, also of one that computes nothing. See KVConnectorBase_V1."""
+        if self._mover is None or self._poller is None:
+            return None, None
+        self._mover.go_on(computes=self._bound.plan.computes)
+        if self._mover.is_busy:
+            self._poller.stepped()
+        ended, bad = self._mover.ended_loads()
+        self._failed_blocks |= bad
+        return None, ended or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See KVConnectorBase_V1."""
+        bad, self._failed_blocks = self._failed_blocks, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See KVConnectorBase_V1."""
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        was_busy, self._was_busy = self._was_busy, self._mover is not None and self._mover.is_busy
+        return _HostReport(changes, self._was_busy) if changes or was_busy or self._was_busy else None
+
+    def reset_cache(self) -> bool | None:
+        """Refuse: records outlive the engine's cache, and are of its weights as they were loaded. See KVConnectorBase_V1."""
+        log.warning("vmmkv keeps its records; other weights need an engine with another fingerprint")
+        return False
+
+    def shutdown(self) -> None:
+        """Keep what has been put, for 10 s at most, and close the tiers. See KVConnectorBase_V1."""
+        if self._poller is not None:
+            self._poller.close()
+        if self._store is not None:
+            self._store.flush(10.0)
+            self._store.close()
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._directory.close()
+        for tier in self._tiers:
+            tier.close()
+
+    @property
+    def _bound(self) -> _StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _StepMetadata), "the scheduler's connector has made it"
+        return metadata
+
+
+def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
+    """What makes KV differ beyond its key, or lie elsewhere than in the blocks of one table; and whether it is on."""
+    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    return {
+        f"an engine of {num_ranks} GPUs": num_ranks != 1,
+        f"layers of {' and '.join(kinds)}": kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]),
+        "LoRA": vllm_config.lora_config is not None,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "models of images or sound": bool(model.is_multimodal_model),
+        "prompts as embeddings": bool(model.enable_prompt_embeds),
+    }

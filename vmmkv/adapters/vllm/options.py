@@ -1,0 +1,94 @@
+"""Options of the connector: which tiers, in the words of `vmmkv serve`."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from vmmkv.errors import did_you_mean
+from vmmkv.tier import Tier
+from vmmkv.tiers import DiskTier, HostTier, open_store
+from vmmkv.units import parse_bytes
+
+_SAMPLES: Final = 16
+_SAMPLE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """Fields of `kv_connector_extra_config`."""
+
+    kv_host_budget: str | None = None
+    """Pinned host memory for records, such as "16GiB"."""
+    kv_disk: str | None = None
+    """Directory of a disk tier. Engines of one host may share it."""
+    kv_disk_budget: str | None = None
+    """Its size, such as "200GiB"."""
+    kv_store: str | None = None
+    """URL of a store that engines on several machines share, such as redis://host:6379/0."""
+    fingerprint: str | None = None
+    """Name of the weights, which must differ where they do. By default, of a local model samples of its files, and otherwise
+    its name and revision."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Options out of what vLLM was given. Raises: ValueError for unknown ones, or ones that do not fit together."""
+        names = cls.__dataclass_fields__
+        if unknown := sorted(set(given) - set(names)):
+            raise ValueError(
+                f"kv_connector_extra_config has no {unknown[0]!r}; there are {', '.join(names)}. "
+                + did_you_mean(unknown[0], list(names))
+            )
+        for name, value in given.items():
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f'kv_connector_extra_config: {name}={value!r} is no text; write "16GiB", say')
+        options = cls(**given)
+        if (options.kv_disk is None) != (options.kv_disk_budget is None):
+            raise ValueError("kv_connector_extra_config: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
+        if not (options.kv_host_budget or options.kv_disk or options.kv_store):
+            raise ValueError(
+                "kv_connector_extra_config names no tier; give kv_host_budget, kv_disk with kv_disk_budget, or kv_store"
+            )
+        return options
+
+    def tiers(self, record_bytes: int, *, has_host: bool) -> list[Tier]:
+        """The tiers, the fastest first, not open yet; without the host tier for a process that only looks records up.
+
+        Raises: ValueError, BudgetError, TierUnavailable, as each of them.
+        """
+        tiers: list[Tier] = []
+        try:
+            if has_host and self.kv_host_budget is not None:
+                tiers.append(HostTier(parse_bytes(self.kv_host_budget), record_bytes=record_bytes))
+            if self.kv_disk is not None and self.kv_disk_budget is not None:
+                tiers.append(DiskTier(self.kv_disk, parse_bytes(self.kv_disk_budget), record_bytes=record_bytes))
+            if self.kv_store is not None:
+                tiers.append(open_store(self.kv_store, record_bytes=record_bytes))
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        return tiers
+
+
+def fingerprint_of(model: str, revision: str | None) -> str:
+    """A name for a model's weights: of a directory its configuration, and names, sizes and samples of its files of weights.
+
+    Raises: OSError. Cost: some reads of 4 KiB for each file.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return f"{model}@{revision}"
+    state = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        if path.name == "config.json":
+            state.update(path.read_bytes())
+        elif path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+            size_bytes = path.stat().st_size
+            state.update(repr((path.name, size_bytes)).encode())
+            with open(path, "rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(sample * max(0, size_bytes - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()

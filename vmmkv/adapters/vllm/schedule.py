@@ -1,0 +1,192 @@
+"""Schedule: which requests of another engine load, store and wait, by their tokens. It knows no memory and no vLLM.
+
+    matched ──may wait──> allocated ──> plan ──> (the worker loads) ──> loaded
+    scheduled ──────────────────────> plan ──> (the worker stores)            ended
+
+A *record* is the KV of `record_tokens` tokens, a whole number of the engine's blocks; its key hashes all tokens up to its end.
+While one request loads or computes a record, others that need it next wait: the engine's own prefix cache has it then.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+
+from vmmkv.tiers.keys import KeyChain
+
+RecordBlocks = tuple[bytes, list[int]]
+"""Key of a record, and its blocks; -1 for one that the device has already."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The worker's part of a step."""
+
+    loads: list[tuple[str, list[RecordBlocks]]] = field(default_factory=list)
+    """Requests that load, each with its records."""
+    stores: list[RecordBlocks] = field(default_factory=list)
+    """Records whose last token the step computes."""
+    written: list[int] = field(default_factory=list)
+    """Blocks that were allocated for the step: what they held before must have been read."""
+    computes: bool = False
+    """Does the step compute tokens?"""
+
+
+class Tokens(Protocol):
+    """Tokens of a request, prompt and answer; the engine adds to them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> Sequence[int]: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request that the engine has, as far as records go."""
+
+    tokens: Tokens
+    chain: KeyChain
+    blocks: list[int] = field(default_factory=list)
+    num_on_device: int = 0
+    """Tokens that the device had when the engine asked last."""
+    num_stored: int = 0
+    """Records that are stored, or being stored, or were loaded."""
+    claims: list[bytes] = field(default_factory=list)
+    """Keys of records that it loads or computes, the last one first."""
+    has_failed: bool = False
+    """Has a load of it failed? Then it computes: what says that there are records may be wrong for long."""
+
+
+class Schedule:
+    """What requests load, store and wait for.
+
+    `lookup` says which records tiers have, or None while it finds out. `may_wait`: whether the engine shares what it has
+    computed; else each request computes for itself.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        *,
+        block_tokens: int,
+        record_tokens: int,
+        lookup: Callable[[Sequence[bytes]], list[bool] | None],
+        may_wait: bool = True,
+    ) -> None:
+        self.block_tokens: Final = block_tokens
+        self.record_tokens: Final = record_tokens
+        self._start = KeyChain(identity, every=record_tokens)
+        self._lookup, self._may_wait = lookup, may_wait
+        self._requests: dict[str, _Request] = {}
+        self._claimed: dict[bytes, str] = {}
+        """Request that loads or computes a record, by its key."""
+        self._plan = StepPlan()
+
+    def matched(self, name: str, tokens: Tokens, namespace: Hashable, num_on_device: int) -> int | None:
+        """Number of tokens, behind those on the device, that tiers have of a request; None for a request that has to wait.
+
+        It may be asked again, also of a request that was preempted. The last token is always computed.
+        """
+        request = self._requests.get(name)
+        if request is None:
+            chain = self._start.of(np.empty(0, np.int32), namespace)
+            request = self._requests[name] = _Request(tokens=tokens, chain=chain)
+        self._give_up_claims(request)
+        request.num_on_device = num_on_device
+        first = num_on_device // self.record_tokens
+        missing = self._keys(request, len(tokens) - 1)[first:]
+        if not missing or request.has_failed:
+            return 0
+        if self._may_wait and self._claimed.get(missing[0], name) != name:
+            return None
+        found = self._lookup(missing)
+        if found is None:
+            return None
+        num_found = found.index(False) if False in found else len(found)
+        return max(0, (first + num_found) * self.record_tokens - num_on_device) if num_found else 0
+
+    def allocated(self, name: str, blocks: Sequence[int], num_tokens: int) -> None:
+        """The engine has given a request blocks, for so many tokens that are to be loaded behind those on the device."""
+        if num_tokens <= 0:
+            return
+        request = self._requests[name]
+        first, last = (tokens // self.record_tokens for tokens in (request.num_on_device, request.num_on_device + num_tokens))
+        num_kept, per_record = request.num_on_device // self.block_tokens, self.record_tokens // self.block_tokens
+        keys = request.chain.keys()
+        loads = [
+            (keys[number], [block if at >= num_kept else -1 for at, block in self._blocks_of(blocks, number, per_record)])
+            for number in range(first, last)
+        ]
+        self._plan.loads.append((name, loads))
+        self._plan.written += blocks[num_kept:]
+        request.num_stored = last
+        self._claim(name, request, keys[first:last])
+
+    def scheduled(self, name: str, new_blocks: Sequence[int], num_computed: int, num_new: int, *, is_new: bool) -> None:
+        """A step computes `num_new` tokens of a request behind `num_computed`. `is_new`: its blocks are these alone."""
+        self._plan.computes = True
+        self._plan.written += new_blocks
+        request = self._requests.get(name)
+        if request is None:
+            return
+        if is_new:
+            request.blocks = []
+            request.num_stored = num_computed // self.record_tokens  # loaded, or computed by a request that stored it
+        request.blocks += new_blocks
+        end = min(num_computed + num_new, len(request.tokens))
+        num_whole = end // self.record_tokens
+        if is_new and self._may_wait:
+            self._claim(name, request, self._keys(request, len(request.tokens))[num_whole:])
+        if num_whole <= request.num_stored:
+            return
+        keys, per_record = self._keys(request, end), self.record_tokens // self.block_tokens
+        for number in range(request.num_stored, num_whole):
+            self._plan.stores.append(
+                (keys[number], [block for _, block in self._blocks_of(request.blocks, number, per_record)])
+            )
+        request.num_stored = num_whole
+        while request.claims and request.claims[-1] in keys[:num_whole]:
+            self._claimed.pop(request.claims.pop(), None)
+
+    def take_plan(self) -> StepPlan:
+        """The plan of the step, which begins another one."""
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    def loaded(self, name: str, *, has_failed: bool) -> None:
+        """The worker has loaded a request's records, or failed to: requests that wait for it are asked again."""
+        if (request := self._requests.get(name)) is not None:
+            request.has_failed = request.has_failed or has_failed
+            self._give_up_claims(request)
+
+    def ended(self, name: str) -> None:
+        """The engine has ended a request."""
+        if (request := self._requests.pop(name, None)) is not None:
+            self._give_up_claims(request)
+
+    def _keys(self, request: _Request, num_tokens: int) -> list[bytes]:
+        """Keys of the whole records in so many tokens of a request. Cost: for new ones some 3 us, and a copy of the tokens."""
+        num_records = num_tokens // self.record_tokens
+        num_known = len(request.chain.tokens)
+        if num_records * self.record_tokens > num_known:
+            more = np.array(request.tokens[num_known : num_records * self.record_tokens], np.int32)
+            grown = request.chain.grown(np.concatenate((request.chain.tokens, more)))
+            assert grown is not None, "the tokens of a request only grow"
+            request.chain = grown
+        return request.chain.keys()[:num_records]
+
+    def _blocks_of(self, blocks: Sequence[int], record: int, per_record: int) -> list[tuple[int, int]]:
+        """Places and numbers of a record's blocks."""
+        places = range(record * per_record, (record + 1) * per_record)
+        return [(at, blocks[at]) for at in places]
+
+    def _claim(self, name: str, request: _Request, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if self._claimed.setdefault(key, name) == name:
+                request.claims.insert(0, key)
+
+    def _give_up_claims(self, request: _Request) -> None:
+        for key in request.claims:
+            self._claimed.pop(key, None)
+        request.claims.clear()
