@@ -162,7 +162,7 @@ class Mover(Generic[B]):
         (self.record_bytes,) = sizes
         self.tiers: Final = tuple(tiers)
         self._are_shared = [not isinstance(tier, ListenedTier) for tier in tiers]
-        """Of each tier, do other engines load from it?"""
+        """Do other engines load from it? For each tier."""
         self.worth: Callable[[str], bool] = lambda tier: True
         self.errors = 0
         """Calls of a tier that raised."""

@@ -54,12 +54,12 @@ class _Runs:
 
 
 class BlockMemory:
-    """Where the blocks of an engine lie: the runs of each, in the order of its tensors."""
+    """Memory of an engine's blocks: the runs of each, in the order of its tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
         """The tensors have `num_blocks` in one of their dimensions. Raises: ValueError for one that has not."""
         self.tensors: Final = list(tensors)
-        """They are kept, as long as their addresses are."""
+        """Tensors with the blocks, kept as long as their addresses are."""
         self._runs = [_runs_of(tensor, num_blocks) for tensor in tensors]
         self.block_bytes: Final = sum(runs.size_bytes * len(runs.addresses) for runs in self._runs)
         self.device: Final = tensors[0].device
@@ -136,7 +136,7 @@ class BlockMover:
         """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
         self._store, self._memory = store, memory
         self._spare = torch.empty(memory.block_bytes, dtype=torch.uint8, device=memory.device)
-        """Where blocks are loaded to that the device has already."""
+        """Memory that is loaded into for blocks that the device has already."""
         self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
         self._puts = defaultdict[int, list[Put]](list)
         """Puts of each block that may be read still: requests share blocks."""
@@ -146,7 +146,7 @@ class BlockMover:
         """Was something under way at the end of the last step?"""
 
     def before_step(self, plan: StepPlan) -> None:
-        """See to it that the step, which is launched next, may write its blocks: copies out of them are waited for."""
+        """Let the step that is launched next write its blocks: give up stores of them, and wait for copies under way."""
         reading = [put for block in plan.written for put in self._puts.pop(block, ()) if not put.done]
         for put in reading:
             put.give_up()

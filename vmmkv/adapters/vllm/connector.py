@@ -34,14 +34,14 @@ _RECENT_S: Final = 0.02
 
 @dataclass
 class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the worker of a step."""
+    """Message of the scheduler to the worker, for a step."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the worker tells the scheduler: records that its host tier has taken or lost, in order."""
+    """Message of the worker to the scheduler: records that its host tier has taken or lost, in order."""
 
     changes: list[tuple[bytes, bool]]
     is_busy: bool
@@ -52,7 +52,7 @@ class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class _Directory:
-    """Which records there are, as the scheduler knows: of the host tier by reports, of disks and stores by asking."""
+    """The records that there are, as the scheduler knows: of the host tier by reports, of disks and stores by asking."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._held = set[bytes]()
@@ -88,7 +88,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """
 
     prefer_cross_layer_blocks = True
-    """Of vLLM below 0.28: all layers of a block side by side, where the attention takes that."""
+    """Wish for all layers of a block side by side, for vLLM below 0.28, where the attention takes that."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -143,16 +143,16 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # the scheduler's calls
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See KVConnectorBase_V1."""
+        """Count the tokens that tiers have behind those on the device; None to be asked again. See KVConnectorBase_V1."""
         found = self._schedule.matched(request.request_id, request.all_token_ids, request.cache_salt, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See KVConnectorBase_V1."""
+        """Note the blocks that a request has for what it loads. See KVConnectorBase_V1."""
         self._schedule.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See KVConnectorBase_V1."""
+        """Make the plan of a step for the worker. See KVConnectorBase_V1."""
         num_new = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._schedule.scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, num_new[new.req_id], is_new=True)
@@ -163,7 +163,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return _StepMetadata(self._schedule.take_plan())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See KVConnectorBase_V1."""
+        """Note what a step has brought: reports, and requests that have loaded. See KVConnectorBase_V1."""
         report = connector_output.kv_connector_worker_meta
         self._directory.learn(report if isinstance(report, _HostReport) else None)
         has_failed = bool(connector_output.invalid_block_ids)  # of which request is not told
@@ -171,14 +171,14 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._schedule.loaded(name, has_failed=has_failed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1. Blocks are free at once: the worker sees to it before they are written."""
+        """Let go of a request, whose blocks are free at once: they are read before they are written. See KVConnectorBase_V1."""
         self._schedule.ended(request.request_id)
         return False, None
 
     # the worker's calls
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See KVConnectorBase_V1."""
+        """Begin with the engine's memory: open the tiers. See KVConnectorBase_V1. Raises: ValueError, BudgetError."""
         tensors = list({tensor.data_ptr(): tensor for tensor in kv_caches.values()}.values())
         memory = BlockMemory(tensors, self._num_blocks)
         if memory.block_bytes != (block_bytes := self._record_bytes // self._per_record):
@@ -196,7 +196,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         log.info("vmmkv: tiers: %s; a record has %d blocks, %d bytes", names, self._per_record, self._record_bytes)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """See KVConnectorBase_V1 of vLLM below 0.28."""
+        """Begin with memory in one tensor. See KVConnectorBase_V1 of vLLM below 0.28."""
         self.register_kv_caches({"all": kv_cache})
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -205,7 +205,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._mover.before_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See KVConnectorBase_V1."""
+        """Begin the loads of a step. See KVConnectorBase_V1."""
         if self._mover is not None:
             self._mover.begin(self._bound.plan)
 
@@ -216,7 +216,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing: records have all layers, and are stored behind the step."""
 
     def wait_for_save(self) -> None:
-        """See KVConnectorBase_V1. Nothing is waited for here."""
+        """Begin the stores of a step, and wait for nothing. See KVConnectorBase_V1."""
         if self._mover is not None:
             self._mover.after_step(self._bound.plan)
 
@@ -232,12 +232,12 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return None, ended or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See KVConnectorBase_V1."""
+        """Take the blocks that could not be loaded. See KVConnectorBase_V1."""
         bad, self._failed_blocks = self._failed_blocks, set()
         return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See KVConnectorBase_V1."""
+        """Make the report of a step for the scheduler; None for nothing new. See KVConnectorBase_V1."""
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         was_busy, self._was_busy = self._was_busy, self._mover is not None and self._mover.is_busy
         return _HostReport(changes, self._was_busy) if changes or was_busy or self._was_busy else None
@@ -267,7 +267,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
-    """What makes KV differ beyond its key, or lie elsewhere than in the blocks of one table; and whether it is on."""
+    """Features by which KV differs beyond its key, or lies elsewhere than in the blocks of one table; is each on?"""
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
     return {
         f"an engine of {num_ranks} GPUs": num_ranks != 1,

@@ -24,7 +24,7 @@ class ConnectorOptions:
     kv_disk: str | None = None
     """Directory of a disk tier. Engines of one host may share it."""
     kv_disk_budget: str | None = None
-    """Its size, such as "200GiB"."""
+    """Size of the disk tier, such as "200GiB"."""
     kv_store: str | None = None
     """URL of a store that engines on several machines share, such as redis://host:6379/0."""
     fingerprint: str | None = None

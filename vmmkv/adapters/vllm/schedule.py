@@ -59,7 +59,7 @@ class _Request:
 
 
 class Schedule:
-    """What requests load, store and wait for.
+    """Plans of what requests load, store and wait for.
 
     `lookup` says which records tiers have, or None while it finds out. `may_wait`: whether the engine shares what it has
     computed; else each request computes for itself.
