@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What `work` gives for each item, as it ends. An error, or Ctrl-C, lets what has begun end, and begins nothing else."""
+    """Results of `work` for each item, as it ends. An error, or Ctrl-C, lets what has begun end, and begins nothing else."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:

@@ -162,7 +162,7 @@ def mooncake_store() -> Iterator[MooncakeStore]:
 
 
 class Clock:
-    """What stores take to be the time: it stands still until it is told to go on."""
+    """A clock that stores are given: it stands still until it is told to go on."""
 
     now_s = 0.0
 

@@ -23,7 +23,7 @@ RECORD_TOKENS, RECORD_BYTES = BLOCK_TOKENS * PER_RECORD, BLOCK_BYTES * PER_RECOR
 
 
 def stamp(tokens: list[int]) -> int:
-    """What a block holds whose last token is the last of these."""
+    """The stamp of a block: a hash of all tokens up to its end."""
     return int.from_bytes(hashlib.blake2b(repr(tokens).encode(), digest_size=7).digest(), "little")
 
 

@@ -64,7 +64,7 @@ def answers(folder: Path) -> Callable[..., Answers]:
 
 @pytest.fixture(scope="module")
 def tokens(answers: Callable[..., Answers]) -> list[list[int]]:
-    """Those of plain vLLM."""
+    """The tokens of plain vLLM."""
     first, second = answers()
     assert first["tokens"] == second["tokens"]
     wanted: list[list[int]] = first["tokens"]

@@ -1,4 +1,4 @@
-"""A disk tier that several processes have open: what one stores all load, and none gives a wrong byte, whoever is killed."""
+"""A disk tier that several processes have open: what one stores all load, and none gives a wrong byte, whichever is killed."""
 
 import contextlib
 import ctypes
@@ -234,7 +234,7 @@ def use(seed):
     tier = DiskTier(sys.argv[1], NUM_RECORDS * RECORD_BYTES)
     tier.open(torch.device("cpu"))
     for turn in itertools.count():
-        if os.getppid() != parent:  # a test that fails leaves nobody behind
+        if os.getppid() != parent:  # a test that fails leaves no process behind
             os._exit(0)
         number = chance.randrange(3 * NUM_RECORDS)
         if chance.random() < 0.5:

@@ -86,7 +86,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
 def is_long(example: Example) -> bool:
-    """Does it start a model? The README's do as well, but whoever tries vmmkv begins there."""
+    """Does it start a model? The README's do as well, but a first trial begins there."""
     return "LLM(" in example.code and example.page.name != "README.md"
 
 

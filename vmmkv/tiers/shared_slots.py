@@ -1,9 +1,9 @@
-"""SharedSlots: what the processes of a host know together that keep records in the slots of one file.
+"""SharedSlots: state that the processes of a host share about the slots of one file: changes, last uses, locks.
 
     count of changes | ring: slots that changed last | uses: of each slot the time of its last use      in a file that all map
 
-What a slot holds is told elsewhere, by its entry in an index. Who changes an entry counts that here, so that the others read it
-again. Locks of single bytes (`F_OFD_SETLK`) say who writes or reads a slot, and end with their process, however it ends.
+The entry of a slot in an index tells what it holds. A process that changes an entry counts that here, so that the others read
+it again. Locks of single bytes (`F_OFD_SETLK`) say that a slot is being written or read. They end with their process.
 """
 
 import contextlib
