@@ -161,8 +161,10 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
     )
 
 
-VLLM_TESTS = tuple(
-    f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")
+GATHER = "kernels/vmmkv_kernels/gather.py"
+VLLM_TESTS = (
+    *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
+    *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
 
 ROOMS: tuple[Room, ...] = (
@@ -344,7 +346,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="vllm",
-        paths=("vmmkv/adapters/vllm",),
+        paths=("vmmkv/adapters/vllm", GATHER),
         lines=(),
         tests=VLLM_TESTS,
         neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
@@ -381,7 +383,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="tiers",
-        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm"),
+        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", GATHER),
         lines=(
             Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
             Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
@@ -457,6 +459,7 @@ ROOMS: tuple[Room, ...] = (
     suite("serve", Line("Makefile", "bench serve --parts"), path="bench/suites/serve"),
     suite("collectives"),
     suite("tiers"),
+    suite("engines"),
     suite("transformers"),
     suite("quality", tests=("tests/kernels/test_bench_quality.py",)),
     suite("streaming"),

@@ -200,14 +200,18 @@ class Vllm:
     """
 
     def __init__(self, model: ServedModel, settings: Settings, **options: Any) -> None:
-        """Open it over the engine's weights. `options`: further ones of `vllm.LLM`."""
+        """Open it over the engine's weights, or over its own random ones if `load_format="dummy"` is among `options`.
+
+        `options`: further ones of `vllm.LLM`.
+        """
         vllm = import_module("vllm")
         self._params: Final = vllm.SamplingParams
         self._tokens: Final = import_module("vllm.inputs").tokens_input
         self._delta: Final = import_module("vllm.sampling_params").RequestOutputKind.DELTA
         with model.directory() as folder:
-            save_weights(Weights(model, settings), folder)
-            release_memory(settings.device)
+            if options.get("load_format") != "dummy":
+                save_weights(Weights(model, settings), folder)
+                release_memory(settings.device)
             self._llm: Any = vllm.LLM(
                 str(folder),
                 skip_tokenizer_init=True,

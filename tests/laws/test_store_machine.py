@@ -19,15 +19,16 @@ from tests.laws.test_tier_machine import PromptDisk
 from vmmkv.driver import open_driver
 from vmmkv.tiers import HostTier, KeyChain, Store
 from vmmkv.tiers import store as store_module
-from vmmkv.tiers.store import SpanCopier
+from vmmkv.tiers.store import BufferCopier
 
 SIZE = 4096
 BLOCKS = KeyChain("model", every=1).of(range(12)).keys()
 blocks = st.integers(0, len(BLOCKS) - 1)
+some_blocks = st.lists(blocks, min_size=1, max_size=3, unique=True)
 
 
-def record(number: int) -> bytes:
-    return bytes([number + 1]) * SIZE
+def records(numbers: list[int]) -> bytes:
+    return b"".join(bytes([number + 1]) * SIZE for number in numbers)
 
 
 class LateFence:
@@ -48,7 +49,7 @@ class LateFence:
         self.wait()
 
 
-class LateCopier(SpanCopier):
+class LateCopier(BufferCopier):
     """Copies long after they were launched, those of stores and loads in any order; sometimes there is no room for more."""
 
     def __init__(self, driver, seed):
@@ -60,7 +61,7 @@ class LateCopier(SpanCopier):
         return len(self.launched) < 4
 
     def copy(self, buffer, runs, *, is_load):
-        self.launched.append(LateFence(lambda: SpanCopier.copy(self, buffer, runs, is_load=is_load)))
+        self.launched.append(LateFence(lambda: BufferCopier.copy(self, buffer, runs, is_load=is_load)))
         return self.launched[-1]
 
     def advance(self):
@@ -82,25 +83,25 @@ class StoreMachine(RuleBasedStateMachine):
             FaultyTier(self.disk, seed + 1, FAULTS if seed % 3 == 1 else ()),
         ]
         self.copier = LateCopier(open_driver("cpu"), seed)
-        with patch.object(store_module, "SpanCopier", lambda driver: self.copier):
+        with patch.object(store_module, "BufferCopier", lambda driver: self.copier):
             self.store = Store(self.tiers[: 1 + seed % 2], "cpu")
         self.puts, self.gets, self.kept = [], [], []
 
-    def spans(self, content):
+    def spans(self, content, size):
         """A buffer, in spans that lie apart."""
-        buffer = ctypes.create_string_buffer(content, SIZE)
-        start, cut = ctypes.addressof(buffer), self.copier.random.randrange(1, SIZE)
-        return buffer, [(start, cut), (start + cut, SIZE - cut)]
+        buffer = ctypes.create_string_buffer(content, size)
+        start, cut = ctypes.addressof(buffer), self.copier.random.randrange(1, size)
+        return buffer, [(start, cut), (start + cut, size - cut)]
 
-    @rule(block=blocks)
-    def put(self, block):
-        buffer, spans = self.spans(record(block))
-        self.puts.append((self.store.put(BLOCKS[block], spans), buffer))
+    @rule(some=some_blocks)
+    def put(self, some):
+        buffer, spans = self.spans(records(some), SIZE * len(some))
+        self.puts.append((self.store.put([BLOCKS[block] for block in some], spans), buffer))
 
-    @rule(block=blocks)
-    def get(self, block):
-        buffer, spans = self.spans(b"")
-        self.gets.append((self.store.get(BLOCKS[block], spans), block, buffer))
+    @rule(some=some_blocks)
+    def get(self, some):
+        buffer, spans = self.spans(b"", SIZE * len(some))
+        self.gets.append((self.store.get([BLOCKS[block] for block in some], spans), some, buffer))
 
     @rule(some=st.lists(blocks, max_size=4))
     def lookup(self, some):
@@ -131,14 +132,14 @@ class StoreMachine(RuleBasedStateMachine):
         for put, buffer in [each for each in self.puts if each[0].done]:
             self.puts.remove((put, buffer))
             self.keep(buffer)
-        for get, block, buffer in [each for each in self.gets if each[0].done]:
-            self.gets.remove((get, block, buffer))
-            assert not get.found or buffer.raw == record(block), "wrong bytes under a key"
+        for get, some, buffer in [each for each in self.gets if each[0].done]:
+            self.gets.remove((get, some, buffer))
+            assert not get.found or buffer.raw == records(some), "wrong bytes under a key"
             self.keep(buffer)
-        assert all(buffer.raw == b"\xee" * SIZE for buffer in self.kept), "written after it was done"
+        assert all(buffer.raw == b"\xee" * len(buffer) for buffer in self.kept), "written after it was done"
 
     def keep(self, buffer):
-        ctypes.memset(buffer, 0xEE, SIZE)
+        ctypes.memset(buffer, 0xEE, len(buffer))
         self.kept = [*self.kept[-10:], buffer]
 
     @invariant()
@@ -160,10 +161,10 @@ class StoreMachine(RuleBasedStateMachine):
     def what_is_put_in_tiers_that_work_is_found(self):
         chances = [tier.chance for tier in self.tiers]
         self.flush()
-        self.put(3)
+        self.put([3])
         self.flush()
         assert self.store.lookup(BLOCKS[3:4]) == [True]
-        self.get(3)
+        self.get([3])
         get = self.gets[0][0]
         self.flush()
         assert get.found

@@ -89,6 +89,47 @@ def test_a_record_that_a_tier_misses_comes_from_another(host, disk):
         assert disk.stats().loaded_bytes == SIZE
 
 
+def together(numbers):
+    """Blocks one behind the other, and a block of zeroes for each."""
+    return [layer for number in numbers for layer in block(number)], [layer for _ in numbers for layer in block(99)]
+
+
+def test_records_that_are_put_together_are_got_together_or_one_by_one(host, disk):
+    with Store([host, disk]) as store:
+        store.put(KEYS[1], spans(block(1)))
+        store.flush()
+        given, got = together([0, 1, 2])
+        store.put(KEYS[:3], spans(given))  # one of them is there
+        assert store.flush() and store.lookup(KEYS[:4]) == [True] * 3 + [False]
+        both, single = store.get([KEYS[2], KEYS[0]], spans(got[:8])), store.get(KEYS[1], spans(got[8:]))
+        assert store.flush() and both.found and single.found
+        assert all(map(torch.equal, got, [*block(2), *block(0), *block(1)]))
+
+
+def test_of_records_that_are_got_together_all_are_found_or_none(host, disk):
+    with Store([host, disk]) as store:
+        store.put(KEYS[:2], spans(together([0, 1])[0]))
+        store.flush()
+        get = store.get(KEYS[:3], spans(together([0, 1, 2])[1]))
+        assert store.flush() and get.found is False
+        with pytest.raises(ValueError, match="there twice"):
+            store.put([KEYS[0], KEYS[0]], spans(together([0, 0])[0]))
+        with pytest.raises(ValueError, match=f"spans of {SIZE} bytes for 2 records"):
+            store.put(KEYS[:2], spans(block(0)))
+
+
+def test_of_records_that_are_got_together_one_that_a_tier_misses_comes_from_another(host, disk):
+    forgets = FaultyTier(host, 0, ["forgets"], chance=0)
+    with Store([forgets, disk]) as store:
+        given, got = together([0, 1, 2])
+        store.put(KEYS[:3], spans(given))
+        store.flush()
+        host.drop(host.load(KEYS[1]))
+        forgets.chance = 1.0
+        get = store.get(KEYS[:3], spans(got))
+        assert store.flush() and get.found and all(map(torch.equal, got, given))
+
+
 def test_answers_tell_a_tier_that_has_a_record_from_one_without_room_or_time(host, disk):
     with Store([host, disk]) as store:
         store.put(KEYS[0], spans(block(0)))

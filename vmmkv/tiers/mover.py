@@ -117,6 +117,8 @@ class Load(Generic[B]):
         """Records whose loads were begun, and that are not being copied yet."""
         self.num_under_way = 0
         """Copies that were launched and have not ended."""
+        self.missed = set[bytes]()
+        """Keys of records that their tier had not, when it was asked."""
         self.failed = False
 
     def copied(self, move: "Move") -> None:
@@ -382,8 +384,8 @@ class Mover(Generic[B]):
                     load.coming.append(Move(load.num_asked * self.record_bytes, tier, transfer))
                     load.num_asked += 1
             come = [move for move in load.coming if move.transfer.ended]  # first: a thread may end one while this looks
-            load.failed = load.failed or any(move.transfer.missed for move in load.coming)
-            if load.failed or load.deadline_s < time.monotonic():
+            load.missed.update(move.transfer.key for move in load.coming if move.transfer.missed)
+            if load.failed or load.missed or load.deadline_s < time.monotonic():
                 self.drop(load)
                 continue
             if not come or (lends and len(come) < len(load.coming)):
@@ -437,8 +439,8 @@ class Mover(Generic[B]):
             return
         if has:
             source.answered(tier, Refusal.THERE)
-        stats = self.ask(None, tier.stats)
-        if stats is not None and stats.budget_bytes and source.is_chain:
+        stats = self.ask(None, tier.stats) if source.is_chain else None
+        if stats is not None and stats.budget_bytes:
             has.update(source.keys[stats.budget_bytes // self.record_bytes :])  # storing that would evict what is before it
         num_held = len(has)
         for portion in source.portions(tier, has):

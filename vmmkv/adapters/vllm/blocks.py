@@ -1,7 +1,8 @@
 """BlockMover: records between a Store and the blocks of another engine.
 
-A block of tokens lies in one run of memory, or in some for each layer. A record has whole blocks, so that it is a multiple of
-4 KiB and of about 2 MiB, in which disks and links are fast.
+A block of tokens lies in one run of memory, or in some for each layer. On a GPU many runs go through a piece of memory in which
+they are one: a launch and some copies for many blocks, instead of dozens of copies for each. A record has whole blocks, so that
+it is a multiple of 4 KiB and of about 2 MiB, in which disks and links are fast. Records are moved in batches.
 """
 
 import itertools
@@ -9,15 +10,20 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 
-from vmmkv.adapters.vllm.schedule import StepPlan
+from vmmkv.adapters.vllm.schedule import RecordBlocks, StepPlan
+from vmmkv.driver.base import Driver
 from vmmkv.tiers import Get, Put, Refusal, Store
+from vmmkv.tiers.mover import Run
 from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
+
+BATCH_BYTES: Final = 32 << 20
+"""Bytes of records that are moved together. On a GPU whose layers lie apart, twice as much memory is taken for their way."""
 
 LOAD_TIMEOUT_S: Final = 15.0
 """Time after which a load that has not ended is given up, and its request computes."""
@@ -31,6 +37,9 @@ _PAUSE_S: Final = 0.0005
 _LEAST_US: Final = 100.0
 _MOST_US: Final = 1000.0
 """Bounds of the time in a step for records: a tenth of the time from step to step."""
+
+_MOST_LOADING_US: Final = 10_000.0
+"""Most time in a step while requests wait for what is loaded: up to half of the time from step to step."""
 
 _WITHOUT_FORWARD_US: Final = 2000.0
 """Time for records in a step that computes nothing, since its requests are being loaded."""
@@ -62,7 +71,7 @@ class BlockMemory:
         """Tensors with the blocks, kept as long as their addresses are."""
         self._runs = [_runs_of(tensor, num_blocks) for tensor in tensors]
         self.block_bytes: Final = sum(runs.size_bytes * len(runs.addresses) for runs in self._runs)
-        self.device: Final = tensors[0].device
+        self._pieces = _Pieces.of(self._runs, tensors[0].device) if len(self.spans(0)) > 1 else None
 
     def spans(self, block: int) -> list[tuple[int, int]]:
         """Address and size of each run of a block; runs that lie side by side are one."""
@@ -75,6 +84,82 @@ class BlockMemory:
                 else:
                     spans.append((start, runs.size_bytes))
         return spans
+
+    def copy(self, blocks: Sequence[int], driver: Driver, runs: Sequence[Run], *, is_load: bool) -> None:
+        """Launch copies as `Buffer.copy`, of blocks one behind the other; -1 for one that is not loaded, or not there.
+
+        Copies of one direction are launched on one stream, always the same.
+        """
+        if self._pieces is not None:
+            self._pieces.copy(blocks, driver, runs, is_load=is_load)
+            return
+        for run in runs:
+            address = run.address
+            for block in blocks[run.offset_bytes // self.block_bytes :][: run.size_bytes // self.block_bytes]:
+                for place, size_bytes in self.spans(block) if block >= 0 else ():
+                    target, source = (place, address) if is_load else (address, place)
+                    driver.copy(target, source, size_bytes)
+                    address += size_bytes
+                address += self.block_bytes if block < 0 else 0
+
+
+class _Pieces:
+    """Memory on the device that has blocks in one piece, on their way to the host or from there."""
+
+    def __init__(self, addresses: list[int], strides: list[int], run_bytes: int, device: torch.device) -> None:
+        from vmmkv_kernels.gather import gather_blocks, scatter_blocks  # by Triton, which is missing where vLLM has no GPU
+
+        self._gather, self._scatter = gather_blocks, scatter_blocks
+        self._runs = torch.tensor(addresses, device=device), torch.tensor(strides, device=device)
+        self._block_bytes = run_bytes * len(addresses)
+        most = max(BATCH_BYTES // self._block_bytes, blocks_of_record(self._block_bytes))
+        self._pieces = torch.empty(2, most, len(addresses), run_bytes // 8, dtype=torch.int64, device=device)
+        """Pieces of stores and of loads. Copies of a direction are in one stream, so that each finds its piece free."""
+        self._blocks = torch.zeros(2, most, dtype=torch.int64, device=device)
+        for launch in (gather_blocks, scatter_blocks):  # compiled now: block 0 onto itself
+            launch(*self._runs, self._blocks[0, :1], self._pieces[0, :1])
+
+    @classmethod
+    def of(cls, runs: Sequence[_Runs], device: torch.device) -> Self | None:
+        """Pieces for blocks of these runs; None where copies of each run serve: on a host, or for runs of odd sizes."""
+        sizes = [*{each.size_bytes for each in runs}]
+        addresses = [address for each in runs for address in each.addresses]
+        strides = [each.stride for each in runs for _ in each.addresses]
+        is_odd = len(sizes) > 1 or any(number % 16 for number in (*sizes, *addresses, *strides))
+        return None if device.type != "cuda" or is_odd else cls(addresses, strides, sizes[0], device)
+
+    def copy(self, blocks: Sequence[int], driver: Driver, runs: Sequence[Run], *, is_load: bool) -> None:
+        """Launch copies of blocks. See BlockMemory.copy."""
+        moved = [-1] * len(blocks)
+        for run in runs:
+            places = slice(run.offset_bytes // self._block_bytes, (run.offset_bytes + run.size_bytes) // self._block_bytes)
+            moved[places] = blocks[places]
+        numbers, piece = self._blocks[int(is_load), : len(blocks)], self._pieces[int(is_load), : len(blocks)]
+        given = torch.tensor(moved)
+        driver.copy(numbers.data_ptr(), given.data_ptr(), given.nbytes)  # read when this returns, since it is not pinned
+        if not is_load:
+            self._gather(*self._runs, numbers, piece)
+        for run in runs:
+            ends = piece.data_ptr() + run.offset_bytes, run.address
+            target, source = ends if is_load else reversed(ends)
+            driver.copy(target, source, run.size_bytes)
+        if is_load:
+            self._scatter(*self._runs, numbers, piece)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks of records as a `Buffer`; -1 for one that is not loaded, since the device has it."""
+
+    memory: BlockMemory
+    blocks: Sequence[int]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.memory.block_bytes * len(self.blocks)
+
+    def copy(self, driver: Driver, runs: Sequence[Run], *, is_load: bool) -> None:
+        self.memory.copy(self.blocks, driver, runs, is_load=is_load)
 
 
 def _runs_of(tensor: torch.Tensor, num_blocks: int) -> _Runs:
@@ -135,8 +220,6 @@ class BlockMover:
         self.counts: Final = Counter[str]()
         """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
         self._store, self._memory = store, memory
-        self._spare = torch.empty(memory.block_bytes, dtype=torch.uint8, device=memory.device)
-        """Memory that is loaded into for blocks that the device has already."""
         self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
         self._puts = defaultdict[int, list[Put]](list)
         """Puts of each block that may be read still: requests share blocks."""
@@ -156,15 +239,18 @@ class BlockMover:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin the loads of a plan."""
+        free = self._store.fence() if plan.loads else None
         for name, records in plan.loads:
-            self._loads[name] = [
-                (self._store.get(key, self._spans(blocks), timeout_s=LOAD_TIMEOUT_S), blocks) for key, blocks in records
-            ]
+            self._loads[name] = []
+            for keys, blocks in self._batches(records):
+                get = self._store.get(keys, _Blocks(self._memory, blocks), timeout_s=LOAD_TIMEOUT_S, free=free)
+                self._loads[name].append((get, blocks))
 
     def after_step(self, plan: StepPlan) -> None:
         """Begin the stores of a plan, behind the step that was launched."""
-        for key, blocks in plan.stores:
-            put = self._store.put(key, self._spans(blocks))
+        written = self._store.fence() if plan.stores else None
+        for keys, blocks in self._batches([*dict(plan.stores).items()]):
+            put = self._store.put(keys, _Blocks(self._memory, blocks), written=written)
             for block in blocks:
                 self._puts[block].append(put)
         self.counts["stored"] += len(plan.stores)
@@ -176,9 +262,10 @@ class BlockMover:
     def go_on(self, *, computes: bool) -> None:
         """Go on with what is under way, at the end of each step. `computes`: the device is busy with the step."""
         now_s = time.monotonic()
-        tenth_us = min(max(1e5 * (now_s - self._last_s), _LEAST_US), _MOST_US)
+        step_us = 1e6 * (now_s - self._last_s)
         self._last_s = now_s
-        self.is_busy = self._store.poll(tenth_us if computes else _WITHOUT_FORWARD_US)
+        share_us = min(step_us / 2, _MOST_LOADING_US) if self._loads else min(step_us / 10, _MOST_US)
+        self.is_busy = self._store.poll(max(share_us, _LEAST_US) if computes else _WITHOUT_FORWARD_US)
 
     def ended_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose loads have ended, and the blocks that could not be loaded."""
@@ -188,10 +275,13 @@ class BlockMover:
                 del self._loads[name]
                 ended.add(name)
                 for get, blocks in loads:
-                    self.counts["loaded" if get.found else "failed"] += 1
+                    self.counts["loaded" if get.found else "failed"] += len(get.keys)
                     bad.update(() if get.found else (block for block in blocks if block >= 0))
         return ended, bad
 
-    def _spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        spare = [(self._spare.data_ptr(), self._memory.block_bytes)]
-        return [span for block in blocks for span in (self._memory.spans(block) if block >= 0 else spare)]
+    def _batches(self, records: Sequence[RecordBlocks]) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Keys and blocks of some records at a time."""
+        count = max(1, BATCH_BYTES // self._store.record_bytes)
+        for start in range(0, len(records), count):
+            some = records[start : start + count]
+            yield [key for key, _ in some], [block for _, blocks in some for block in blocks]

@@ -1,0 +1,66 @@
+"""The suite `engines`, over a system that stands in for vLLM: what it asks for, checks and measures."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.harness import WrongNumbers
+from bench.suites import engines
+from bench.systems.models import model_of
+from bench.systems.runs import Served, ServedRun
+from tests.unit.recorded import SETTINGS
+
+SMALL = replace(SETTINGS, sequences=4, repeat=1)
+MODEL = model_of("llama-3.1-8b", tiny=True)
+
+
+class StandIn:
+    """Serves each token a millisecond behind the one before; knows prompts until it is asked to forget them."""
+
+    def __init__(self, *, remembers=True, drifts=False):
+        self.remembers, self.drifts = remembers, drifts
+        self.asked = []
+
+    def run(self, workload, *, keep=False):
+        self.asked.append((len(workload.asks), keep))
+        is_known = self.remembers and (keep or len(self.asked) % 3 == 0)
+        first = len(self.asked) if self.drifts else 7
+        served = [
+            Served(0.0, len(ask.prompt), [first] * ask.num_out, [1e-3 * (each + 1) for each in range(ask.num_out)])
+            for ask in workload.asks
+        ]
+        cached = sum(len(ask.prompt) for ask in workload.asks) if is_known else 0
+        return ServedRun(served, 1.0, cached_tokens=cached)
+
+
+@pytest.fixture(autouse=True)
+def flushed(monkeypatch):
+    monkeypatch.setattr(engines, "_flush", lambda: None)
+
+
+def test_requests_without_reuse_are_other_ones_in_each_run_and_the_first_run_is_left_out():
+    (measured,) = engines._nano(StandIn(), MODEL, SMALL, False)
+    assert measured.metric == "throughput" and len(measured.samples) == SMALL.repeat and "nano: 4 requests" in measured.workload
+
+
+@pytest.mark.parametrize("part", [engines._shared, engines._first])
+def test_a_prefix_is_computed_taken_from_the_cache_and_from_the_tiers(part):
+    vllm = StandIn()
+    assert [each.workload.rpartition(", ")[2] for each in part(vllm, MODEL, SMALL, True)] == [*engines.WAYS]
+    assert [keep for _, keep in vllm.asked[:3]] == [False, True, False]
+    assert [each.workload.rpartition(", ")[2] for each in part(StandIn(), MODEL, SMALL, False)] == [*engines.WAYS[:2]]
+
+
+def test_a_prefix_that_was_computed_again_is_not_timed():
+    with pytest.raises(WrongNumbers, match="0 tokens were cached"):
+        list(engines._shared(StandIn(remembers=False), MODEL, SMALL, True))
+
+
+def test_other_tokens_behind_a_loaded_prefix_are_seen():
+    with pytest.raises(WrongNumbers, match="by two ways to have the same prefix"):
+        list(engines._first(StandIn(drifts=True), MODEL, SMALL, True))
+
+
+def test_without_vllm_it_says_what_is_missing():
+    with pytest.raises(ValueError, match="engines needs vLLM on a GPU: the package vllm"):
+        engines.check(SETTINGS)
