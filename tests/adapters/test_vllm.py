@@ -10,6 +10,8 @@ from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.worth import Worth
+from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier
 
 # options
@@ -110,7 +112,7 @@ class Tiers:
         self.knows = True
 
     def lookup(self, keys):
-        return [key in self.held for key in keys] if self.knows else None
+        return ["host" if key in self.held else "" for key in keys] if self.knows else None
 
 
 @pytest.fixture
@@ -118,9 +120,13 @@ def tiers():
     return Tiers()
 
 
+def worth(**clock):
+    return Worth(record_tokens=4, record_bytes=4000, **clock)
+
+
 @pytest.fixture
 def schedule(tiers):
-    return Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup)
+    return Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth())
 
 
 def computed(schedule, name, tokens, *, at_once=100):
@@ -154,7 +160,7 @@ def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(sche
     assert schedule.matched("2", tokens, None, 2) == 6
     schedule.allocated("2", [7, 20, 21, 22], 6)
     plan = schedule.take_plan()
-    ((name, records),) = plan.loads
+    ((name, records, _),) = plan.loads
     assert name == "2" and [blocks for _, blocks in records] == [[-1, 20], [21, 22]] and plan.written == [20, 21, 22]
 
 
@@ -184,7 +190,7 @@ def test_who_needs_what_another_computes_waits_for_that_record_alone(schedule):
 
 
 def test_nobody_waits_in_an_engine_that_shares_nothing(tiers):
-    schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, may_wait=False)
+    schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth(), may_wait=False)
     for name in ("1", "2"):
         assert schedule.matched(name, list(range(11)), None, 0) == 0
         schedule.scheduled(name, list(range(6)), 0, 11, is_new=True)
@@ -232,3 +238,83 @@ def test_a_request_waits_while_a_tier_finds_out(schedule, tiers):
     assert schedule.matched("1", list(range(11)), None, 0) is None
     tiers.knows = True
     assert schedule.matched("1", list(range(11)), None, 0) == 0
+
+
+# worth
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def measured(clock):
+    """Prefill at 2,000 tokens a second, a host tier of 8 MB/s and a disk of 1 MB/s: a record is computed in 2 ms."""
+    made = worth(clock=clock)
+    assert made.step_begins(1, 512) and not made.step_begins(2, 255)
+    clock.now_s += 0.256
+    made.step_ends(1)
+    for tier, took_s in (("host", 0.05), ("disk", 0.4)):
+        made.load_begins("1", [tier] * 100)
+        clock.now_s += took_s
+        made.load_ends("1", has_failed=False)
+    assert made.prefill.per_s == pytest.approx(2000) and made.loads["host"].per_s == pytest.approx(8e6)
+    return made
+
+
+def test_what_is_slower_to_load_than_to_compute_is_left_out_with_what_is_behind_it(measured):
+    assert measured.most(["host"] * 9) == 9
+    assert measured.most(["disk"] * 9) == 0
+    assert measured.most(["host", "disk", "disk", "host"]) == 1
+    assert measured.most(["host"] * 5 + ["disk"]) == 6, "together they take less time"
+    assert worth().most(["disk"] * 9) == 9, "nothing is measured"
+
+
+def test_a_tier_that_was_left_out_long_enough_is_tried_again(measured):
+    for _ in range(68):
+        assert measured.most(["disk"]) == 0
+    assert all(measured.most(["disk"], hopes=False) == 0 for _ in range(99)), "asked for once"
+    for _ in range(3):
+        measured.most(["disk"])
+    assert measured.most(["disk"]) == 1
+
+
+def test_a_load_that_fails_has_brought_one_record(measured, clock):
+    measured.load_begins("1", ["host"] * 100)
+    clock.now_s += 0.5
+    measured.load_ends("1", has_failed=True)
+    assert measured.most(["host"]) == 0
+    measured.given_up("1")
+    measured.load_ends("1", has_failed=False)
+
+
+def test_steps_one_behind_the_other_measure_their_own_time(clock):
+    made = worth(clock=clock)
+    made.step_begins(1, 1000)
+    made.step_begins(2, 1000)  # launched while the first one runs
+    for number in (1, 2):
+        clock.now_s += 0.1
+        made.step_ends(number)
+    assert made.prefill.per_s == pytest.approx(10_000)
+    made.step_ends(None)
+
+
+def test_a_load_is_given_up_when_computing_would_long_have_ended(measured):
+    assert [measured.timeout_s(records) for records in (1, 1000, 10**6)] == [1.0, pytest.approx(8.0), 15.0]
+
+
+def test_a_request_that_declines_is_counted_once_and_computes(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    schedule.worth.loads["host"] = Rate(1.0)
+    assert [schedule.matched("2", tokens, None, 0) for _ in range(3)] == [0] * 3
+    assert schedule.counts["declined"] == 1 and schedule.worth.loads["host"].per_s == pytest.approx(1.01)

@@ -16,6 +16,7 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.laws.machine import cases
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover
 from vmmkv.adapters.vllm.schedule import Schedule
+from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers import HostTier, Store
 
 BLOCK_TOKENS, PER_RECORD, LAYERS, BLOCK_BYTES = 2, 2, 2, 2048
@@ -47,7 +48,12 @@ class Engine(RuleBasedStateMachine):
         self.tier = FaultyTier(host, seed, FAULTS if seed % 2 else ("slow",))
         self.store = Store([self.tier])
         self.schedule = Schedule(
-            "model", block_tokens=BLOCK_TOKENS, record_tokens=RECORD_TOKENS, lookup=self.store.lookup, may_wait=has_cache
+            "model",
+            block_tokens=BLOCK_TOKENS,
+            record_tokens=RECORD_TOKENS,
+            lookup=self.lookup,
+            worth=Worth(record_tokens=RECORD_TOKENS, record_bytes=RECORD_BYTES),
+            may_wait=has_cache,
         )
         self.mover = BlockMover(self.store, BlockMemory([*self.memory], num_blocks))
         self.has_cache = has_cache
@@ -58,6 +64,10 @@ class Engine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.names = map(str, itertools.count())
         self.failed = set[int]()
+
+    def lookup(self, keys):
+        found = self.store.lookup(keys)
+        return found and ["host" if each else "" for each in found]
 
     # vLLM's block pool
 

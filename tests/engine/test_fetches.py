@@ -23,13 +23,14 @@ from tests.laws.faulty_tier import FAULTS, FaultyTier
 from vmmkv import MIB, PAGE_BYTES, DiskTier, HostTier, OutOfPages, Pool
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import Borrowed, Fetch
+from vmmkv.rate import Rate
 from vmmkv.tiers import TierStats, Transfer, fetch_search, transfers
 from vmmkv_server import LLM, RequestOutput, SamplingParams
 from vmmkv_server.config import EngineConfig
 from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.features import fetches
-from vmmkv_server.engine.features.fetches import Fetches, Rate
+from vmmkv_server.engine.features.fetches import Fetches
 from vmmkv_server.engine.loading import ModelSource, weights_identity
 from vmmkv_server.engine.request import Request
 from vmmkv_server.engine.runner import Runner

@@ -25,9 +25,6 @@ from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
 BATCH_BYTES: Final = 32 << 20
 """Bytes of records that are moved together. On a GPU whose layers lie apart, twice as much memory is taken for their way."""
 
-LOAD_TIMEOUT_S: Final = 15.0
-"""Time after which a load that has not ended is given up, and its request computes."""
-
 _IDLE_S: Final = 0.01
 """Time without a step after which the engine is idle."""
 
@@ -240,10 +237,10 @@ class BlockMover:
     def begin(self, plan: StepPlan) -> None:
         """Begin the loads of a plan."""
         free = self._store.fence() if plan.loads else None
-        for name, records in plan.loads:
+        for name, records, timeout_s in plan.loads:
             self._loads[name] = []
             for keys, blocks in self._batches(records):
-                get = self._store.get(keys, _Blocks(self._memory, blocks), timeout_s=LOAD_TIMEOUT_S, free=free)
+                get = self._store.get(keys, _Blocks(self._memory, blocks), timeout_s=timeout_s, free=free)
                 self._loads[name].append((get, blocks))
 
     def after_step(self, plan: StepPlan) -> None:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tier import Tier
 from vmmkv.tiers import HostTier, Store
 
@@ -46,9 +47,11 @@ class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     changes: list[tuple[bytes, bool]]
     is_busy: bool
     """Are there others on their way?"""
+    measured: int | None
+    """Number of the step, if it measures the rate of prefill."""
 
     def aggregate(self, other: "_HostReport") -> "_HostReport":
-        return _HostReport(self.changes + other.changes, self.is_busy or other.is_busy)
+        return _HostReport(self.changes + other.changes, self.is_busy or other.is_busy, self.measured)
 
 
 class _Directory:
@@ -59,15 +62,20 @@ class _Directory:
         self._is_busy, self._reported_s = False, 0.0
         self._store = Store(tiers) if tiers else None
 
-    def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Look up which of these records there are; None while a store finds out, or until the worker says so in a step."""
-        held = [key in self._held for key in keys]
-        if all(held):
-            return held
+    def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
+        """The tier that has each record, "" for none; None while a store finds out, or until the worker says so in a step."""
+        found = [HostTier.name if key in self._held else "" for key in keys]
+        if all(found):
+            return found
         if self._is_busy and time.monotonic() - self._reported_s > _RECENT_S:
             return None
-        found = held if self._store is None else self._store.lookup(keys)
-        return found and [any(each) for each in zip(held, found, strict=True)]
+        if self._store is not None:
+            for tier in self._store.tiers:
+                answers = self._store.lookup_in(tier, keys)
+                if answers is None:
+                    return None
+                found = [name or (tier.name if has else "") for name, has in zip(found, answers, strict=True)]
+        return found
 
     def learn(self, report: _HostReport | None) -> None:
         """Take note of the report of a step, which has just ended; None if there was nothing to say."""
@@ -137,6 +145,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             block_tokens=spec.block_size,
             record_tokens=spec.block_size * self._per_record,
             lookup=self._directory.lookup,
+            worth=Worth(record_tokens=spec.block_size * self._per_record, record_bytes=self._record_bytes),
             may_wait=bool(vllm_config.cache_config.enable_prefix_caching),
         )
 
@@ -165,7 +174,9 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what a step has brought: reports, and requests that have loaded. See KVConnectorBase_V1."""
         report = connector_output.kv_connector_worker_meta
-        self._directory.learn(report if isinstance(report, _HostReport) else None)
+        report = report if isinstance(report, _HostReport) else None
+        self._directory.learn(report)
+        self._schedule.worth.step_ends(None if report is None else report.measured)
         has_failed = bool(connector_output.invalid_block_ids)  # of which request is not told
         for name in connector_output.finished_recving or ():
             self._schedule.loaded(name, has_failed=has_failed)
@@ -240,7 +251,9 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Make the report of a step for the scheduler; None for nothing new. See KVConnectorBase_V1."""
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         was_busy, self._was_busy = self._was_busy, self._mover is not None and self._mover.is_busy
-        return _HostReport(changes, self._was_busy) if changes or was_busy or self._was_busy else None
+        measured = self._bound.plan.measured
+        is_news = changes or was_busy or self._was_busy or measured is not None
+        return _HostReport(changes, self._was_busy, measured) if is_news else None
 
     def reset_cache(self) -> bool | None:
         """Refuse: records outlive the engine's cache, and are of its weights as they were loaded. See KVConnectorBase_V1."""

@@ -7,30 +7,42 @@ A *record* is the KV of `record_tokens` tokens, a whole number of the engine's b
 While one request loads or computes a record, others that need it next wait: the engine's own prefix cache has it then.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers.keys import KeyChain
 
 RecordBlocks = tuple[bytes, list[int]]
 """Key of a record, and its blocks; -1 for one that the device has already."""
 
 
+class PlannedLoad(NamedTuple):
+    """Records that a request loads, within a time."""
+
+    request: str
+    records: list[RecordBlocks]
+    timeout_s: float
+
+
 @dataclass(slots=True)
 class StepPlan:
     """The worker's part of a step."""
 
-    loads: list[tuple[str, list[RecordBlocks]]] = field(default_factory=list)
-    """Requests that load, each with its records."""
+    loads: list[PlannedLoad] = field(default_factory=list)
     stores: list[RecordBlocks] = field(default_factory=list)
     """Records whose last token the step computes."""
     written: list[int] = field(default_factory=list)
     """Blocks that were allocated for the step: what they held before must have been read."""
     computes: bool = False
     """Does the step compute tokens?"""
+    measured: int | None = None
+    """Number of a step that measures the rate of prefill: the worker says when it has ended."""
 
 
 class Tokens(Protocol):
@@ -52,6 +64,10 @@ class _Request:
     """Tokens that the device had when the engine asked last."""
     num_stored: int = 0
     """Records that are stored, or being stored, or were loaded."""
+    found: list[str] = field(default_factory=list)
+    """Tiers of the records that it may load next, one for each."""
+    has_declined: bool = False
+    """Has it left records out, since it is faster to compute them?"""
     claims: list[bytes] = field(default_factory=list)
     """Keys of records that it loads or computes, the last one first."""
     has_failed: bool = False
@@ -61,8 +77,8 @@ class _Request:
 class Schedule:
     """Plans of what requests load, store and wait for.
 
-    `lookup` says which records tiers have, or None while it finds out. `may_wait`: whether the engine shares what it has
-    computed; else each request computes for itself.
+    `lookup` names the tier that has each record, "" for none, or is None while it finds out. `may_wait`: whether the engine
+    shares what it has computed; else each request computes for itself.
     """
 
     def __init__(
@@ -71,13 +87,21 @@ class Schedule:
         *,
         block_tokens: int,
         record_tokens: int,
-        lookup: Callable[[Sequence[bytes]], list[bool] | None],
+        lookup: Callable[[Sequence[bytes]], list[str] | None],
+        worth: Worth,
         may_wait: bool = True,
     ) -> None:
         self.block_tokens: Final = block_tokens
         self.record_tokens: Final = record_tokens
         self._start = KeyChain(identity, every=record_tokens)
+        self.worth: Final = worth
+        self.counts: Final = Counter[str]()
+        """Questions of requests that had to wait, requests that load, and requests that compute what is slower to load."""
+        self.loaded_tokens: Final = Counter[str]()
+        """Tokens that requests have begun to load, by tier."""
         self._lookup, self._may_wait = lookup, may_wait
+        self._prompt_tokens = self._number = 0
+        """Tokens of the step that are computed several at a time, for one request; number of the step."""
         self._requests: dict[str, _Request] = {}
         self._claimed: dict[bytes, str] = {}
         """Request that loads or computes a record, by its key."""
@@ -96,15 +120,20 @@ class Schedule:
         request.num_on_device = num_on_device
         first = num_on_device // self.record_tokens
         missing = self._keys(request, len(tokens) - 1)[first:]
+        request.found = []
         if not missing or request.has_failed:
             return 0
-        if self._may_wait and self._claimed.get(missing[0], name) != name:
-            return None
-        found = self._lookup(missing)
+        is_claimed = self._may_wait and self._claimed.get(missing[0], name) != name
+        found = None if is_claimed else self._lookup(missing)
         if found is None:
+            self.counts["waits"] += 1
             return None
-        num_found = found.index(False) if False in found else len(found)
-        return max(0, (first + num_found) * self.record_tokens - num_on_device) if num_found else 0
+        tiers = list(itertools.takewhile(bool, found))
+        request.found = tiers[: self.worth.most(tiers, hopes=not request.has_declined)]
+        if len(request.found) < len(tiers) and not request.has_declined:
+            request.has_declined = True
+            self.counts["declined"] += 1
+        return max(0, (first + len(request.found)) * self.record_tokens - num_on_device) if request.found else 0
 
     def allocated(self, name: str, blocks: Sequence[int], num_tokens: int) -> None:
         """The engine has given a request blocks, for so many tokens that are to be loaded behind those on the device."""
@@ -118,8 +147,12 @@ class Schedule:
             (keys[number], [block if at >= num_kept else -1 for at, block in self._blocks_of(blocks, number, per_record)])
             for number in range(first, last)
         ]
-        self._plan.loads.append((name, loads))
+        self._plan.loads.append(PlannedLoad(name, loads, self.worth.timeout_s(len(loads))))
         self._plan.written += blocks[num_kept:]
+        self.worth.load_begins(name, request.found[: last - first])
+        self.counts["loads"] += 1
+        for tier in request.found[: last - first]:
+            self.loaded_tokens[tier] += self.record_tokens
         request.num_stored = last
         self._claim(name, request, keys[first:last])
 
@@ -127,6 +160,7 @@ class Schedule:
         """A step computes `num_new` tokens of a request behind `num_computed`. `is_new`: its blocks are these alone."""
         self._plan.computes = True
         self._plan.written += new_blocks
+        self._prompt_tokens += num_new if num_new > 1 else 0
         request = self._requests.get(name)
         if request is None:
             return
@@ -152,17 +186,23 @@ class Schedule:
     def take_plan(self) -> StepPlan:
         """The plan of the step, which begins another one."""
         plan, self._plan = self._plan, StepPlan()
+        self._number += 1
+        if self.worth.step_begins(self._number, self._prompt_tokens):
+            plan.measured = self._number
+        self._prompt_tokens = 0
         return plan
 
     def loaded(self, name: str, *, has_failed: bool) -> None:
         """The worker has loaded a request's records, or failed to: requests that wait for it are asked again."""
         if (request := self._requests.get(name)) is not None:
             request.has_failed = request.has_failed or has_failed
+            self.worth.load_ends(name, has_failed=has_failed)
             self._give_up_claims(request)
 
     def ended(self, name: str) -> None:
         """The engine has ended a request."""
         if (request := self._requests.pop(name, None)) is not None:
+            self.worth.given_up(name)
             self._give_up_claims(request)
 
     def _keys(self, request: _Request, num_tokens: int) -> list[bytes]:

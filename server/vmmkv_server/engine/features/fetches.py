@@ -22,6 +22,7 @@ import msgspec
 
 from vmmkv import PAGE_BYTES
 from vmmkv.prefix import Borrowed, Fetch
+from vmmkv.rate import Rate
 from vmmkv.units import ceil_div
 from vmmkv_server.engine.feature import Feature
 from vmmkv_server.engine.features import Core
@@ -48,45 +49,8 @@ FIRST_TOKENS_PER_S: Final = 1000.0
 LEAST_MEASURED: Final = 256
 """Prompt tokens of a step that measures the rate of prefill. A step with fewer spends its time on other things."""
 
-_KEPT: Final = 0.9
-"""Weight of the earlier measurements beside a new one."""
-
 TRIAL: Final = 64
 """One path of so many is stored in a tier that is slower than computing. Loads of those find out when it is no longer."""
-
-_HOPE: Final = 1.01
-"""Factor by which the estimate of a bandwidth rises with each request that declines to load from its tier."""
-
-
-class Rate:
-    """Units a second, averaged over about the last ten pieces of work. Time in which pieces overlap counts once."""
-
-    def __init__(self, per_s: float) -> None:
-        """`per_s`: the estimate until something is measured."""
-        self._first = per_s
-        self._hope = 1.0
-        self._units = self._took_s = self._until_s = 0.0
-
-    @property
-    def measured_per_s(self) -> float:
-        """The average."""
-        return self._units / self._took_s if self._took_s else self._first
-
-    @property
-    def per_s(self) -> float:
-        """The estimate: the average, or what is hoped for since."""
-        return self._hope * self.measured_per_s
-
-    def add(self, units: float, began_s: float, ended_s: float) -> None:
-        """Take a piece of work into the average."""
-        self._hope = 1.0
-        self._units = _KEPT * self._units + units
-        self._took_s = _KEPT * self._took_s + ended_s - min(ended_s, max(began_s, self._until_s))
-        self._until_s = ended_s
-
-    def hope(self) -> None:
-        """Estimate a little more, until it is measured again."""
-        self._hope *= _HOPE
 
 
 @dataclass(frozen=True, slots=True)
