@@ -3,6 +3,7 @@
     nano      requests without reuse: what tiers cost that nobody needs, in throughput, and in the host's time for each step
     shared    requests that share a prefix: computed, out of vLLM's own cache, and with that emptied, out of the host tier
     first     the first token of a long prompt, in the same three ways
+    restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before
 
 vLLM's own cache is emptied by `reset_prefix_cache`, when the tiers have what they were given.
 """
@@ -13,6 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,7 +29,7 @@ from bench.systems.runs import ServedRun
 from bench.workloads import Workload, at_once, uniform
 from vmmkv_server.console import end
 
-PARTS: Final = ("nano", "shared", "first")
+PARTS: Final = ("nano", "shared", "first", "restart")
 ALONE, TIERED = "vLLM", "vLLM, vmmkv's tiers"
 QUESTIONS: Final = (
     Question("vLLM with tiers that nobody needs, against vLLM alone", "throughput", ALONE, ours=TIERED, part="nano"),
@@ -41,9 +44,11 @@ _CONNECTOR: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-_HOST_BUDGET: Final = "32GiB"
+_HOST_BUDGET, _DISK_BUDGET = "32GiB", "16GiB"
 _SHARED_TOKENS, _OWN_TOKENS, _LONG_TOKENS = 4096, 64, 8192
 _OUT_TOKENS: Final = 32
+_SHARING: Final = 128
+_SHARED_TEXT: Final = f"{_SHARING} requests, {_SHARED_TOKENS} shared + {_OWN_TOKENS} in, {_OUT_TOKENS} out"
 _FIRSTS: Final = 5
 _WORKER_CALLS: Final = (
     *("handle_preemptions", "start_load_kv", "wait_for_save"),
@@ -59,12 +64,19 @@ _QUIET_S: Final = 0.1
 
 
 class Measured(NamedTuple):
-    """Samples of a metric, as a process sends them; None for `metric`: a failure, whose text is `unit`."""
+    """Samples of a metric, as a process sends them."""
 
     workload: str
     metric: str
     unit: str
     samples: list[float]
+
+
+class Process(NamedTuple):
+    """A process of vLLM: what it measures, and its tiers, if any."""
+
+    parts: tuple[Callable[..., Iterator[Measured]], ...]
+    tiers: dict[str, str]
 
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:
@@ -83,17 +95,32 @@ def run(recorder: Recorder) -> None:
     settings = recorder.settings
     for system in recorder.track([each for each in (ALONE, TIERED) if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
-            for measured in _measured_apart(settings, system):
-                recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
-                recorder.note(f"{measured.workload}: {measured.metric}")
+            for kind in _kinds_of(system, settings):
+                with TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder:
+                    for process in kind:
+                        for measured in _measured_apart(settings, process, Path(folder)):
+                            recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
+                            recorder.note(f"{measured.workload}: {measured.metric}")
 
 
-def _measured_apart(settings: Settings, system: str) -> Iterator[Measured]:
+def _kinds_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...]]:
+    """Processes that measure a system: those of a group share a directory."""
+    host = {"kv_host_budget": _HOST_BUDGET}
+    parts = {"nano": _nano, "shared": _shared, "first": _first}
+    wanted = tuple(parts[part] for part in PARTS[:3] if settings.wants(part))
+    if wanted:
+        yield (Process(wanted, host if system == TIERED else {}),)
+    if system == TIERED and settings.wants("restart"):
+        disk = {**host, "kv_disk": "kv", "kv_disk_budget": _DISK_BUDGET}
+        yield Process((_before_restart,), disk), Process((_behind_restart,), disk)
+
+
+def _measured_apart(settings: Settings, process: Process, folder: Path) -> Iterator[Measured]:
     """What another process measures, as it comes. Raises: WrongNumbers, telling its error."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(sender, settings, system))
-    process.start()
+    child = context.Process(target=_measure, args=(sender, settings, process, folder))
+    child.start()
     sender.close()
     try:
         while (received := receiver.recv()) is not None:
@@ -101,24 +128,25 @@ def _measured_apart(settings: Settings, system: str) -> Iterator[Measured]:
                 raise WrongNumbers(received)
             yield received
     except EOFError:
-        raise WrongNumbers(f"the process of {system} has ended in the middle") from None
+        raise WrongNumbers("a process of vLLM has ended in the middle") from None
     finally:
-        process.join(_END_S)
-        process.kill()
+        child.join(_END_S)
+        child.kill()
 
 
-def _measure(sender: Any, settings: Settings, system: str) -> None:
+def _measure(sender: Any, settings: Settings, process: Process, folder: Path) -> None:
     """In a process of its own: measure everything that was asked for, and send it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector is here, and is asked when it is done
+    os.chdir(folder)
     try:
         model = model_of(settings.shape.name, tiny=settings.small)
-        extra = {"kv_connector_extra_config": {"kv_host_budget": _HOST_BUDGET, "fingerprint": "bench"}}
-        options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if system == TIERED else {}
+        extra = {"kv_connector_extra_config": {**process.tiers, "fingerprint": "bench"}}
+        options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
         vllm = Vllm(model, settings, load_format="dummy", **options)
-        parts = {"nano": _nano, "shared": _shared, "first": _first}
-        for part in PARTS:
-            for measured in parts[part](vllm, model, settings, system == TIERED) if settings.wants(part) else ():
+        for part in process.parts:
+            for measured in part(vllm, model, settings, bool(process.tiers)):
                 sender.send(measured)
+        vllm.close()  # by which the tiers keep what they have
         sender.send(None)
     except BaseException as error:
         sender.send(f"{type(error).__name__}: {error}")
@@ -151,15 +179,14 @@ def _nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -
 
 def _shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """Requests that share a prefix, three times."""
-    count = min(settings.sequences or 128, 128)
-    name = f"{model.name} shared: {count} requests, {_SHARED_TOKENS} shared + {_OWN_TOKENS} in, {_OUT_TOKENS} out"
+    name = f"{model.name} shared: {_SHARED_TEXT}"
     ways: dict[str, list[float]] = {}
     for number in range(settings.repeat + 1):
         prefix = model.tokens(settings.seed, _SHARED_TOKENS, 1, number).tolist()
-        own = [model.tokens(settings.seed, _OWN_TOKENS, 2, number, each).tolist() for each in range(count)]
+        own = [model.tokens(settings.seed, _OWN_TOKENS, 2, number, each).tolist() for each in range(_SHARING)]
         workload = _prompts([prefix + each for each in own], _OUT_TOKENS)
         for way, ran in _three_ways(vllm, workload, has_tiers):
-            _check_cached(name, way, ran, count * _SHARED_TOKENS)
+            _check_cached(name, way, ran, _SHARING * _SHARED_TOKENS)
             if number:
                 ways.setdefault(way, []).append(ran.seconds)
     for way, runs_s in ways.items():
@@ -187,6 +214,40 @@ def _first(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) 
 _COMPUTED, _WARM, _HOST = "computed", "vLLM's own cache", "that cache emptied"
 WAYS: Final = (_COMPUTED, _WARM, _HOST)
 """How a prefix comes: the last one needs tiers."""
+
+
+def _of_restart(model: ServedModel, settings: Settings, number: int) -> tuple[Workload, Workload]:
+    """Requests that share a prefix, and one long prompt: the same ones in each process."""
+    prefix = model.tokens(settings.seed, _SHARED_TOKENS, 4, number).tolist()
+    shared = [prefix + model.tokens(settings.seed, _OWN_TOKENS, 5, number, each).tolist() for each in range(_SHARING)]
+    long_prompt = model.tokens(settings.seed, _LONG_TOKENS, 6, number).tolist()
+    return _prompts(shared, _OUT_TOKENS), _prompts([long_prompt], 2)
+
+
+def _before_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+    """Compute the prompts, and serve them out of vLLM's own cache: what a restart is held against."""
+    for number in range(settings.repeat + 1):
+        for workload in _of_restart(model, settings, number):
+            vllm.run(workload)
+    yield from _served_again(vllm, model, settings, "vLLM's own cache, before it")
+    _flush()
+
+
+def _behind_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+    """Serve the same prompts, which the disk tier has."""
+    yield from _served_again(vllm, model, settings, "disk tier")
+
+
+def _served_again(vllm: Vllm, model: ServedModel, settings: Settings, way: str) -> Iterator[Measured]:
+    name, seconds, first_ms = f"{model.name} restart", list[float](), list[float]()
+    for number in range(settings.repeat + 1):
+        shared, long_prompt = (vllm.run(workload, keep=True) for workload in _of_restart(model, settings, number))
+        _check_cached(name, _HOST, shared, len(shared.served) * _SHARED_TOKENS)
+        _check_cached(name, _HOST, long_prompt, _LONG_TOKENS)
+        seconds.append(shared.seconds)
+        first_ms.append(1e3 * long_prompt.served[0].first_s)
+    yield Measured(f"{name}: {_SHARED_TEXT}, {way}", "total", "s", seconds[1:])
+    yield Measured(f"{name}: a prompt of {_LONG_TOKENS}, {way}", "first token", "ms", first_ms[1:])
 
 
 def _three_ways(vllm: Vllm, workload: Workload, has_tiers: bool) -> Iterator[tuple[str, ServedRun]]:

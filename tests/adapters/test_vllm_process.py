@@ -80,6 +80,11 @@ def test_an_emptied_cache_and_a_restarted_engine_are_warm(
     assert min(second["cached"]) >= 2 * RECORD_TOKENS
     restarted, _ = answers(**disk)
     assert restarted["tokens"] == tokens and min(restarted["cached"]) >= 2 * RECORD_TOKENS
+    counted = second["metrics"]
+    for tier in ("host", "disk"):
+        assert counted[f"vllm:vmmkv_stored_bytes_total {tier}"] > 0 and f"vllm:vmmkv_errors_total {tier}" not in counted
+    assert counted["vllm:vmmkv_loaded_tokens_total host"] >= 2 * RECORD_TOKENS and counted["vllm:vmmkv_loads_total"] > 0
+    assert restarted["metrics"]["vllm:vmmkv_loaded_tokens_total disk"] >= 2 * RECORD_TOKENS
 
 
 def test_a_damaged_record_is_computed(answers: Callable[..., Answers], tokens: list[list[int]], folder: Path) -> None:

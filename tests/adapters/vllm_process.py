@@ -1,6 +1,7 @@
 """python vllm_process.py MODEL RESULT OPTIONS: answers of vLLM on the CPU, with vmmkv's tiers if OPTIONS has any, as JSON.
 
-Runs in an environment of its own, with vLLM and without what tests use. RESULT gets, for each turn, tokens and cached tokens.
+Runs in an environment of its own, with vLLM and without what tests use. RESULT gets, for each turn, tokens, cached tokens and
+the connector's metrics.
 """
 
 import json
@@ -36,6 +37,7 @@ def main(model: str, result: str, options: str) -> None:
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=int(os.environ["KV_BYTES"]),
         seed=0,
+        disable_log_stats=False,
         **({"kv_transfer_config": transfer} if json.loads(options) else {}),
     )
     chance = random.Random(0)
@@ -49,12 +51,22 @@ def main(model: str, result: str, options: str) -> None:
             {
                 "tokens": [list(each.outputs[0].token_ids) for each in outputs],
                 "cached": [each.num_cached_tokens for each in outputs],
+                "metrics": metrics(),
             }
         )
         assert llm.reset_prefix_cache()
     with open(result, "w", encoding="utf-8") as file:
         json.dump(turns, file)
     llm.llm_engine.engine_core.shutdown()
+
+
+def metrics() -> dict[str, float]:
+    """The connector's metrics by name, and by name and tier."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name.endswith("_total")]
+    found = [sample for sample in samples if sample.name.startswith("vllm:vmmkv_")]
+    return {" ".join(filter(None, (sample.name, sample.labels.get("tier")))): sample.value for sample in found}
 
 
 if __name__ == "__main__":

@@ -64,3 +64,16 @@ def test_other_tokens_behind_a_loaded_prefix_are_seen():
 def test_without_vllm_it_says_what_is_missing():
     with pytest.raises(ValueError, match="engines needs vLLM on a GPU: the package vllm"):
         engines.check(SETTINGS)
+
+
+def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own():
+    kinds = [*engines._kinds_of(engines.TIERED, SMALL)]
+    assert [len(processes) for processes in kinds] == [1, 2] and all("kv_disk" in each.tiers for each in kinds[1])
+    ((alone,),) = engines._kinds_of(engines.ALONE, SMALL)
+    assert alone == ((engines._nano, engines._shared, engines._first), {})
+
+
+def test_behind_a_restart_the_same_prompts_are_served_again():
+    before, behind = ([*part(StandIn(), MODEL, SMALL, True)] for part in (engines._before_restart, engines._behind_restart))
+    assert [each.metric for each in before] == [each.metric for each in behind] == ["total", "first token"]
+    assert not {each.workload for each in before} & {each.workload for each in behind}

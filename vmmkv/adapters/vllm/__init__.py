@@ -5,8 +5,10 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_host_budget": "16GiB", "kv_disk": "/var/kv", "kv_disk_budget": "200GiB"}}'
 
-connector   VmmkvConnector: what vLLM calls, in its scheduler and in its worker; the only module that imports vLLM
+connector   VmmkvConnector: what vLLM calls, in its scheduler and in its worker
+statistics  counters in vLLM's log and its `/metrics`; like `connector` it imports vLLM, and no other does
 schedule    Schedule: which requests load, store and wait, by their tokens; in the scheduler
+worth       Worth: what is faster to load than to compute
 blocks      BlockMover: records between a Store and vLLM's blocks; in the worker
 options     the tiers, by the words of `vmmkv serve`
 """

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.statistics import Changes, ConnectorMetrics, ConnectorStats, totals_of_schedule, totals_of_tiers
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tier import Tier
 from vmmkv.tiers import HostTier, Store
@@ -31,6 +32,9 @@ log = logging.getLogger("vllm.vmmkv")
 
 _RECENT_S: Final = 0.02
 """Age up to which a report of the worker tells of now."""
+
+_REPORT_S: Final = 1.0
+"""Time between two reports of the tiers' statistics while they are busy."""
 
 
 @dataclass
@@ -133,6 +137,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._changes = deque[tuple[bytes, bool]]()
         self._was_busy = False
         """Has the scheduler been told that records are on their way?"""
+        self._counted, self._counted_s = Changes(), 0.0
         if role is KVConnectorRole.WORKER:
             return
         self._directory: Final = _Directory(self._tiers)
@@ -254,6 +259,30 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         measured = self._bound.plan.measured
         is_news = changes or was_busy or self._was_busy or measured is not None
         return _HostReport(changes, self._was_busy, measured) if is_news else None
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What was counted since the last report, of the scheduler or the worker. See KVConnectorBase_V1."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            return self._counted.of(totals_of_schedule(self._schedule))
+        if self._store is None or self._mover is None:
+            return None
+        now_s = time.monotonic()
+        if self._mover.is_busy and now_s - self._counted_s < _REPORT_S:
+            return None
+        if not self._mover.is_busy and not self._was_busy:
+            return None
+        self._counted_s = now_s
+        return self._counted.of(totals_of_tiers(self._store.stats(), self._mover.counts))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """A report out of what was sent of it. See KVConnectorBase_V1."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> ConnectorMetrics:
+        """The counters for `/metrics`. See KVConnectorBase_V1."""
+        return ConnectorMetrics(*arguments)
 
     def reset_cache(self) -> bool | None:
         """Refuse: records outlive the engine's cache, and are of its weights as they were loaded. See KVConnectorBase_V1."""
