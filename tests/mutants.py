@@ -2,7 +2,8 @@
 
     python -m tests.mutants [WORD ...]      all faults, or those whose name has one of these words
 
-Exit status 1 if a fault survives, or if the text that it replaces is not there once: then this list is to be mended.
+Exit status 1 if a fault survives, or if the text that it replaces is not there once: then this list is to be mended. A fault
+survives, too, if its tests are skipped: `make test` installs redis-server, which some need.
 """
 
 import os
@@ -200,6 +201,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "            sharing.own_from(slots.memory, self.slot, first, len(rows))\n",
             "",
         ),
+    },
+    (SEQUENCE, f"{PREFIX_UNIT}::test_what_was_inserted_stays_when_its_sequence_is_compacted"): {
         "rows that have moved pass for a prompt's": ("            slots.keeper.forget(self.slot, first)\n", ""),
     },
     (SEQUENCE, "tests/unit/test_cache.py::test_forks_and_cuts_know_which_tokens_their_rows_hold"): {
@@ -355,7 +358,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a load for each that waits": ("self.other = next(filter(None, map(self._loading.get, keys)), None)", "pass"),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_a_fetch_that_nothing_waits_for_gives_everything_back"): {
-        "extents of a fetch that was given up stay held": ("            pool.drop(part.buffer)\n", ""),
+        "extents of a fetch that was given up stay held": ("                pool.drop(part.buffer)\n", ""),
     },
     (TRANSFERS, f"{TIERS_UNIT}::test_memory_of_a_load_that_failed_is_zeroed_for_the_next_tenant"): {
         "extents that a load has written pass for zero": (
@@ -412,16 +415,20 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "any(move.transfer.missed for move in load.coming if move not in come)",
         ),
     },
-    (SHARED, f"{REDIS}::TestRedis::test_a_value_that_is_not_the_record_is_a_miss_and_is_removed"): {
+    (SHARED, f"{STORES}::test_a_value_that_is_not_the_record_is_a_miss_is_removed_and_found_no_more"): {
         "values of a store that are not verified": (
             "if len(record) == len(data) and header == _HEADER.pack(_MAGIC, len(data), checksum_of(key, record)):",
             "if len(record) == len(data):",
+        ),
+        "a wrong record found again": (
+            "            self._learn([key], [False])\n        raise OSError",
+            "            pass\n        raise OSError",
         ),
     },
     (ANSWERING, f"{REDIS}::TestRedis::test_a_store_that_answers_byte_by_byte_is_late"): {
         "a store that is late is waited for": ("        if is_late:\n", "        if False:\n"),
     },
-    (SHARED, f"{REDIS}::TestRedis::test_a_store_that_is_killed_in_the_middle_is_left_alone_and_comes_back"): {
+    (SHARED, f"{STORES}::test_a_load_from_a_store_that_is_left_alone_is_a_miss_and_takes_no_buffer"): {
         "a store that does not answer is asked for every record": (
             "return missed(key) if self.answering.is_left_alone else super().load(key)",
             "return super().load(key)",
@@ -440,6 +447,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
         "tokens kept that were sampled before a mask began": ("        table.epochs[slot] += 1\n", ""),
         "rows kept of tokens that are dropped": ("if request.memory.length > num_rows:", "if False:"),
+    },
+    (SCHEDULER, f"{GATES}::test_answers_are_the_same_however_many_steps_are_in_flight"): {
         "nothing left to compute for a request whose masks begin": (" - (not tokens)", ""),
     },
     (SCHEDULER, f"{GATES}::test_what_counts_every_token_counts_those_of_gated_answers"): {
@@ -845,8 +854,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "",
         ),
         "a tier begun anew while others have it open": (
-            "                if self._is_alone():\n                    self._begin(",
-            "                if True:\n                    self._begin(",
+            "                    if self._is_alone():\n                        self._begin(",
+            "                    if True:\n                        self._begin(",
         ),
         "a slot overwritten while another process reads it": (
             "if self._may_write(each) and shared.take(each)",
@@ -854,10 +863,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         ),
         "a record kept twice that two processes store": ("is_there = key in self._records ", "is_there = False "),
         "a change that other processes do not hear of": ("            shared.changed(number)\n", ""),
-        "the uses of one process alone kept when the last one closes": (
-            "                if self._is_alone():\n                    self._num_seen",
-            "                if False:\n                    self._num_seen",
-        ),
+        "the order of uses lost when the last one closes": ("if self._shared is shared and self._is_alone():", "if False:"),
         "an evicted record read from what is in its slot now": (
             "        if entry == _packed(key, slot):\n",
             "        if True:\n",
@@ -889,10 +895,6 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "a question asked twice": ("if key not in self._asked]", "if True]"),
         "a close that waits for a store that hangs": ("        late.start()\n", ""),
         "known records of a store that outlive its outage": ("            self._known.clear()  #", "            pass  #"),
-        "a wrong record found again": (
-            "            self._learn([key], [False])\n        raise OSError",
-            "            pass\n        raise OSError",
-        ),
     },
     (FETCH_SEARCH, TIERS_UNIT, TIER_MACHINE): {
         "what a fetch goes on from evicted": (
@@ -1096,7 +1098,7 @@ def outcome_of(tests: tuple[str, ...], tree: Path) -> str:
     except subprocess.TimeoutExpired:
         return "killed"  # what waits for ever is noticed
     if done.returncode == 0:
-        return "SURVIVED"
+        return f"SURVIVED {done.stdout.splitlines()[-1]}"  # which says how many were skipped
     is_noticed = done.returncode == 1 or done.returncode < 0  # a wrong address ends the process
     return "killed" if is_noticed else f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
 

@@ -338,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=budgets,
         max_sequences=st.integers(2, 5),
         step_tokens=st.sampled_from([1, 3, 6, 12, 20]),
-        lookahead=st.integers(0, 2),
+        lookahead=st.sampled_from([1, 2, 0]),
         shares=st.booleans(),
         refuses_cuts=st.booleans(),
     )

@@ -102,6 +102,32 @@ def test_what_a_store_had_is_not_believed_after_an_outage(clock):
     tier.close()
 
 
+@pytest.mark.parametrize("fault", ["short", "corrupted"])
+def test_a_value_that_is_not_the_record_is_a_miss_is_removed_and_found_no_more(fault):
+    tier = FaultyStore(NUM_RECORDS)
+    tier.open(CPU)
+    assert store(tier, 1) and found(tier, 1) == [True]
+    tier.fault = fault
+    assert not load(tier, 1)
+    assert found(tier, 1) == [False] and not tier.values
+    assert tier.stats().errors == 1 and not is_left_alone(tier)
+    tier.fault = None
+    assert store(tier, 1) and load(tier, 1)
+    tier.close()
+
+
+def test_a_load_from_a_store_that_is_left_alone_is_a_miss_and_takes_no_buffer():
+    tier = FaultyStore(NUM_RECORDS)
+    tier.open(CPU)
+    assert store(tier, 1)
+    tier.fault = "gone"
+    tier.lookup([key_of(2)])
+    until(lambda: is_left_alone(tier))
+    transfer = tier.load(key_of(1))
+    assert transfer is not None and transfer.missed and not transfer.address
+    tier.close()
+
+
 def test_a_store_that_stays_away_is_asked_half_as_often_each_time(clock, monkeypatch):
     tier, asked, questions = FaultyStore(NUM_RECORDS), [], []
     tier.fault = "gone"
