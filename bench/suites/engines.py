@@ -173,7 +173,7 @@ def _nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -
     yield Measured(name, "throughput", "tok/s", seconds)
     if watch is not None:
         yield Measured(name, "host time of tiers, a step", "us", watch.worker_us)
-        yield Measured(name, "host time of tiers, a step without stores", "us", watch.idle_us)
+        yield Measured(name, "host time of tiers, a step without work for them", "us", watch.idle_us)
         yield Measured(name, "host time of tiers in the scheduler, a step", "us", watch.scheduler_us)
 
 
@@ -228,7 +228,7 @@ def _before_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tier
     """Compute the prompts, and serve them out of vLLM's own cache: what a restart is held against."""
     for number in range(settings.repeat + 1):
         for workload in _of_restart(model, settings, number):
-            vllm.run(workload)
+            vllm.run(workload, keep=True)
     yield from _served_again(vllm, model, settings, "vLLM's own cache, before it")
     _flush()
 
@@ -283,7 +283,7 @@ class _Watch:
         self.worker_us: list[float] = []
         self.idle_us: list[float] = []
         self.scheduler_us: list[float] = []
-        self._step = defaultdict[str, float](float)
+        self._step, self._was_busy = defaultdict[str, float](float), False
         connector = import_module("vmmkv.adapters.vllm.connector").VmmkvConnector
         for name in (*_WORKER_CALLS, *_SCHEDULER_CALLS):
             setattr(connector, name, self._timed(name, getattr(connector, name)))
@@ -303,9 +303,12 @@ class _Watch:
                 return call(connector, *arguments, **named)
             finally:
                 self._step[side] += now_us() - began_us
+                if name == _WORKER_CALLS[0]:
+                    self._was_busy = connector._mover.is_busy
                 if name == _WORKER_CALLS[-1]:
                     self.worker_us.append(self._step.pop("worker", 0))
-                    if not connector._mover.is_busy:
+                    plan = connector._bound.plan
+                    if not (self._was_busy or connector._mover.is_busy or plan.stores or plan.loads):
                         self.idle_us.append(self.worker_us[-1])
                 elif name == _SCHEDULER_CALLS[-1]:
                     self.scheduler_us.append(self._step.pop("scheduler", 0))

@@ -164,6 +164,27 @@ def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(sche
     assert name == "2" and [blocks for _, blocks in records] == [[-1, 20], [21, 22]] and plan.written == [20, 21, 22]
 
 
+def test_blocks_that_a_request_shares_are_not_written_by_it(schedule):
+    tokens = list(range(11))
+    for name, num_computed, blocks in (("1", 0, [10, 11, 12, 13, 14, 15]), ("2", 8, [10, 11, 12, 13, 20, 21])):
+        schedule.matched(name, tokens, None, num_computed)
+        schedule.scheduled(name, blocks, num_computed, 11 - num_computed, is_new=True)
+    assert schedule.take_plan().written == [10, 11, 12, 13, 14, 15, 20, 21]
+
+
+def test_requests_that_decode_are_looked_at_when_they_get_a_block_or_fill_a_record(schedule):
+    tokens = list(range(6))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    schedule.scheduled("1", [10, 11, 12], 0, 6, is_new=True)
+    plans = [schedule.take_plan()]
+    for computed, blocks in ((6, [13]), (7, ()), (8, [14]), (9, ())):
+        tokens.append(computed)
+        schedule.go_on(["1", "other"], [blocks, ()], [computed, 0], {"1": 1, "other": 1}, set())
+        plans.append(schedule.take_plan())
+    assert [[blocks for _, blocks in plan.stores] for plan in plans] == [[[10, 11]], [], [[12, 13]], [], []]
+    assert [plan.written for plan in plans] == [[10, 11, 12], [13], [], [14], []] and all(plan.computes for plan in plans)
+
+
 @pytest.mark.parametrize("ends", ["loaded", "ended"])
 def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, ends):
     tokens = list(range(11))

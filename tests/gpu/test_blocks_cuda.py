@@ -5,7 +5,7 @@ import torch
 
 from vmmkv import KeyChain
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover
-from vmmkv.adapters.vllm.schedule import StepPlan
+from vmmkv.adapters.vllm.schedule import PlannedLoad, StepPlan
 from vmmkv.tiers import HostTier, Store
 
 NUM_BLOCKS, LAYERS = 6, 4
@@ -43,7 +43,7 @@ def test_what_is_stored_from_some_blocks_is_loaded_into_others_and_no_more(layou
         assert store.flush(10)
         for tensor in tensors:
             blocks_of(tensor)[[1, 4]] = 0
-        mover.begin(StepPlan(loads=[("request", [(keys[0], [4, -1]), (keys[1], [-1, 1])])]))
+        mover.begin(StepPlan(loads=[PlannedLoad("request", [(keys[0], [4, -1]), (keys[1], [-1, 1])], 9.0)]))
         assert store.flush(10)
         assert mover.ended_loads() == ({"request"}, set())
     tier.close()

@@ -262,7 +262,8 @@ class BlockMover:
         step_us = 1e6 * (now_s - self._last_s)
         self._last_s = now_s
         share_us = min(step_us / 2, _MOST_LOADING_US) if self._loads else min(step_us / 10, _MOST_US)
-        self.is_busy = self._store.poll(max(share_us, _LEAST_US) if computes else _WITHOUT_FORWARD_US)
+        budget_us = max(share_us, _LEAST_US) if computes else _WITHOUT_FORWARD_US
+        self.is_busy = not self._store.is_idle and self._store.poll(budget_us)
 
     def ended_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose loads have ended, and the blocks that could not be loaded."""

@@ -171,9 +171,8 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             self._schedule.scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, num_new[new.req_id], is_new=True)
         cached = scheduler_output.scheduled_cached_reqs
-        for name, blocks, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            new_blocks = [] if blocks is None else blocks[0]
-            self._schedule.scheduled(name, new_blocks, num_computed, num_new[name], is_new=name in cached.resumed_req_ids)
+        new_blocks = [() if blocks is None else blocks[0] for blocks in cached.new_block_ids]
+        self._schedule.go_on(cached.req_ids, new_blocks, cached.num_computed_tokens, num_new, cached.resumed_req_ids)
         return _StepMetadata(self._schedule.take_plan())
 
     def update_connector_output(self, connector_output: Any) -> None:

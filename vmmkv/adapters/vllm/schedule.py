@@ -9,7 +9,7 @@ While one request loads or computes a record, others that need it next wait: the
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -159,7 +159,7 @@ class Schedule:
     def scheduled(self, name: str, new_blocks: Sequence[int], num_computed: int, num_new: int, *, is_new: bool) -> None:
         """A step computes `num_new` tokens of a request behind `num_computed`. `is_new`: its blocks are these alone."""
         self._plan.computes = True
-        self._plan.written += new_blocks
+        self._plan.written += new_blocks[num_computed // self.block_tokens :] if is_new else new_blocks  # others have tokens
         self._prompt_tokens += num_new if num_new > 1 else 0
         request = self._requests.get(name)
         if request is None:
@@ -182,6 +182,26 @@ class Schedule:
         request.num_stored = num_whole
         while request.claims and request.claims[-1] in keys[:num_whole]:
             self._claimed.pop(request.claims.pop(), None)
+
+    def go_on(
+        self,
+        names: Sequence[str],
+        new_blocks: Sequence[Sequence[int]],
+        num_computed: Sequence[int],
+        num_new: Mapping[str, int],
+        resumed: Collection[str],
+    ) -> None:
+        """A step computes tokens of requests that ran before; `resumed` ones begin anew. See `scheduled`.
+
+        Cost: some 0.3 us for a request that decodes in the middle of a block.
+        """
+        for name, blocks, computed in zip(names, new_blocks, num_computed, strict=True):
+            request = self._requests.get(name)
+            end = 0 if request is None else (request.num_stored + 1) * self.record_tokens
+            if num_new[name] == 1 and not blocks and computed + 1 < end:
+                continue
+            self.scheduled(name, blocks, computed, num_new[name], is_new=name in resumed)
+        self._plan.computes = self._plan.computes or bool(names)
 
     def take_plan(self) -> StepPlan:
         """The plan of the step, which begins another one."""
