@@ -163,7 +163,7 @@ def _nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -
     watch = _Watch() if has_tiers else None
     for number in range(settings.repeat + 1):
         workload = uniform(seed=settings.seed + number, vocabulary=model.prompt_ids, count=count, max_tokens=2048)
-        name = f"{model.name} nano: {count} requests, {workload.text}"
+        name = f"{model.name} nano: {workload.text}"
         if watch is not None:
             watch.clear()
         ran = vllm.run(workload)
@@ -186,7 +186,7 @@ def _shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool)
         own = [model.tokens(settings.seed, _OWN_TOKENS, 2, number, each).tolist() for each in range(_SHARING)]
         workload = _prompts([prefix + each for each in own], _OUT_TOKENS)
         for way, ran in _three_ways(vllm, workload, has_tiers):
-            _check_cached(name, way, ran, _SHARING * _SHARED_TOKENS)
+            _check_cached(vllm, name, way, ran, _SHARING * _SHARED_TOKENS)
             if number:
                 ways.setdefault(way, []).append(ran.seconds)
     for way, runs_s in ways.items():
@@ -201,7 +201,7 @@ def _first(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) 
         workload = _prompts([model.tokens(settings.seed, _LONG_TOKENS, 3, number).tolist()], 2)
         tokens: dict[str, list[int]] = {}
         for way, ran in _three_ways(vllm, workload, has_tiers):
-            _check_cached(name, way, ran, _LONG_TOKENS - 16)
+            _check_cached(vllm, name, way, ran, _LONG_TOKENS - 16)
             tokens[way] = ran.served[0].tokens
             if number:
                 ways.setdefault(way, []).append(1e3 * ran.served[0].first_s)
@@ -242,8 +242,8 @@ def _served_again(vllm: Vllm, model: ServedModel, settings: Settings, way: str) 
     name, seconds, first_ms = f"{model.name} restart", list[float](), list[float]()
     for number in range(settings.repeat + 1):
         shared, long_prompt = (vllm.run(workload, keep=True) for workload in _of_restart(model, settings, number))
-        _check_cached(name, _HOST, shared, len(shared.served) * _SHARED_TOKENS)
-        _check_cached(name, _HOST, long_prompt, _LONG_TOKENS)
+        _check_cached(vllm, name, _HOST, shared, len(shared.served) * _SHARED_TOKENS)
+        _check_cached(vllm, name, _HOST, long_prompt, _LONG_TOKENS)
         seconds.append(shared.seconds)
         first_ms.append(1e3 * long_prompt.served[0].first_s)
     yield Measured(f"{name}: {_SHARED_TEXT}, {way}", "total", "s", seconds[1:])
@@ -266,10 +266,10 @@ def _flush() -> None:
     time.sleep(_QUIET_S)
 
 
-def _check_cached(name: str, way: str, ran: ServedRun, tokens: int) -> None:
+def _check_cached(vllm: Vllm, name: str, way: str, ran: ServedRun, tokens: int) -> None:
     least = {_COMPUTED: 0, _WARM: 0.98 * tokens, _HOST: 0.9 * tokens}[way]
     if ran.cached_tokens < least:
-        raise WrongNumbers(f"{name}, {way}: {ran.cached_tokens} tokens were cached, of {tokens}")
+        raise WrongNumbers(f"{name}, {way}: {ran.cached_tokens} tokens were cached, of {tokens}; {vllm.connector_counts()}")
 
 
 def _prompts(prompts: list[list[int]], num_out: int) -> Workload:

@@ -273,6 +273,15 @@ class Vllm:
             if time.perf_counter() > until_s:
                 raise WrongNumbers(f"{self.name} does not forget its prefixes: requests of another run are left")
 
+    def connector_counts(self) -> str:
+        """What vmmkv's connector has counted and measured, for the text of a failure; empty without it."""
+        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        if connector is None:
+            return ""
+        worth = connector._schedule.worth
+        loads = {tier: f"{rate.measured_per_s / 1e9:.1f} GB/s" for tier, rate in worth.loads.items()}
+        return f"{dict(connector._schedule.counts)}, prefill {worth.prefill.measured_per_s:.0f} tok/s, loads {loads}"
+
     def close(self) -> None:
         """End it, and give its memory back. Idempotent."""
         llm, self._llm = self._llm, None

@@ -38,8 +38,11 @@ _MOST_US: Final = 1000.0
 _MOST_LOADING_US: Final = 10_000.0
 """Most time in a step while requests wait for what is loaded: up to half of the time from step to step."""
 
-_WITHOUT_FORWARD_US: Final = 2000.0
-"""Time for records in a step that computes nothing, since its requests are being loaded."""
+_WITHOUT_FORWARD_S: Final = 0.02
+"""Most time in a step that computes nothing, since its requests are being loaded: there is nothing else to do."""
+
+_LOOK_S: Final = 0.0001
+"""Time between two looks at copies meanwhile."""
 
 
 def blocks_of_record(block_bytes: int) -> int:
@@ -262,8 +265,17 @@ class BlockMover:
         step_us = 1e6 * (now_s - self._last_s)
         self._last_s = now_s
         share_us = min(step_us / 2, _MOST_LOADING_US) if self._loads else min(step_us / 10, _MOST_US)
-        budget_us = max(share_us, _LEAST_US) if computes else _WITHOUT_FORWARD_US
-        self.is_busy = not self._store.is_idle and self._store.poll(budget_us)
+        self.is_busy = not self._store.is_idle and self._store.poll(max(share_us, _LEAST_US))
+        while not computes and self.is_busy and self._loads and not self._has_loaded:
+            if time.monotonic() - now_s > _WITHOUT_FORWARD_S:
+                break
+            time.sleep(_LOOK_S)
+            self.is_busy = self._store.poll(_MOST_US)
+
+    @property
+    def _has_loaded(self) -> bool:
+        """Has a load ended?"""
+        return any(all(get.done for get, _ in loads) for loads in self._loads.values())
 
     def ended_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose loads have ended, and the blocks that could not be loaded."""

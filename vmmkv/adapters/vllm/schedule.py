@@ -119,12 +119,12 @@ class Schedule:
         self._give_up_claims(request)
         request.num_on_device = num_on_device
         first = num_on_device // self.record_tokens
-        missing = self._keys(request, len(tokens) - 1)[first:]
+        keys = self._keys(request, len(tokens) - 1)
         request.found = []
-        if not missing or request.has_failed:
+        if len(keys) <= first or request.has_failed:
             return 0
-        is_claimed = self._may_wait and self._claimed.get(missing[0], name) != name
-        found = None if is_claimed else self._lookup(missing)
+        is_claimed = self._may_wait and self._claimed.get(keys[first], name) != name
+        found = None if is_claimed else self._lookup(keys[first:])
         if found is None:
             self.counts["waits"] += 1
             return None
