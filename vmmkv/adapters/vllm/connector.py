@@ -67,7 +67,7 @@ class _Directory:
         self._store = Store(tiers) if tiers else None
 
     def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
-        """The tier that has each record, "" for none; None while a store finds out, or until the worker says so in a step."""
+        """Name the tier of each record, "" for none; None while a store finds out, or until the worker says so in a step."""
         found = [HostTier.name if key in self._held else "" for key in keys]
         if all(found):
             return found
@@ -260,7 +260,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return _HostReport(changes, self._was_busy, measured) if is_news else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """What was counted since the last report, of the scheduler or the worker. See KVConnectorBase_V1."""
+        """Report what the scheduler or the worker has counted since the last report. See KVConnectorBase_V1."""
         if self.role is KVConnectorRole.SCHEDULER:
             return self._counted.of(totals_of_schedule(self._schedule))
         if self._store is None or self._mover is None:
@@ -275,12 +275,12 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """A report out of what was sent of it. See KVConnectorBase_V1."""
+        """Make a report out of what was sent of it. See KVConnectorBase_V1."""
         return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> ConnectorMetrics:
-        """The counters for `/metrics`. See KVConnectorBase_V1."""
+        """Make the counters for `/metrics`. See KVConnectorBase_V1."""
         return ConnectorMetrics(*arguments)
 
     def reset_cache(self) -> bool | None:

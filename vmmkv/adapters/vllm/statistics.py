@@ -34,7 +34,7 @@ _BETWEEN: Final = "/"
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """What was counted since the last report: numbers, by the name of a counter, and of a tier behind a slash."""
+    """Counts since the last report: numbers, by the name of a counter, and of a tier behind a slash."""
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -45,7 +45,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return ConnectorStats(data=dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log shows."""
+        """The counts, for vLLM's log."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
@@ -54,7 +54,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Changes:
-    """What totals that only grow have grown by since they were last reported."""
+    """Growth of totals that only grow, since they were last reported."""
 
     def __init__(self) -> None:
         self._reported = Counter[str]()
@@ -101,7 +101,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what a report has counted."""
+        """Add a report to the counters."""
         for key, count in transfer_stats_data.items():
             name, *tier = key.split(_BETWEEN, 1)
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], *tier).inc(count)
