@@ -7,7 +7,7 @@ import torch
 
 from tests.laws.faulty_tier import FaultyTier
 from vmmkv import KeyChain, Store
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
@@ -96,6 +96,13 @@ def test_the_runs_of_a_block_are_its_bytes_and_no_others(layout):
 
 def test_a_block_of_all_layers_is_one_run():
     assert len(BlockMemory(LAYOUTS["blocks of all layers"](), 6).spans(3)) == 1
+
+
+def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():
+    key = KeyChain("m", every=1).of([1]).keys()[0]
+    parts = [of_rank(key, rank) for rank in (0, 1, 255, 256, 65535)]
+    assert parts[0] == key and len(set(parts)) == 5 and {len(part) for part in parts} == {32}
+    assert [of_rank(part, rank) for part, rank in zip(parts, (0, 1, 255, 256, 65535), strict=True)] == [key] * 5
 
 
 def test_a_cache_without_blocks_is_refused():
@@ -194,7 +201,7 @@ def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, 
     schedule.allocated("2", [20, 21, 22, 23], 8)
     assert [schedule.matched(str(each), tokens, None, 0) for each in range(3, 9)] == [None] * 6
     assert schedule.matched("9", [5, 5, 5, 5, 5], None, 0) == 0
-    schedule.loaded("2", has_failed=False) if ends == "loaded" else schedule.ended("2")
+    schedule.loaded("2") if ends == "loaded" else schedule.ended("2")
     assert schedule.matched("3", tokens, None, 8 if ends == "loaded" else 0) == (0 if ends == "loaded" else 8)
 
 
@@ -224,7 +231,7 @@ def test_a_preempted_request_holds_up_no_other_and_loads_what_it_had_stored(sche
     tiers.held = {key for key, _ in schedule.take_plan().stores}
     assert schedule.matched("1", tokens, None, 0) == 4
     schedule.allocated("1", [20, 21], 4)
-    schedule.loaded("1", has_failed=False)
+    schedule.loaded("1")
     schedule.scheduled("1", [20, 21, 22, 23, 24, 25], 4, 7, is_new=True)
     assert [blocks for _, blocks in schedule.take_plan().stores] == [[22, 23]]
 
@@ -235,7 +242,8 @@ def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, t
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 0) == 8
     schedule.allocated("2", [20, 21, 22, 23], 8)
-    schedule.loaded("2", has_failed=True)
+    schedule.failed({21, 99})
+    schedule.loaded("2")
     assert schedule.matched("2", tokens, None, 0) == 0 and schedule.matched("3", tokens, None, 0) == 8
 
 

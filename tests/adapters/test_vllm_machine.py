@@ -194,8 +194,9 @@ class Engine(RuleBasedStateMachine):
 
     def what_has_come(self) -> None:
         ended, bad = self.mover.ended_loads()
+        self.schedule.failed(bad)
         for request in [each for each in self.requests if each.name in ended]:
-            self.schedule.loaded(request.name, has_failed=bool(bad))
+            self.schedule.loaded(request.name)
             if request.state == "aborted":
                 self.give_back(request)
                 self.requests.remove(request)
@@ -251,7 +252,7 @@ class Engine(RuleBasedStateMachine):
         if not hasattr(self, "requests"):
             return
         self.tier.faults.clear()
-        for _ in range(60):
+        for _ in range(60 + sum(len(each.tokens) for each in self.requests)):
             self.tier.hurry()
             self.step(12, False)
             self.time_passes(10)

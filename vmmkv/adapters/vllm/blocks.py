@@ -45,6 +45,11 @@ _LOOK_S: Final = 0.0001
 """Time between two looks at copies meanwhile."""
 
 
+def of_rank(key: bytes, rank: int) -> bytes:
+    """The key of a rank's part of a record, below 65,536 of them; and of such a part's key, that of the record."""
+    return key[:-2] + bytes(one ^ other for one, other in zip(key[-2:], rank.to_bytes(2, "big"), strict=True))
+
+
 def blocks_of_record(block_bytes: int) -> int:
     """The number of blocks in a record: as many as fit into 2 MiB, or the least that are a multiple of 4 KiB."""
     least = ALIGNMENT_BYTES // math.gcd(block_bytes, ALIGNMENT_BYTES)
@@ -216,10 +221,11 @@ class BlockMover:
     Work for records is done while the device computes a step that was launched.
     """
 
-    def __init__(self, store: Store, memory: BlockMemory) -> None:
+    def __init__(self, store: Store, memory: BlockMemory, rank: int = 0) -> None:
+        """`rank`: of the engine's ranks, each of which has a part of each record."""
         self.counts: Final = Counter[str]()
         """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
-        self._store, self._memory = store, memory
+        self._store, self._memory, self._rank = store, memory, rank
         self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
         self._puts = defaultdict[int, list[Put]](list)
         """Puts of each block that may be read still: requests share blocks."""
@@ -294,4 +300,4 @@ class BlockMover:
         count = max(1, BATCH_BYTES // self._store.record_bytes)
         for start in range(0, len(records), count):
             some = records[start : start + count]
-            yield [key for key, _ in some], [block for _, blocks in some for block in blocks]
+            yield [of_rank(key, self._rank) for key, _ in some], [block for _, blocks in some for block in blocks]

@@ -1,7 +1,8 @@
-"""VmmkvConnector: vLLM's `KVConnectorBase_V1` over vmmkv's tiers, for an engine of one GPU, or of a CPU.
+"""VmmkvConnector: vLLM's `KVConnectorBase_V1` over vmmkv's tiers.
 
-vLLM makes it twice, for its scheduler and for its worker, which may be two processes. The worker has the tiers; the scheduler
-asks disks and stores by itself, and is told what the worker's host tier holds.
+vLLM makes it for its scheduler and for each worker, in processes of their own. Workers have the tiers; the scheduler asks disks
+and stores by itself, and is told what the workers' host tiers hold. Of a tensor-parallel engine each rank has a part of each
+record; what some rank lacks nobody loads.
 """
 
 import logging
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.statistics import Changes, ConnectorMetrics, ConnectorStats, totals_of_schedule, totals_of_tiers
@@ -46,9 +48,9 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Message of the worker to the scheduler: records that its host tier has taken or lost, in order."""
+    """Message of the workers to the scheduler: records that their host tiers have taken or lost, in order."""
 
-    changes: list[tuple[bytes, bool]]
+    changes: list[tuple[int, bytes, bool]]
     is_busy: bool
     """Are there others on their way?"""
     measured: int | None
@@ -59,33 +61,35 @@ class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class _Directory:
-    """The records that there are, as the scheduler knows: of the host tier by reports, of disks and stores by asking."""
+    """The records that there are, as the scheduler knows: of host tiers by reports, of disks and stores by asking."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._held = set[bytes]()
+    def __init__(self, tiers: Sequence[Tier], num_ranks: int) -> None:
+        self._held = [set[bytes]() for _ in range(num_ranks)]
+        """Keys of the records of which the host tier of each rank has a part."""
         self._is_busy, self._reported_s = False, 0.0
         self._store = Store(tiers) if tiers else None
 
     def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
-        """Name the tier of each record, "" for none; None while a store finds out, or until the worker says so in a step."""
-        found = [HostTier.name if key in self._held else "" for key in keys]
+        """Name the tier of each record, "" for none; None while a store finds out, or until the workers say so in a step."""
+        found = [HostTier.name if all(key in held for held in self._held) else "" for key in keys]
         if all(found):
             return found
         if self._is_busy and time.monotonic() - self._reported_s > _RECENT_S:
             return None
         if self._store is not None:
             for tier in self._store.tiers:
-                answers = self._store.lookup_in(tier, keys)
-                if answers is None:
+                answers = [self._store.lookup_in(tier, [of_rank(key, rank) for key in keys]) for rank in range(len(self._held))]
+                known = [answer for answer in answers if answer is not None]
+                if len(known) < len(answers):
                     return None
-                found = [name or (tier.name if has else "") for name, has in zip(found, answers, strict=True)]
+                found = [name or (tier.name if all(has) else "") for name, *has in zip(found, *known, strict=True)]
         return found
 
     def learn(self, report: _HostReport | None) -> None:
         """Take note of the report of a step, which has just ended; None if there was nothing to say."""
         self._is_busy, self._reported_s = report is not None and report.is_busy, time.monotonic()
-        for key, is_held in () if report is None else report.changes:
-            (self._held.add if is_held else self._held.discard)(key)
+        for rank, key, is_held in () if report is None else report.changes:
+            (self._held[rank].add if is_held else self._held[rank].discard)(key)
 
     def close(self) -> None:
         """Close the store. Idempotent."""
@@ -127,26 +131,27 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._per_record: Final = blocks_of_record(block_bytes)
         self._record_bytes: Final = block_bytes * self._per_record
         self._num_blocks: Final = kv_cache_config.num_blocks
-        self._tiers: Final = options.tiers(self._record_bytes, has_host=role is KVConnectorRole.WORKER)
+        num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._tiers: Final = options.tiers(self._record_bytes, has_host=role is KVConnectorRole.WORKER, num_ranks=num_ranks)
         self._device: Final = vllm_config.device_config.device_type
         # the worker's
         self._store: Store | None = None
         self._mover: BlockMover | None = None
         self._failed_blocks = set[int]()
         self._poller: IdlePoller | None = None
-        self._changes = deque[tuple[bytes, bool]]()
+        self._changes = deque[tuple[int, bytes, bool]]()
         self._was_busy = False
         """Has the scheduler been told that records are on their way?"""
         self._counted, self._counted_s = Changes(), 0.0
         if role is KVConnectorRole.WORKER:
             return
-        self._directory: Final = _Directory(self._tiers)
+        self._directory: Final = _Directory(self._tiers, num_ranks)
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)
         configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
         layout = getattr(kv_cache_config, "kv_cache_layout", None), os.environ.get("VLLM_KV_CACHE_LAYOUT"), repr(spec), layers
         self._schedule: Final = Schedule(
-            repr((weights, *configuration, *layout, self._device, self._per_record)),
+            repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
             block_tokens=spec.block_size,
             record_tokens=spec.block_size * self._per_record,
             lookup=self._directory.lookup,
@@ -181,9 +186,9 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = report if isinstance(report, _HostReport) else None
         self._directory.learn(report)
         self._schedule.worth.step_ends(None if report is None else report.measured)
-        has_failed = bool(connector_output.invalid_block_ids)  # of which request is not told
+        self._schedule.failed(connector_output.invalid_block_ids)
         for name in connector_output.finished_recving or ():
-            self._schedule.loaded(name, has_failed=has_failed)
+            self._schedule.loaded(name)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let go of a request, whose blocks are free at once: they are read before they are written. See KVConnectorBase_V1."""
@@ -201,12 +206,13 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"a block has {memory.block_bytes} bytes in vLLM's tensors, and {block_bytes} by its configuration: the vmmkv "
                 "connector does not know this layout"
             )
+        rank = get_tensor_model_parallel_rank()
         for tier in self._tiers:
             if isinstance(tier, HostTier):
-                tier.listen(lambda keys, is_held: self._changes.extend((key, is_held) for key in keys))
+                tier.listen(lambda keys, is_held: self._changes.extend((rank, of_rank(key, rank), is_held) for key in keys))
         self._store = Store(self._tiers, self._device)
         self._poller = IdlePoller(self._store)
-        self._mover = BlockMover(self._store, memory)
+        self._mover = BlockMover(self._store, memory, rank)
         names = ", ".join(tier.name for tier in self._tiers)
         log.info("vmmkv: tiers: %s; a record has %d blocks, %d bytes", names, self._per_record, self._record_bytes)
 
@@ -309,9 +315,11 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
     """Features by which KV differs beyond its key, or lies elsewhere than in the blocks of one table; is each on?"""
-    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
-        f"an engine of {num_ranks} GPUs": num_ranks != 1,
+        "pipeline or context parallelism": parallel.world_size != parallel.tensor_parallel_size
+        or getattr(parallel, "decode_context_parallel_size", 1) != 1,
+        "an engine over several machines": getattr(parallel, "nnodes", 1) != 1,
         f"layers of {' and '.join(kinds)}": kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]),
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,

@@ -20,7 +20,7 @@ class ConnectorOptions:
     """Fields of `kv_connector_extra_config`."""
 
     kv_host_budget: str | None = None
-    """Pinned host memory for records, such as "16GiB"."""
+    """Pinned host memory for records, such as "16GiB"; of an engine over several GPUs each takes a part."""
     kv_disk: str | None = None
     """Directory of a disk tier. Engines of one host may share it."""
     kv_disk_budget: str | None = None
@@ -52,7 +52,7 @@ class ConnectorOptions:
             )
         return options
 
-    def tiers(self, record_bytes: int, *, has_host: bool) -> list[Tier]:
+    def tiers(self, record_bytes: int, *, has_host: bool, num_ranks: int = 1) -> list[Tier]:
         """The tiers, the fastest first, not open yet; without the host tier for a process that only looks records up.
 
         Raises: ValueError, BudgetError, TierUnavailable, as each of them.
@@ -60,7 +60,7 @@ class ConnectorOptions:
         tiers: list[Tier] = []
         try:
             if has_host and self.kv_host_budget is not None:
-                tiers.append(HostTier(parse_bytes(self.kv_host_budget), record_bytes=record_bytes))
+                tiers.append(HostTier(parse_bytes(self.kv_host_budget) // num_ranks, record_bytes=record_bytes))
             if self.kv_disk is not None and self.kv_disk_budget is not None:
                 tiers.append(DiskTier(self.kv_disk, parse_bytes(self.kv_disk_budget), record_bytes=record_bytes))
             if self.kv_store is not None:

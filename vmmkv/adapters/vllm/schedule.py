@@ -9,7 +9,7 @@ While one request loads or computes a record, others that need it next wait: the
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -103,6 +103,8 @@ class Schedule:
         self._prompt_tokens = self._number = 0
         """Tokens of the step that are computed several at a time, for one request; number of the step."""
         self._requests: dict[str, _Request] = {}
+        self._loading: dict[str, set[int]] = {}
+        """Blocks that are being loaded, by request."""
         self._claimed: dict[bytes, str] = {}
         """Request that loads or computes a record, by its key."""
         self._plan = StepPlan()
@@ -149,6 +151,7 @@ class Schedule:
         ]
         self._plan.loads.append(PlannedLoad(name, loads, self.worth.timeout_s(len(loads))))
         self._plan.written += blocks[num_kept:]
+        self._loading[name] = {block for _, blocks in loads for block in blocks}
         self.worth.load_begins(name, request.found[: last - first])
         self.counts["loads"] += 1
         for tier in request.found[: last - first]:
@@ -212,15 +215,21 @@ class Schedule:
         self._prompt_tokens = 0
         return plan
 
-    def loaded(self, name: str, *, has_failed: bool) -> None:
+    def failed(self, blocks: Set[int]) -> None:
+        """Blocks could not be loaded: requests that load them compute when they are loaded, and ask no tier again."""
+        for name, loading in self._loading.items() if blocks else ():
+            self._requests[name].has_failed |= not loading.isdisjoint(blocks)
+
+    def loaded(self, name: str) -> None:
         """The worker has loaded a request's records, or failed to: requests that wait for it are asked again."""
+        self._loading.pop(name, None)
         if (request := self._requests.get(name)) is not None:
-            request.has_failed = request.has_failed or has_failed
-            self.worth.load_ends(name, has_failed=has_failed)
+            self.worth.load_ends(name, has_failed=request.has_failed)
             self._give_up_claims(request)
 
     def ended(self, name: str) -> None:
         """The engine has ended a request."""
+        self._loading.pop(name, None)
         if (request := self._requests.pop(name, None)) is not None:
             self.worth.given_up(name)
             self._give_up_claims(request)
