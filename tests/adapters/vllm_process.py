@@ -21,7 +21,6 @@ def main(model: str, result: str, options: str) -> None:
 
     transfer = {
         "kv_connector": "VmmkvConnector",
-        "kv_connector_module_path": "vmmkv.adapters.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": json.loads(options),
@@ -36,6 +35,7 @@ def main(model: str, result: str, options: str) -> None:
         max_num_seqs=8,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=int(os.environ["KV_BYTES"]),
+        tensor_parallel_size=int(os.environ["RANKS"]),
         seed=0,
         disable_log_stats=False,
         **({"kv_transfer_config": transfer} if json.loads(options) else {}),

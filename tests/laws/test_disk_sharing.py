@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_what_one_stores_the_others_load_also_if_they_come_later(opened):
     for tier in (one, other, later):
         assert found(tier, 1, 2, 3) == [True, True, False] and load(tier, 1) and load(tier, 2)
         assert tier.stats().held_bytes == 2 * RECORD_BYTES
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm cannot be written")
+def test_in_shared_memory_it_is_host_memory_of_several_processes_that_outlives_them():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.ExitStack() as tiers:
+        opened = [DiskTier(folder, NUM_RECORDS * RECORD_BYTES) for _ in range(3)]
+        for tier in opened:
+            tiers.callback(tier.close)
+        for number, tier in enumerate(opened):
+            tier.open(CPU)
+            assert store(tier, number) and all(load(tier, each) for each in range(number + 1))
+        for tier in opened:
+            tier.close()
+        heir = tiers.enter_context(contextlib.closing(DiskTier(folder, NUM_RECORDS * RECORD_BYTES)))
+        heir.open(CPU)
+        assert all(load(heir, number) for number in range(3))
 
 
 def test_what_nobody_has_used_for_the_longest_time_is_evicted_whoever_stores(opened):

@@ -1,11 +1,11 @@
 """vLLM over vmmkv's tiers: prefixes outlive vLLM's own cache, its process, and its machine.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "VmmkvConnector",
-        "kv_connector_module_path": "vmmkv.adapters.vllm.connector", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_host_budget": "16GiB", "kv_disk": "/var/kv", "kv_disk_budget": "200GiB"}}'
 
 connector   VmmkvConnector: what vLLM calls, in its scheduler and in its worker
+plugin      the connector's name, for vLLM
 statistics  counters in vLLM's log and its `/metrics`; like `connector` it imports vLLM, and no other does
 schedule    Schedule: which requests load, store and wait, by their tokens; in the scheduler
 worth       Worth: what is faster to load than to compute
