@@ -85,7 +85,7 @@ CORE = tuple(f"tests/engine/test_{name}.py" for name in ("features", "engine", "
 """Tests of the engine's loop."""
 SOAK = "tests/engine/test_soak.py"
 """Requests of all kinds at once, by several features."""
-
+SERVE, HOST = "bench/suites/serve/__init__.py", "bench/suites/prefix/host.py"
 
 STORES = ("tests/laws/test_stores.py", "tests/laws/test_tiers.py", "tests/unit/test_store.py")
 """Tests of tiers, over any store and over those that are left."""
@@ -139,12 +139,21 @@ WITH_RESPONSES_API = (
 """Registration of the Responses API, which stands on tools."""
 
 
-def feature(name: str, kind: str, *lines: Line, tests: tuple[str, ...], neighbours: tuple[str, ...]) -> Room:
-    """A feature of the engine, with more `lines` than those of its loop."""
+def feature(
+    name: str,
+    kind: str,
+    *lines: Line,
+    paths: tuple[str, ...] = (),
+    functions: tuple[str, ...] = (),
+    tests: tuple[str, ...],
+    neighbours: tuple[str, ...],
+) -> Room:
+    """A feature of the engine, with more `paths` than its module, and more `lines` than those of its loop."""
     return Room(
         name=name,
-        paths=(f"{ENGINE}/features/{name}.py",),
+        paths=(f"{ENGINE}/features/{name}.py", *paths),
         lines=(*plugged(name, kind), *lines),
+        functions=functions,
         tests=tests,
         neighbours=(*CORE, SOAK, *neighbours),
     )
@@ -193,26 +202,37 @@ ROOMS: tuple[Room, ...] = (
     feature(
         "grammars",
         "Grammars",
+        Line(SERVE, "compared, grammar, steps", "compared, steps"),
+        Line(SERVE, '    "grammar": grammar.run,\n'),
+        Line(SERVE, '    "grammar": ("tokenizers", "xgrammar"),\n'),
+        paths=("bench/suites/serve/grammar.py",),
         tests=(
             "tests/structured_output/test_gates.py",
             "tests/structured_output/test_in_engine.py",
             "tests/structured_output/test_over_http.py",
             "tests/gpu/test_grammar_cuda.py",
             "tests/engine/test_ranks.py::test_an_answer_by_a_grammar_has_the_tokens_of_one_rank",
+            "tests/unit/test_bench_serve.py::test_answers_by_a_grammar_are_measured_beside_free_text",
         ),
-        neighbours=("tests/structured_output/test_matcher.py", "tests/engine/test_min_tokens.py"),
+        neighbours=(
+            *("tests/structured_output/test_matcher.py", "tests/engine/test_min_tokens.py"),
+            "tests/unit/test_bench_serve.py",
+        ),
     ),
     feature(
         "fetches",
         "Fetches",
+        listed("tiers"),
+        paths=("bench/suites/tiers.py",),
         tests=(
             "tests/engine/test_fetches.py",
             "tests/engine/test_shared_store.py",
             "tests/engine/test_soak_tiers.py",
             "tests/engine/test_operator.py",
             "tests/gpu/test_fetches_cuda.py",
+            "tests/unit/test_bench_tiers.py",
         ),
-        neighbours=("tests/unit/test_tiers.py", "tests/unit/test_store.py"),
+        neighbours=("tests/unit/test_tiers.py", "tests/unit/test_store.py", "tests/unit/test_bench_registered.py"),
     ),
     feature(
         "compaction",
@@ -224,8 +244,11 @@ ROOMS: tuple[Room, ...] = (
     feature(
         "prefix_groups",
         "PrefixGroups",
+        Line(HOST, "    time_groups = _groups_timer("),
+        Line(HOST, "        time_groups(step)\n"),
+        functions=(f"{HOST}::_groups_timer",),
         tests=("tests/engine/test_prefix_groups.py", "tests/gpu/test_prefix_groups_cuda.py"),
-        neighbours=("tests/kernels/test_cascade.py",),
+        neighbours=("tests/kernels/test_cascade.py", "tests/unit/test_bench_prefix.py"),
     ),
     Room(
         name="kv_events",
@@ -233,9 +256,14 @@ ROOMS: tuple[Room, ...] = (
         lines=(
             Line(f"{ENGINE}/loading.py", "kv_events import KVEventPublisher\n"),
             Line(f"{ENGINE}/loading.py", "publisher = KVEventPublisher(", "raise NotImplementedError("),
+            Line(HOST, "    _time_with_events(timed"),
         ),
+        functions=(f"{HOST}::_time_with_events",),
         tests=("tests/engine/test_kv_events.py", "tests/end_to_end/test_routers.py"),
-        neighbours=("tests/unit/test_radix_tree.py", "tests/unit/test_tiers.py", "tests/engine/test_llm.py"),
+        neighbours=(
+            *(f"tests/unit/test_{each}.py" for each in ("radix_tree", "tiers", "bench_prefix")),
+            "tests/engine/test_llm.py",
+        ),
     ),
     Room(
         name="redis",
@@ -338,11 +366,21 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="adapters",
-        paths=("vmmkv/adapters", "examples/chat.py", "examples/custom_kernel.py", "examples/tiny.py"),
-        lines=(Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),),
+        paths=(
+            "vmmkv/adapters",
+            *(f"examples/{each}.py" for each in ("chat", "custom_kernel", "tiny")),
+            *(f"bench/suites/{each}.py" for each in ("transformers", "streaming")),
+        ),
+        lines=(
+            Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
+            *(listed("transformers"), listed("streaming")),
+        ),
         functions=("vmmkv/testing/__main__.py::adapted_kernels",),
-        tests=("tests/adapters",),
-        neighbours=("tests/unit/test_cache.py", "tests/unit/test_eviction.py", "tests/engine/test_transformers.py"),
+        tests=("tests/adapters", "tests/unit/test_bench_transformers.py", "tests/unit/test_bench_streaming.py"),
+        neighbours=(
+            *(f"tests/unit/test_{each}.py" for each in ("cache", "eviction", "bench_registered")),
+            "tests/engine/test_transformers.py",
+        ),
     ),
     Room(
         name="vllm",
@@ -396,9 +434,9 @@ ROOMS: tuple[Room, ...] = (
             *(Line("vmmkv/__init__.py", f'    "{name}",\n') for name in ("DiskTier", "HostTier", "KeyChain", "Store")),
             *(Line("pyproject.toml", f'{scheme} = "vmmkv.tiers.contrib') for scheme in ("mooncake", "redis", "rediss")),
             listed("tiers"),
-            Line("bench/suites/prefix/host.py", '        ("tokens that a tier has", _time_fetch'),
+            Line(HOST, '        ("tokens that a tier has", _time_fetch'),
         ),
-        functions=("bench/suites/prefix/host.py::_time_fetch",),
+        functions=(f"{HOST}::_time_fetch",),
         tests=(
             *("tests/laws/faulty_tier.py", "tests/laws/store_laws.py", "tests/laws/test_tier_machine.py"),
             *(
@@ -626,7 +664,18 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-IMPORTS = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+IMPORTS = """
+import importlib, sys
+
+names = sys.argv[1:]
+ours = {name.partition(".")[0] for name in names}
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # of a package that is not installed here, as vllm
+        if error.name.partition(".")[0] in ours:
+            raise
+"""
 
 SERVES = """
 import sys
@@ -637,8 +686,10 @@ directory = Path(sys.argv[1])
 directory.mkdir()
 with small_server(directory) as server:
     model = server.openai().models.list().data[0].id
-    answer = server.openai().completions.create(model=model, prompt="Once upon a time", max_tokens=5)
-assert answer.usage.completion_tokens > 0, answer
+    answer = server.openai().completions.create(
+        model=model, prompt="Once upon a time", max_tokens=5, extra_body={"ignore_eos": True}
+    )
+assert answer.usage.completion_tokens == 5, answer
 """
 
 

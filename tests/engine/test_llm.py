@@ -26,7 +26,7 @@ from vmmkv_server.console import GenerationProgress
 from vmmkv_server.engine import loading
 from vmmkv_server.engine.engine import Engine
 from vmmkv_server.engine.errors import EngineDied
-from vmmkv_server.engine.features.prompt_scores import PromptScores
+from vmmkv_server.engine.feature import Feature
 from vmmkv_server.engine.runner import Runner
 from vmmkv_server.llm import CompletionOutput, GrowingAnswer
 from vmmkv_server.protocol import Generate, Output
@@ -243,13 +243,15 @@ def test_one_priority_for_each_prompt(engine: LLM) -> None:
 
 
 def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
-    engine: LLM, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusal(feature: PromptScores, ask: Generate) -> str | None:
-        return "told to fail" if ask.prompt == token_ids("bad") else None
+    class Refusing(Feature):
+        def refusal(self, ask: Generate) -> str | None:
+            return "told to fail" if ask.prompt == token_ids("bad") else None
 
-    monkeypatch.setattr(PromptScores, "refusal", refusal)
-    good, bad, last = engine.generate(["good", "bad", "last"], GREEDY)
+    monkeypatch.setattr("vmmkv_server.engine.engine.FEATURES", (Refusing,))
+    with LLM(directory, **OPTIONS) as engine:
+        good, bad, last = engine.generate(["good", "bad", "last"], GREEDY)
     assert bad.error == "told to fail"
     assert (bad.outputs[0].token_ids, bad.outputs[0].finish_reason, bad.first_token_s) == ([], None, None)
     assert good.error is None and last.error is None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
 from tests.server.support import HELLO, Running, eventually
-from tests.server.test_tools import CALL, HERMES, IN_TAGS, NAMED, THINKING, UNSERVED, WEATHER, asked
+from tests.server.test_tools import CALL, HERMES, IN_TAGS, NAMED, THINKING, UNSERVED, WEATHER, asked, thinks
 from tests.server.tiny import TEMPLATE
 
 RESPONSES = "/v1/responses"
@@ -211,6 +211,16 @@ class TestAnswers:
             theirs["prompt_tokens"], theirs["completion_tokens"], theirs["total_tokens"])  # fmt: skip
         assert ours["input_tokens_details"]["cached_tokens"] == theirs["prompt_tokens_details"]["cached_tokens"]
         assert events(server)[-1]["response"]["usage"] == ours
+
+    def test_tokens_of_reasoning_are_counted(self, server: Running) -> None:
+        for text, asks, counted in (
+            ("<think>abc</think>Yes.", {}, 4),
+            ("<think>abc</think>Yes.", {"max_output_tokens": 3}, 3),
+            ("<think>abc</think>Yes.", {"stop": ["c"]}, 4),
+            ("Yes. <think>abc</think>", {}, 0),
+        ):
+            thinks(server, text)
+            assert whole(server, **asks)["usage"]["output_tokens_details"] == {"reasoning_tokens": counted}, (text, asks)
 
     def test_tools_have_the_grammar_that_a_chat_has(self, server: Running) -> None:
         server.shows(HERMES)

@@ -1,5 +1,7 @@
 """The table of tests/deletable.py is true of this tree, so that a rename is found here and not in a nightly run."""
 
+from pathlib import Path
+
 import pytest
 
 from bench.suites import SUITES
@@ -73,3 +75,12 @@ def test_a_function_goes_with_its_decorators() -> None:
     assert deletable.without_function("gone", text, "file") == "import this\n\n\ndef stays() -> None:\n    pass\n"
     with pytest.raises(deletable.Broken, match="file has 0 functions missing"):
         deletable.without_function("missing", text, "file")
+
+
+def test_only_modules_of_other_packages_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    for name, text in (("needs", "import no_such_package.part"), ("broken", "from ours.gone import thing")):
+        (tmp_path / f"ours/{name}.py").write_text(text)
+    deletable.run(tmp_path, "-c", deletable.IMPORTS, "ours.needs")
+    with pytest.raises(deletable.Broken, match=r"No module named 'ours\.gone'"):
+        deletable.run(tmp_path, "-c", deletable.IMPORTS, "ours.needs", "ours.broken")

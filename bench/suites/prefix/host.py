@@ -29,10 +29,8 @@ from vmmkv.prefix.radix_tree import Piece, RadixTree
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 from vmmkv_server.engine.__main__ import collect_what_is_new, freeze_survivors
-from vmmkv_server.engine.features.prefix_groups import BatchOrder
 from vmmkv_server.engine.group_tensors import GroupTensors, PrefixGroup
 from vmmkv_server.engine.kv_backend import PARKED_SLOTS, BackendConfig, SlotBackend, Slots
-from vmmkv_server.engine.kv_events import KVEventPublisher
 from vmmkv_server.engine.request import Request, Status
 from vmmkv_server.engine.sampler import Sampler
 from vmmkv_server.engine.scheduler import Scheduler
@@ -184,9 +182,16 @@ def _time_running(num_requests: int, seed: int, count: int) -> _Timed:
     timed, prompts = _Timed(), _Prompts(seed, _STEM_TOKENS)
     _time_batch(timed, "", num_requests, 1, prompts, count)
     _time_batch(timed, ", many priorities", num_requests, num_requests // 4, prompts, count)
+    _time_with_events(timed, num_requests, prompts, count)
+    return timed
+
+
+def _time_with_events(timed: _Timed, num_requests: int, prompts: _Prompts, count: int) -> None:
+    """A batch of one priority, with KV events published."""
+    from vmmkv_server.engine.kv_events import KVEventPublisher
+
     with contextlib.closing(KVEventPublisher("tcp://127.0.0.1:*")) as events:
         _time_batch(timed, ", KV events", num_requests, 1, prompts, count, events)
-    return timed
 
 
 def _time_batch(
@@ -200,12 +205,8 @@ def _time_batch(
 ) -> None:
     max_tokens, draw = _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW, np.random.default_rng(0)
     engine = _Engine(num_requests, max_tokens, listener)
-    scheduler, order = engine.scheduler, BatchOrder(engine.scheduler.table)
-    tensors, uploads, groups = GroupTensors(num_requests, _CPU), Uploads(_CPU), list[PrefixGroup]()
-
-    def set_groups(slots: Slots, found: Sequence[PrefixGroup]) -> None:
-        groups[:] = found
-        tensors.upload(slots, found, uploads)
+    scheduler = engine.scheduler
+    time_groups = _groups_timer(timed, text, engine, num_requests)
 
     def request() -> Request:
         return engine.request(prompts.next(), int(draw.integers(num_priorities)))
@@ -226,13 +227,30 @@ def _time_batch(
             raise WrongNumbers(f"{len(step.chunks)} requests begin, and {len(step.slots)} go on")
         engine.read(step)
         step = timed(f"a step of the same requests{text}", engine.launch)
-        timed(f"groups, one request is another{text}", lambda: order.arrange(step.slots, set_groups))  # noqa: B023
-        if [len(group.members) for group in groups] != [num_requests]:
-            raise WrongNumbers(f"groups of {[len(group.members) for group in groups]}; all {num_requests} share a prefix")
+        time_groups(step)
         engine.read(step)
         scheduler.add(waits := engine.request(prompts.next(), num_requests))
         engine.read(timed(f"a step while one waits for a slot{text}", engine.launch))
         scheduler.finish(waits)
+
+
+def _groups_timer(timed: _Timed, text: str, engine: _Engine, num_requests: int) -> Callable[[Step], None]:
+    """A function that times the search for groups in a step, in which all requests share a prefix."""
+    from vmmkv_server.engine.features.prefix_groups import BatchOrder
+
+    order, groups = BatchOrder(engine.scheduler.table), list[PrefixGroup]()
+    tensors, uploads = GroupTensors(num_requests, _CPU), Uploads(_CPU)
+
+    def set_groups(slots: Slots, found: Sequence[PrefixGroup]) -> None:
+        groups[:] = found
+        tensors.upload(slots, found, uploads)
+
+    def time_groups(step: Step) -> None:
+        timed(f"groups, one request is another{text}", lambda: order.arrange(step.slots, set_groups))
+        if [len(group.members) for group in groups] != [num_requests]:
+            raise WrongNumbers(f"groups of {[len(group.members) for group in groups]}; all {num_requests} share a prefix")
+
+    return time_groups
 
 
 def _time_waiting(num_tokens: int, seed: int, count: int) -> _Timed:
