@@ -173,6 +173,7 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
 GATHER = "kernels/vmmkv_kernels/gather.py"
 VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
+    *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
 

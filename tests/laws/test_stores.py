@@ -47,6 +47,20 @@ def test_a_store_is_asked_once_for_a_record_however_often_the_tier_is(monkeypatc
     tier.close()
 
 
+def test_what_is_looked_up_while_a_store_answers_is_one_question(monkeypatch):
+    tier, ends, questions = FaultyStore(NUM_RECORDS), threading.Event(), list[list[str]]()
+    ask = tier.ask
+    monkeypatch.setattr(tier, "ask", lambda names: (questions.append(names), ends.wait(60), ask(names))[2])
+    tier.open(CPU)
+    until(lambda: questions)  # whether it answers
+    for number in range(5):
+        assert tier.lookup([key_of(number)]) is None
+    ends.set()
+    assert found(tier, *range(5)) == [False] * 5
+    assert questions == [[], [value_of(tier, number) for number in range(5)]]
+    tier.close()
+
+
 def test_what_an_interrupted_close_has_cancelled_is_asked_when_the_tier_is_open_again(monkeypatch):
     tier, ends = FaultyStore(NUM_RECORDS), threading.Event()
     ask = tier.ask

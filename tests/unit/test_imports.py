@@ -21,7 +21,7 @@ ALL = MODULES | modules(ROOT, "bench")
 
 LAYERS = (
     ("vmmkv.units", "vmmkv.errors"),
-    ("vmmkv_kernels", "vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config", "vmmkv.unmodified"),
+    ("vmmkv_kernels", "vmmkv.arguments", "vmmkv.lifetime", "vmmkv.config", "vmmkv.unmodified", "vmmkv.rate"),
     ("vmmkv.kv_policy", "vmmkv.tier"),
     ("vmmkv.eviction", "vmmkv.model_config"),
     ("vmmkv.layout",),

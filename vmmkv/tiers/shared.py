@@ -89,7 +89,9 @@ class SharedTier(ThreadedTier):
         self._lacked: OrderedDict[bytes, float] = OrderedDict()
         """Records that are not there, and until when that is believed."""
         self._asked: set[bytes] = set()
-        """Keys that the store is being asked for."""
+        """Keys that the store is being asked for, or will be."""
+        self._to_ask: list[bytes] = []
+        """Keys of its next question: all that are looked up while it answers the last one."""
         self.answering: Final = Answering(
             where,
             timeout_s,
@@ -136,6 +138,7 @@ class SharedTier(ThreadedTier):
         if self.answering.begin(self.name):
             with self.lock:
                 self._asked.clear()  # what a close has cancelled
+                self._to_ask.clear()
             self.answering.probe()  # so that the log says at the start if it does not answer
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool] | None:
@@ -151,7 +154,8 @@ class SharedTier(ThreadedTier):
                 return found
             if new := [key for key in unknown if key not in self._asked]:
                 self._asked.update(new)
-                self.answering.submit(self._ask, new)
+                self._to_ask += new
+                self.answering.submit(self._ask)
             return None
 
     def load(self, key: bytes) -> Transfer | None:
@@ -204,7 +208,11 @@ class SharedTier(ThreadedTier):
         finally:
             late.cancel()
 
-    def _ask(self, keys: list[bytes]) -> None:
+    def _ask(self) -> None:
+        with self.lock:
+            keys, self._to_ask = self._to_ask, []
+        if not keys:
+            return  # the last question had them
         try:
             with self._call():
                 found = self.ask([_name(key) for key in keys])
