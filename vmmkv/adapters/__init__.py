@@ -2,5 +2,7 @@
 
 attention       attention by torch, FlashAttention and FlashInfer over a cache's views
 vllm            vLLM's KV connector over tiers
+sglang          a storage backend of SGLang's HiCache over tiers
+tier_options    the tiers of both, by the words of `vmmkv serve`
 transformers    VmmCache: a Cache for `model.generate(past_key_values=...)`, and vmmkv's kernels as its attention
 """

@@ -12,5 +12,4 @@ jobs        ChunkJobs: a thread that moves records between a Store and memory of
 schedule    Schedule: which requests load, store and wait, by their tokens; in the scheduler
 worth       Worth: what is faster to load than to compute
 blocks      BlockMover: records between a Store and vLLM's blocks; in the worker
-options     the tiers, by the words of `vmmkv serve`
 """

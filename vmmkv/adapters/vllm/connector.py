@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
-from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.statistics import Changes, ConnectorMetrics, ConnectorStats, totals_of_schedule, totals_of_tiers
 from vmmkv.adapters.vllm.worth import Worth
@@ -98,7 +98,7 @@ class _Directory:
 
 
 class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Prefixes of vLLM in vmmkv's tiers. `kv_connector_extra_config`: see `ConnectorOptions`.
+    """Prefixes of vLLM in vmmkv's tiers. `kv_connector_extra_config`: see `TierOptions`.
 
     Raises: ValueError, TierUnavailable and BudgetError at the start, for what it cannot serve, in a sentence.
     """
@@ -117,7 +117,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.kv_cache_groups
-        options = ConnectorOptions.of(transfer.kv_connector_extra_config)
+        options = TierOptions.of(transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != "recompute":
             raise ValueError(
                 'kv_load_failure_policy must be "recompute" in --kv-transfer-config: with "fail", which is vLLM\'s default, a '

@@ -19,8 +19,8 @@ from typing import Any, Final
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
 from vmmkv.adapters.vllm.jobs import ChunkJobs, Chunks
-from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.tiers import Store
 from vmmkv.tiers.record import KEY_BYTES
 
@@ -54,7 +54,7 @@ class VmmkvSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        given = ConnectorOptions.of(options)
+        given = TierOptions.of(options, where="secondary_tiers")
         weights = given.fingerprint or fingerprint_of(offloading_spec.config.model.name, None)
         identity = repr((weights, self.block_size_bytes, *_layout_of(offloading_spec)))
         self._identity: Final = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES).digest()

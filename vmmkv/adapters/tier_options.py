@@ -1,4 +1,4 @@
-"""Options of the connector: which tiers, in the words of `vmmkv serve`."""
+"""Options of the adapters to other engines: which tiers, in the words of `vmmkv serve`, and a name for the weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _SAMPLE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorOptions:
-    """Fields of `kv_connector_extra_config`."""
+class TierOptions:
+    """Fields of the JSON in which an engine's user names tiers: of vLLM `kv_connector_extra_config`."""
 
     kv_host_budget: str | None = None
     """Pinned host memory for records, such as "16GiB"; of an engine over several GPUs each takes a part."""
@@ -32,24 +32,21 @@ class ConnectorOptions:
     its name and revision."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Options out of what vLLM was given. Raises: ValueError for unknown ones, or ones that do not fit together."""
+    def of(cls, given: Mapping[str, Any], *, where: str = "kv_connector_extra_config") -> Self:
+        """Options out of what an engine was given, `where`. Raises: ValueError for unknown ones, or ones that do not fit."""
         names = cls.__dataclass_fields__
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(
-                f"kv_connector_extra_config has no {unknown[0]!r}; there are {', '.join(names)}. "
-                + did_you_mean(unknown[0], list(names))
+                f"{where} has no {unknown[0]!r}; there are {', '.join(names)}. " + did_you_mean(unknown[0], list(names))
             )
         for name, value in given.items():
             if value is not None and not isinstance(value, str):
-                raise ValueError(f'kv_connector_extra_config: {name}={value!r} is no text; write "16GiB", say')
+                raise ValueError(f'{where}: {name}={value!r} is no text; write "16GiB", say')
         options = cls(**given)
         if (options.kv_disk is None) != (options.kv_disk_budget is None):
-            raise ValueError("kv_connector_extra_config: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
+            raise ValueError(f"{where}: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
         if not (options.kv_host_budget or options.kv_disk or options.kv_store):
-            raise ValueError(
-                "kv_connector_extra_config names no tier; give kv_host_budget, kv_disk with kv_disk_budget, or kv_store"
-            )
+            raise ValueError(f"{where} names no tier; give kv_host_budget, kv_disk with kv_disk_budget, or kv_store")
         return options
 
     def tiers(self, record_bytes: int, *, has_host: bool, num_ranks: int = 1) -> list[Tier]:
