@@ -95,7 +95,7 @@ def run(recorder: Recorder) -> None:
     settings = recorder.settings
     for system in recorder.track([each for each in (ALONE, TIERED) if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
-            for kind in _kinds_of(system, settings):
+            for kind in processes_of(system, settings):
                 with TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder:
                     for process in kind:
                         for measured in _measured_apart(settings, process, Path(folder)):
@@ -103,16 +103,16 @@ def run(recorder: Recorder) -> None:
                             recorder.note(f"{measured.workload}: {measured.metric}")
 
 
-def _kinds_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...]]:
+def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...]]:
     """Processes that measure a system: those of a group share a directory."""
     host = {"kv_host_budget": _HOST_BUDGET}
-    parts = {"nano": _nano, "shared": _shared, "first": _first}
+    parts = {"nano": measure_nano, "shared": measure_shared, "first": measure_first}
     wanted = tuple(parts[part] for part in PARTS[:3] if settings.wants(part))
     if wanted:
         yield (Process(wanted, host if system == TIERED else {}),)
     if system == TIERED and settings.wants("restart"):
         disk = {**host, "kv_disk": "kv", "kv_disk_budget": _DISK_BUDGET}
-        yield Process((_before_restart,), disk), Process((_behind_restart,), disk)
+        yield Process((measure_before_restart,), disk), Process((measure_behind_restart,), disk)
 
 
 def _measured_apart(settings: Settings, process: Process, folder: Path) -> Iterator[Measured]:
@@ -156,7 +156,7 @@ def _measure(sender: Any, settings: Settings, process: Process, folder: Path) ->
         end(0)
 
 
-def _nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+def measure_nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """Requests without reuse: other ones in each run."""
     count, name = settings.sequences or 256, ""
     seconds: list[float] = []
@@ -177,7 +177,7 @@ def _nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -
         yield Measured(name, "host time of tiers in the scheduler, a step", "us", watch.scheduler_us)
 
 
-def _shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+def measure_shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """Requests that share a prefix, three times."""
     name = f"{model.name} shared: {_SHARED_TEXT}"
     ways: dict[str, list[float]] = {}
@@ -193,7 +193,7 @@ def _shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool)
         yield Measured(f"{name}, {way}", "total", "s", runs_s)
 
 
-def _first(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+def measure_first(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """One request of a long prompt, three times."""
     ways: dict[str, list[float]] = {}
     name = f"{model.name} first: a prompt of {_LONG_TOKENS}"
@@ -224,16 +224,16 @@ def _of_restart(model: ServedModel, settings: Settings, number: int) -> tuple[Wo
     return _prompts(shared, _OUT_TOKENS), _prompts([long_prompt], 2)
 
 
-def _before_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+def measure_before_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """Compute the prompts, and serve them out of vLLM's own cache: what a restart is held against."""
     for number in range(settings.repeat + 1):
         for workload in _of_restart(model, settings, number):
             vllm.run(workload, keep=True)
     yield from _served_again(vllm, model, settings, "vLLM's own cache, before it")
-    _flush()
+    flush_tiers()
 
 
-def _behind_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+def measure_behind_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
     """Serve the same prompts, which the disk tier has."""
     yield from _served_again(vllm, model, settings, "disk tier")
 
@@ -254,11 +254,11 @@ def _three_ways(vllm: Vllm, workload: Workload, has_tiers: bool) -> Iterator[tup
     yield _COMPUTED, vllm.run(workload)
     yield _WARM, vllm.run(workload, keep=True)
     if has_tiers:
-        _flush()
+        flush_tiers()
         yield _HOST, vllm.run(workload)  # which empties the cache first
 
 
-def _flush() -> None:
+def flush_tiers() -> None:
     """Wait until the tiers have what they were given. Raises: WrongNumbers."""
     connector = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
     if not connector._store.flush(_END_S):

@@ -87,8 +87,8 @@ def test_a_job_of_nothing_ends(engine_of):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_fault_of_a_tier_gives_wrong_bytes_or_touches_chunks_after_the_result(engine_of, seed, monkeypatch):
     chance = random.Random(seed)
-    monkeypatch.setattr(jobs, "_STORE_S", 0.05)
-    monkeypatch.setattr(jobs, "_LOAD_S", 0.05)
+    monkeypatch.setattr(jobs, "STORE_S", 0.05)
+    monkeypatch.setattr(jobs, "LOAD_S", 0.05)
     tier = FaultyTier(host(24), seed)
     engine = engine_of(tier)
     poll = engine.store.poll
@@ -149,13 +149,13 @@ class Shut(HostTier):
 
 @pytest.mark.parametrize("is_load", [False, True])
 def test_jobs_that_a_tier_keeps_waiting_are_given_up(engine_of, monkeypatch, is_load):
-    monkeypatch.setattr(jobs, "_STORE_S", 0.01)
-    monkeypatch.setattr(jobs, "_LOAD_S", 0.01)
+    monkeypatch.setattr(jobs, "STORE_S", 0.01)
+    monkeypatch.setattr(jobs, "LOAD_S", 0.01)
     assert engine_of(Shut(RECORD_BYTES, record_bytes=RECORD_BYTES)).run([0], [0], is_load=is_load) == [False]
 
 
 def test_jobs_have_a_result_when_it_is_closed(engine_of, monkeypatch):
-    monkeypatch.setattr(jobs, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(jobs, "CLOSE_S", 0.01)
     engine = engine_of(Shut(RECORD_BYTES, record_bytes=RECORD_BYTES))
     for is_load in (False, True):
         engine.submit([0], [0], is_load=is_load)
@@ -168,7 +168,7 @@ def test_jobs_have_a_result_when_it_is_closed(engine_of, monkeypatch):
 
 
 def test_loads_under_way_are_given_up_when_it_is_closed(engine_of, monkeypatch):
-    monkeypatch.setattr(jobs, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(jobs, "CLOSE_S", 0.01)
     tier = FaultyTier(host(), 0, ["slow"], chance=1.0)
     engine = engine_of(tier)
     assert engine.run([0], [0], is_load=False) == [True]

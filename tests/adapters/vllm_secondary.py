@@ -189,7 +189,7 @@ def what_cannot_be_served_is_refused_in_a_sentence(folder: Path) -> None:
 
 def a_store_that_has_to_be_asked_is_looked_up_again(folder: Path) -> None:
     engine = Engine(folder)
-    (disk,) = engine.tier._store.tiers
+    (disk,) = engine.tier.store.tiers
     asked, lookup = [], disk.lookup
     disk.lookup = lambda keys: asked.append(keys) if len(asked) < 2 else lookup(keys)
     assert [engine.lookup(0) for _ in range(3)] == [RETRY, RETRY, MISS]

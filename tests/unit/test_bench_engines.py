@@ -38,15 +38,15 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def flushed(monkeypatch):
-    monkeypatch.setattr(engines, "_flush", lambda: None)
+    monkeypatch.setattr(engines, "flush_tiers", lambda: None)
 
 
 def test_requests_without_reuse_are_other_ones_in_each_run_and_the_first_run_is_left_out():
-    (measured,) = engines._nano(StandIn(), MODEL, SMALL, False)
+    (measured,) = engines.measure_nano(StandIn(), MODEL, SMALL, False)
     assert measured.metric == "throughput" and len(measured.samples) == SMALL.repeat and "nano: 4 requests" in measured.workload
 
 
-@pytest.mark.parametrize("part", [engines._shared, engines._first])
+@pytest.mark.parametrize("part", [engines.measure_shared, engines.measure_first])
 def test_a_prefix_is_computed_taken_from_the_cache_and_from_the_tiers(part):
     vllm = StandIn()
     assert [each.workload.rpartition(", ")[2] for each in part(vllm, MODEL, SMALL, True)] == [*engines.WAYS]
@@ -56,12 +56,12 @@ def test_a_prefix_is_computed_taken_from_the_cache_and_from_the_tiers(part):
 
 def test_a_prefix_that_was_computed_again_is_not_timed():
     with pytest.raises(WrongNumbers, match=r"0 tokens were cached, .* what was counted"):
-        list(engines._shared(StandIn(remembers=False), MODEL, SMALL, True))
+        list(engines.measure_shared(StandIn(remembers=False), MODEL, SMALL, True))
 
 
 def test_other_tokens_behind_a_loaded_prefix_are_seen():
     with pytest.raises(WrongNumbers, match="by two ways to have the same prefix"):
-        list(engines._first(StandIn(drifts=True), MODEL, SMALL, True))
+        list(engines.measure_first(StandIn(drifts=True), MODEL, SMALL, True))
 
 
 def test_without_vllm_it_says_what_is_missing():
@@ -70,13 +70,15 @@ def test_without_vllm_it_says_what_is_missing():
 
 
 def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own():
-    kinds = [*engines._kinds_of(engines.TIERED, SMALL)]
+    kinds = [*engines.processes_of(engines.TIERED, SMALL)]
     assert [len(processes) for processes in kinds] == [1, 2] and all("kv_disk" in each.tiers for each in kinds[1])
-    ((alone,),) = engines._kinds_of(engines.ALONE, SMALL)
-    assert alone == ((engines._nano, engines._shared, engines._first), {})
+    ((alone,),) = engines.processes_of(engines.ALONE, SMALL)
+    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {})
 
 
 def test_behind_a_restart_the_same_prompts_are_served_again():
-    before, behind = ([*part(StandIn(), MODEL, SMALL, True)] for part in (engines._before_restart, engines._behind_restart))
+    before, behind = (
+        [*part(StandIn(), MODEL, SMALL, True)] for part in (engines.measure_before_restart, engines.measure_behind_restart)
+    )
     assert [each.metric for each in before] == [each.metric for each in behind] == ["total", "first token"]
     assert not {each.workload for each in before} & {each.workload for each in behind}

@@ -19,11 +19,11 @@ from vmmkv.units import round_up
 
 log = logging.getLogger("vllm.vmmkv")
 
-_STORE_S: Final = 10.0
-_LOAD_S: Final = 30.0
+STORE_S: Final = 10.0
+LOAD_S: Final = 30.0
 """Times after which jobs that wait for a tier are given up: the engine can use their chunks for nothing else meanwhile."""
 
-_CLOSE_S: Final = 5.0
+CLOSE_S: Final = 5.0
 """Time for jobs to end when no more will be submitted."""
 
 _POLL_US: Final = 2000.0
@@ -146,7 +146,7 @@ class ChunkJobs:
     def close(self) -> None:
         """Wait for the jobs, 5 s at most; the rest fails. Tiers keep what they were given when they are closed. Idempotent."""
         with self._changed:
-            self._end_s = self._end_s or time.monotonic() + _CLOSE_S
+            self._end_s = self._end_s or time.monotonic() + CLOSE_S
             self._changed.notify_all()
         self._thread.join()
 
@@ -180,10 +180,10 @@ class ChunkJobs:
         if job.is_load:
             each = (Chunks(self._address, self._chunk_bytes, [number]) for number in job.chunks.numbers)
             job.asked = [
-                self._store.get(key, chunk, timeout_s=_LOAD_S, free=fence) for key, chunk in zip(job.keys, each, strict=True)
+                self._store.get(key, chunk, timeout_s=LOAD_S, free=fence) for key, chunk in zip(job.keys, each, strict=True)
             ]
         elif job.keys:
-            job.asked = [self._store.put(job.keys, job.chunks, timeout_s=_STORE_S, written=fence)]
+            job.asked = [self._store.put(job.keys, job.chunks, timeout_s=STORE_S, written=fence)]
 
     def _report(self, ended: list[_Job]) -> None:
         with self._changed:

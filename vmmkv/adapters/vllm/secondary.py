@@ -36,7 +36,7 @@ class _Request:
 
 
 class VmmkvSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks of vLLM in vmmkv's tiers, a record each. Options beside vLLM's own: see `ConnectorOptions`.
+    """Chunks of vLLM in vmmkv's tiers, a record each. Options beside vLLM's own: see `TierOptions`.
 
     Raises: ValueError, TierUnavailable and BudgetError at the start, for what it cannot serve, in a sentence.
     """
@@ -66,8 +66,8 @@ class VmmkvSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             tiers = given.tiers(Chunks(address, self.block_size_bytes, [0]).record_bytes, has_host=True)
             for tier in tiers:
                 opened.callback(tier.close)
-            self._store: Final = Store(tiers)
-            self._jobs: Final = ChunkJobs(self._store, address, self.block_size_bytes)
+            self.store: Final = Store(tiers)
+            self._jobs: Final = ChunkJobs(self.store, address, self.block_size_bytes)
             self._opened = opened.pop_all()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
@@ -75,7 +75,7 @@ class VmmkvSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id, _Request())
         if key in request.failed or not self._jobs.takes_jobs:
             return LookupResult.MISS
-        found = self._store.lookup([self._record_of(key)])
+        found = self.store.lookup([self._record_of(key)])
         if found is None:
             return LookupResult.RETRY
         if not found[0]:
@@ -122,7 +122,7 @@ class VmmkvSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         """Let go of a request. Its chunks count as used now, the last one as the one to evict first."""
         if request := self._requests.pop(req_context.req_id, None):
             used = sorted(request.used, key=lambda key: req_context.get_offload_key_position(key) or 0)
-            self._store.lookup([self._record_of(key) for key in used])
+            self.store.lookup([self._record_of(key) for key in used])
 
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended: 30 s at most, after which they are given up. See SecondaryTierManager."""
