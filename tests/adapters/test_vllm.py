@@ -262,6 +262,17 @@ def test_a_block_that_two_requests_store_is_read_for_both_before_it_is_written()
     tier.close()
 
 
+def test_a_request_that_needs_all_logits_of_its_prompt_loads_nothing_and_is_stored(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0, may_load=False)
+    stored = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    tiers.held = set(stored)
+    assert len(stored) == 2 and schedule.matched("2", tokens, None, 0, may_load=False) == 0
+    assert schedule.matched("3", tokens, None, 0) == 8
+    schedule.allocated("3", [20, 21, 22, 23], 8)
+    assert schedule.matched("2", tokens, None, 0, may_load=False) == 0, "nor does it wait for a load"
+
+
 def test_a_request_waits_while_a_tier_finds_out(schedule, tiers):
     tiers.knows = False
     assert schedule.matched("1", list(range(11)), None, 0) is None

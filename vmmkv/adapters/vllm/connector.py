@@ -163,7 +163,13 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Count the tokens that tiers have behind those on the device; None to be asked again. See KVConnectorBase_V1."""
-        found = self._schedule.matched(request.request_id, request.all_token_ids, request.cache_salt, num_computed_tokens)
+        found = self._schedule.matched(
+            request.request_id,
+            request.all_token_ids,
+            request.cache_salt,
+            num_computed_tokens,
+            may_load=not request.skip_reading_prefix_cache,
+        )
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
