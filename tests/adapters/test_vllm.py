@@ -280,6 +280,19 @@ def test_a_request_waits_while_a_tier_finds_out(schedule, tiers):
     assert schedule.matched("1", list(range(11)), None, 0) == 0
 
 
+def test_each_record_that_is_given_up_counts_once():
+    tier = FaultyTier(HostTier(8 * 4096, record_bytes=8192), 0, ("refuses",), chance=1.0)
+    keys = KeyChain("m", every=1).of([1, 2, 3]).keys()
+    with Store([tier]) as store:
+        mover = BlockMover(store, BlockMemory([torch.zeros(8, 1024, dtype=torch.int32)], 8))
+        mover.after_step(StepPlan(stores=[(key, [2 * number, 2 * number + 1]) for number, key in enumerate(keys)]))
+        store.poll()
+        mover.before_step(StepPlan(written=[0, 1, 2, 5]))
+        mover.before_step(StepPlan(written=[3, 4]))
+        assert mover.counts["given_up"] == 3
+    tier.close()
+
+
 # worth
 
 

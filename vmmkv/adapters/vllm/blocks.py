@@ -18,7 +18,7 @@ import torch
 
 from vmmkv.adapters.vllm.schedule import RecordBlocks, StepPlan
 from vmmkv.driver.base import Driver
-from vmmkv.tiers import Get, Put, Refusal, Store
+from vmmkv.tiers import Get, Put, Store
 from vmmkv.tiers.mover import Run
 from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
 
@@ -236,10 +236,10 @@ class BlockMover:
 
     def before_step(self, plan: StepPlan) -> None:
         """Let the step that is launched next write its blocks: give up stores of them, and wait for copies under way."""
-        reading = [put for block in plan.written for put in self._puts.pop(block, ()) if not put.done]
+        reading = {put for block in plan.written for put in self._puts.pop(block, ()) if not put.done}
         for put in reading:
             put.give_up()
-            self.counts["given_up"] += any(answer is not Refusal.THERE for answer in put.answers.values())
+            self.counts["given_up"] += put.num_missing
         while any(not put.done for put in reading):
             self._store.poll(_MOST_US)
 
