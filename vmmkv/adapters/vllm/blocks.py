@@ -120,9 +120,9 @@ class _Pieces:
         most = max(BATCH_BYTES // self._block_bytes, blocks_of_record(self._block_bytes))
         self._pieces = torch.empty(2, most, len(addresses), run_bytes // 8, dtype=torch.int64, device=device)
         """Pieces of stores and of loads. Copies of a direction are in one stream, so that each finds its piece free."""
-        self._blocks = torch.zeros(2, most, dtype=torch.int64, device=device)
-        for launch in (gather_blocks, scatter_blocks):  # compiled now: block 0 onto itself
-            launch(*self._runs, self._blocks[0, :1], self._pieces[0, :1])
+        self._blocks = torch.full((2, most), -1, device=device)
+        for is_load, launch in enumerate((gather_blocks, scatter_blocks)):  # compiled now, for the addresses of its own
+            launch(*self._runs, self._blocks[is_load, :1], self._pieces[is_load, :1])
 
     @classmethod
     def of(cls, runs: Sequence[_Runs], device: torch.device) -> Self | None:
