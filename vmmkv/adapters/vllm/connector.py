@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
@@ -149,7 +150,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)
         configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
-        layout = getattr(kv_cache_config, "kv_cache_layout", None), os.environ.get("VLLM_KV_CACHE_LAYOUT"), repr(spec), layers
+        layout = getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config), repr(spec), layers
         self._schedule: Final = Schedule(
             repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
             block_tokens=spec.block_size,
@@ -317,6 +318,12 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata), "the scheduler's connector has made it"
         return metadata
+
+
+def _layout_choice(vllm_config: Any) -> str:
+    """Choices that decide the layout of a block in vLLM below 0.28, where workers alone know it. The kind of GPU is one."""
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return repr((os.environ.get("VLLM_KV_CACHE_LAYOUT"), str(backend), current_platform.get_device_capability()))
 
 
 def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
