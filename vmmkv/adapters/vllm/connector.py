@@ -338,4 +338,6 @@ def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
         "speculative decoding": vllm_config.speculative_config is not None,
         "models of images or sound": bool(model.is_multimodal_model),
         "prompts as embeddings": bool(model.enable_prompt_embeds),
+        "sleep mode, which unmaps blocks while they are copied": bool(model.enable_sleep_mode),
+        "scales of KV that are computed at the start": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
     }
