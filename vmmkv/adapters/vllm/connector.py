@@ -37,7 +37,7 @@ _RECENT_S: Final = 0.02
 """Age up to which a report of the worker tells of now."""
 
 _REPORT_S: Final = 1.0
-"""Time between two reports of the tiers' statistics while they are busy."""
+"""Time between two reports of the tiers' statistics. One more is made when they have nothing left to do."""
 
 
 @dataclass
@@ -279,9 +279,8 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._store is None or self._mover is None:
             return None
         now_s = time.monotonic()
-        if self._mover.is_busy and now_s - self._counted_s < _REPORT_S:
-            return None
-        if not self._mover.is_busy and not self._was_busy:
+        is_over = self._was_busy and not self._mover.is_busy
+        if not is_over and now_s - self._counted_s < _REPORT_S:
             return None
         self._counted_s = now_s
         return self._counted.of(totals_of_tiers(self._store.stats(), self._mover.counts))
