@@ -7,7 +7,7 @@ import torch
 
 from tests.laws.faulty_tier import FaultyTier
 from vmmkv import KeyChain, Store
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, _runs_of, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.options import ConnectorOptions, fingerprint_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
@@ -94,8 +94,11 @@ def test_the_runs_of_a_block_are_its_bytes_and_no_others(layout):
         assert {at for start, size in spans for at in range(start, start + size, 4)} == marked
 
 
-def test_a_block_of_all_layers_is_one_run():
-    assert len(BlockMemory(LAYOUTS["blocks of all layers"](), 6).spans(3)) == 1
+@pytest.mark.parametrize(
+    ("layout", "count"), [("blocks of all layers", 1), ("K and V of each layer", 2), ("heads before tokens", 1)]
+)
+def test_bytes_of_a_block_that_lie_side_by_side_are_one_run(layout, count):
+    assert len(_runs_of(LAYOUTS[layout]()[0], 6).addresses) == count
 
 
 def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():

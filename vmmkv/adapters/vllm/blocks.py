@@ -173,12 +173,12 @@ def _runs_of(tensor: torch.Tensor, num_blocks: int) -> _Runs:
         raise ValueError(f"a KV cache of shape {tuple(tensor.shape)} has no dimension of {num_blocks} blocks")
     dimension = tensor.shape.index(num_blocks)
     block = tensor.select(dimension, 0)
-    shape, strides, run = list(block.shape), list(block.stride()), 1
-    while shape and strides[-1] == run:
-        run *= shape.pop()
-        strides.pop()
+    outer = sorted((stride, count) for stride, count in zip(block.stride(), block.shape, strict=True) if count > 1)
+    run = 1
+    while outer and outer[0][0] == run:
+        run *= outer.pop(0)[1]
     size = tensor.element_size()
-    offsets = [sum(map(int.__mul__, place, strides)) for place in itertools.product(*map(range, shape))]
+    offsets = [sum(place) for place in itertools.product(*(range(0, stride * count, stride) for stride, count in outer))]
     first = block.data_ptr()
     return _Runs(tuple(first + offset * size for offset in sorted(offsets)), tensor.stride(dimension) * size, run * size)
 
