@@ -1,6 +1,7 @@
 """The parts of the vLLM adapter that need no vLLM: where blocks lie, and which requests load, store and wait."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -52,8 +53,12 @@ def test_the_runs_of_a_block_are_its_bytes_and_no_others(layout):
         assert {at for start, size in spans for at in range(start, start + size, 4)} == marked
 
 
-def test_a_block_of_all_layers_is_one_run():
-    assert len(BlockMemory(LAYOUTS["blocks of all layers"](), 6).spans(3)) == 1
+@pytest.mark.parametrize(
+    ("layout", "count"), [("blocks of all layers", 1), ("K and V of each layer", 2), ("heads before tokens", 1)]
+)
+def test_bytes_of_a_block_that_lie_side_by_side_are_one_run(layout, count):
+    tensor, *_ = LAYOUTS[layout]()  # one layer, lest layers lie side by side by chance
+    assert len(BlockMemory([tensor], 6).spans(3)) == count
 
 
 def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():
@@ -220,11 +225,35 @@ def test_a_block_that_two_requests_store_is_read_for_both_before_it_is_written()
     tier.close()
 
 
+def test_a_request_that_needs_all_logits_of_its_prompt_loads_nothing_and_is_stored(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0, may_load=False)
+    stored = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    tiers.held = set(stored)
+    assert len(stored) == 2 and schedule.matched("2", tokens, None, 0, may_load=False) == 0
+    assert schedule.matched("3", tokens, None, 0) == 8
+    schedule.allocated("3", [20, 21, 22, 23], 8)
+    assert schedule.matched("2", tokens, None, 0, may_load=False) == 0, "nor does it wait for a load"
+
+
 def test_a_request_waits_while_a_tier_finds_out(schedule, tiers):
     tiers.knows = False
     assert schedule.matched("1", list(range(11)), None, 0) is None
     tiers.knows = True
     assert schedule.matched("1", list(range(11)), None, 0) == 0
+
+
+def test_each_record_that_is_given_up_counts_once():
+    tier = FaultyTier(HostTier(8 * 4096, record_bytes=8192), 0, ("refuses",), chance=1.0)
+    keys = KeyChain("m", every=1).of([1, 2, 3]).keys()
+    with Store([tier]) as store:
+        mover = BlockMover(store, BlockMemory([torch.zeros(8, 1024, dtype=torch.int32)], 8))
+        mover.after_step(StepPlan(stores=[(key, [2 * number, 2 * number + 1]) for number, key in enumerate(keys)]))
+        store.poll()
+        mover.before_step(StepPlan(written=[0, 1, 2, 5]))
+        mover.before_step(StepPlan(written=[3, 4]))
+        assert mover.counts["given_up"] == 3
+    tier.close()
 
 
 # worth
@@ -251,6 +280,7 @@ def measured(clock):
     made.step_ends(1)
     for tier, took_s in (("host", 0.05), ("disk", 0.4)):
         made.load_begins("1", [tier] * 100)
+        made.step_ends(None)
         clock.now_s += took_s
         made.load_ends("1", has_failed=False)
     assert made.prefill.per_s == pytest.approx(2000) and made.loads["host"].per_s == pytest.approx(8e6)
@@ -276,11 +306,28 @@ def test_a_tier_that_was_left_out_long_enough_is_tried_again(measured):
 
 def test_a_load_that_fails_has_brought_one_record(measured, clock):
     measured.load_begins("1", ["host"] * 100)
+    measured.step_ends(None)
     clock.now_s += 0.5
     measured.load_ends("1", has_failed=True)
     assert measured.most(["host"]) == 0
     measured.given_up("1")
     measured.load_ends("1", has_failed=False)
+
+
+def test_a_load_within_a_step_is_as_fast_as_can_be_however_long_the_step_is(clock):
+    made = worth(clock=clock)
+    for _ in range(20):
+        made.load_begins("1", ["host"] * 100)
+        clock.now_s += 3.0
+        made.step_ends(None)
+        made.load_ends("1", has_failed=False)
+    assert made.loads["host"].per_s == math.inf
+    made.load_begins("1", ["host"] * 100)
+    for _ in range(3):
+        clock.now_s += 3.0
+        made.step_ends(None)
+    made.load_ends("1", has_failed=False)
+    assert made.loads["host"].per_s < 1e6, "it took two steps more"
 
 
 def test_steps_one_behind_the_other_measure_their_own_time(clock):

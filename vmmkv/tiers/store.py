@@ -95,12 +95,19 @@ class Put(Source[Buffer]):
         """Last answer by tier: THERE if it has a record or was given it, and otherwise why not."""
         self.deadline_s = deadline_s
         self.keys = keys
+        self._has: dict[str, set[bytes]] = {tier.name: set() for tier in tiers}
+        """Keys of the records that each tier has or was given."""
         self._store, self._buffer, self._written = store, buffer, written
 
     @property
     def done(self) -> bool:
         """May the buffer be written again? Each tier has been given the records, has them, or was waited for long enough."""
         return not self.num_under_way
+
+    @property
+    def num_missing(self) -> int:
+        """Number of records that some tier neither has nor was given."""
+        return sum(any(key not in has for has in self._has.values()) for key in self.keys)
 
     def prepared(self) -> Iterator[bool]:
         """Wait for the work that was launched before the put. See Source.prepared."""
@@ -109,6 +116,7 @@ class Put(Source[Buffer]):
 
     def portions(self, tier: Tier, has: set[bytes]) -> Iterator[Portion[Buffer] | None]:
         """All records of the put, until the tier has them."""
+        self._has[tier.name] = has
         while not has.issuperset(self.keys):
             yield Portion(self._buffer, self.keys)
 

@@ -17,8 +17,8 @@ from typing import Final, Self
 import torch
 
 from vmmkv.adapters.vllm.schedule import RecordBlocks, StepPlan
-from vmmkv.driver.base import Driver
-from vmmkv.tiers import Get, Put, Refusal, Store
+from vmmkv.driver.base import Driver, Fence
+from vmmkv.tiers import Get, Put, Store
 from vmmkv.tiers.mover import Run
 from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
 
@@ -120,9 +120,9 @@ class _Pieces:
         most = max(BATCH_BYTES // self._block_bytes, blocks_of_record(self._block_bytes))
         self._pieces = torch.empty(2, most, len(addresses), run_bytes // 8, dtype=torch.int64, device=device)
         """Pieces of stores and of loads. Copies of a direction are in one stream, so that each finds its piece free."""
-        self._blocks = torch.zeros(2, most, dtype=torch.int64, device=device)
-        for launch in (gather_blocks, scatter_blocks):  # compiled now: block 0 onto itself
-            launch(*self._runs, self._blocks[0, :1], self._pieces[0, :1])
+        self._blocks = torch.full((2, most), -1, device=device)
+        for is_load, launch in enumerate((gather_blocks, scatter_blocks)):  # compiled now, for the addresses of its own
+            launch(*self._runs, self._blocks[is_load, :1], self._pieces[is_load, :1])
 
     @classmethod
     def of(cls, runs: Sequence[_Runs], device: torch.device) -> Self | None:
@@ -173,12 +173,12 @@ def _runs_of(tensor: torch.Tensor, num_blocks: int) -> _Runs:
         raise ValueError(f"a KV cache of shape {tuple(tensor.shape)} has no dimension of {num_blocks} blocks")
     dimension = tensor.shape.index(num_blocks)
     block = tensor.select(dimension, 0)
-    shape, strides, run = list(block.shape), list(block.stride()), 1
-    while shape and strides[-1] == run:
-        run *= shape.pop()
-        strides.pop()
+    outer = sorted((stride, count) for stride, count in zip(block.stride(), block.shape, strict=True) if count > 1)
+    run = 1
+    while outer and outer[0][0] == run:
+        run *= outer.pop(0)[1]
     size = tensor.element_size()
-    offsets = [sum(map(int.__mul__, place, strides)) for place in itertools.product(*map(range, shape))]
+    offsets = [sum(place) for place in itertools.product(*(range(0, stride * count, stride) for stride, count in outer))]
     first = block.data_ptr()
     return _Runs(tuple(first + offset * size for offset in sorted(offsets)), tensor.stride(dimension) * size, run * size)
 
@@ -230,26 +230,28 @@ class BlockMover:
         self._puts = defaultdict[int, list[Put]](list)
         """Puts of each block that may be read still: requests share blocks."""
         self._most_puts = 4096
+        self._free: Fence | None = None
+        """Fence behind what was launched before the step, which may use blocks that it loads; the step does not."""
         self._last_s = 0.0
         self.is_busy = False
         """Was something under way at the end of the last step?"""
 
     def before_step(self, plan: StepPlan) -> None:
         """Let the step that is launched next write its blocks: give up stores of them, and wait for copies under way."""
-        reading = [put for block in plan.written for put in self._puts.pop(block, ()) if not put.done]
+        reading = {put for block in plan.written for put in self._puts.pop(block, ()) if not put.done}
         for put in reading:
             put.give_up()
-            self.counts["given_up"] += any(answer is not Refusal.THERE for answer in put.answers.values())
+            self.counts["given_up"] += put.num_missing
         while any(not put.done for put in reading):
             self._store.poll(_MOST_US)
+        self._free = self._store.fence() if plan.loads else None
 
     def begin(self, plan: StepPlan) -> None:
         """Begin the loads of a plan."""
-        free = self._store.fence() if plan.loads else None
         for name, records, timeout_s in plan.loads:
             self._loads[name] = []
             for keys, blocks in self._batches(records):
-                get = self._store.get(keys, _Blocks(self._memory, blocks), timeout_s=timeout_s, free=free)
+                get = self._store.get(keys, _Blocks(self._memory, blocks), timeout_s=timeout_s, free=self._free)
                 self._loads[name].append((get, blocks))
 
     def after_step(self, plan: StepPlan) -> None:

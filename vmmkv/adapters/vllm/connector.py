@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 
 from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
@@ -36,7 +37,7 @@ _RECENT_S: Final = 0.02
 """Age up to which a report of the worker tells of now."""
 
 _REPORT_S: Final = 1.0
-"""Time between two reports of the tiers' statistics while they are busy."""
+"""Time between two reports of the tiers' statistics. One more is made when they have nothing left to do."""
 
 
 @dataclass
@@ -149,7 +150,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)
         configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
-        layout = getattr(kv_cache_config, "kv_cache_layout", None), os.environ.get("VLLM_KV_CACHE_LAYOUT"), repr(spec), layers
+        layout = getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config), repr(spec), layers
         self._schedule: Final = Schedule(
             repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
             block_tokens=spec.block_size,
@@ -163,7 +164,13 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Count the tokens that tiers have behind those on the device; None to be asked again. See KVConnectorBase_V1."""
-        found = self._schedule.matched(request.request_id, request.all_token_ids, request.cache_salt, num_computed_tokens)
+        found = self._schedule.matched(
+            request.request_id,
+            request.all_token_ids,
+            request.cache_salt,
+            num_computed_tokens,
+            may_load=not request.skip_reading_prefix_cache,
+        )
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -272,9 +279,8 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._store is None or self._mover is None:
             return None
         now_s = time.monotonic()
-        if self._mover.is_busy and now_s - self._counted_s < _REPORT_S:
-            return None
-        if not self._mover.is_busy and not self._was_busy:
+        is_over = self._was_busy and not self._mover.is_busy
+        if not is_over and now_s - self._counted_s < _REPORT_S:
             return None
         self._counted_s = now_s
         return self._counted.of(totals_of_tiers(self._store.stats(), self._mover.counts))
@@ -313,6 +319,12 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return metadata
 
 
+def _layout_choice(vllm_config: Any) -> str:
+    """Choices that decide the layout of a block in vLLM below 0.28, where workers alone know it. The kind of GPU is one."""
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return repr((os.environ.get("VLLM_KV_CACHE_LAYOUT"), str(backend), current_platform.get_device_capability()))
+
+
 def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
     """Features by which KV differs beyond its key, or lies elsewhere than in the blocks of one table; is each on?"""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -325,4 +337,6 @@ def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
         "speculative decoding": vllm_config.speculative_config is not None,
         "models of images or sound": bool(model.is_multimodal_model),
         "prompts as embeddings": bool(model.enable_prompt_embeds),
+        "sleep mode, which unmaps blocks while they are copied": bool(model.enable_sleep_mode),
+        "scales of KV that are computed at the start": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
     }

@@ -109,10 +109,13 @@ class Schedule:
         """Request that loads or computes a record, by its key."""
         self._plan = StepPlan()
 
-    def matched(self, name: str, tokens: Tokens, namespace: Hashable, num_on_device: int) -> int | None:
+    def matched(
+        self, name: str, tokens: Tokens, namespace: Hashable, num_on_device: int, *, may_load: bool = True
+    ) -> int | None:
         """Number of tokens, behind those on the device, that tiers have of a request; None for a request that has to wait.
 
-        It may be asked again, also of a request that was preempted. The last token is always computed.
+        It may be asked again, also of a request that was preempted. The last token is always computed; all are for a request
+        that may not load: one for log-probabilities of its prompt, say.
         """
         request = self._requests.get(name)
         if request is None:
@@ -123,7 +126,7 @@ class Schedule:
         first = num_on_device // self.record_tokens
         keys = self._keys(request, len(tokens) - 1)
         request.found = []
-        if len(keys) <= first or request.has_failed:
+        if len(keys) <= first or request.has_failed or not may_load:
             return 0
         is_claimed = self._may_wait and self._claimed.get(keys[first], name) != name
         found = None if is_claimed else self._lookup(keys[first:])

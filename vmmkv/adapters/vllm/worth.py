@@ -2,8 +2,8 @@
 
 The bandwidth of each tier and the rate of prefill are measured while the engine runs. Where loading takes longer than computing
 the slowest tier is left out, with what is behind its records. Each request that leaves it out raises the estimate of its
-bandwidth a little, so that now and then a load measures it again. A load takes a step at least, which is not counted: others
-compute meanwhile.
+bandwidth a little, so that now and then a load measures it again. A load takes a step at least, in which others compute. So the
+rest of the step in which it begins is not counted.
 """
 
 import math
@@ -40,8 +40,10 @@ class Worth:
         """Time at which the last step ended."""
         self._steps: dict[int, tuple[float, int]] = {}
         """Begin and prompt tokens of the steps under way that measure the rate of prefill, by number."""
-        self._begun: dict[str, tuple[float, Counter[str]]] = {}
-        """Begin of each load under way, and its records by tier, by the name of its request."""
+        self._loading: dict[str, Counter[str]] = {}
+        """Records of each load under way by tier, by the name of its request."""
+        self._counted_s: dict[str, float] = {}
+        """Time from which on each of these counts: the end of the step in which it began."""
 
     def most(self, tiers: Sequence[str], *, hopes: bool = True) -> int:
         """Number of the first records of a prompt that are worth loading, each from its tier. `hopes`: raise the estimates."""
@@ -61,18 +63,20 @@ class Worth:
 
     def load_begins(self, name: str, tiers: Sequence[str]) -> None:
         """A request begins to load records, each from its tier."""
-        self._begun[name] = self._clock(), Counter(tiers)
+        self._loading[name] = Counter(tiers)
 
     def load_ends(self, name: str, *, has_failed: bool) -> None:
         """A load has ended. Its slowest tier is taken to have had all of the time; with a record, if the load has failed."""
-        began_s, counts = self._begun.pop(name, (0.0, Counter[str]()))
+        counts, now_s = self._loading.pop(name, Counter[str]()), self._clock()
+        began_s = self._counted_s.pop(name, now_s)
         if counts.total() * self._record_tokens >= LEAST_MEASURED:
             slowest = max(counts, key=lambda tier: self._loading_s(tier, counts[tier]))
-            self.loads[slowest].add((1 if has_failed else counts[slowest]) * self._record_bytes, began_s, self._clock())
+            self.loads[slowest].add((1 if has_failed else counts[slowest]) * self._record_bytes, began_s, now_s)
 
     def given_up(self, name: str) -> None:
         """A request has ended, perhaps while it loaded."""
-        self._begun.pop(name, None)
+        self._loading.pop(name, None)
+        self._counted_s.pop(name, None)
 
     def step_begins(self, number: int, prompt_tokens: int) -> bool:
         """A step begins. Does it measure the rate of prefill? Then `step_ends` is to be told its number."""
@@ -88,6 +92,8 @@ class Worth:
             began_s, tokens = self._steps.pop(number)
             self.prefill.add(tokens, max(began_s, self._ended_s), now_s)
         self._ended_s = now_s
+        for name in self._loading:
+            self._counted_s.setdefault(name, now_s)
 
     def _loading_s(self, tier: str, num_records: int) -> float:
         return num_records * self._record_bytes / self.loads[tier].per_s
