@@ -171,6 +171,7 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
 
 
 GATHER = "kernels/vmmkv_kernels/gather.py"
+PLUGIN = Line("pyproject.toml", 'vmmkv = "vmmkv.adapters.vllm.plugin')
 VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
@@ -372,15 +373,20 @@ ROOMS: tuple[Room, ...] = (
         name="adapters",
         paths=(
             "vmmkv/adapters",
+            GATHER,
             *(f"examples/{each}.py" for each in ("chat", "custom_kernel", "tiny")),
             *(f"bench/suites/{each}.py" for each in ("transformers", "streaming")),
         ),
         lines=(
             Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
             *(listed("transformers"), listed("streaming")),
+            PLUGIN,
         ),
         functions=("vmmkv/testing/__main__.py::adapted_kernels",),
-        tests=("tests/adapters", "tests/unit/test_bench_transformers.py", "tests/unit/test_bench_streaming.py"),
+        tests=(
+            *("tests/adapters", "tests/unit/test_bench_transformers.py", "tests/unit/test_bench_streaming.py"),
+            *VLLM_TESTS,
+        ),
         neighbours=(
             *(f"tests/unit/test_{each}.py" for each in ("cache", "eviction", "bench_registered")),
             "tests/engine/test_transformers.py",
@@ -389,7 +395,7 @@ ROOMS: tuple[Room, ...] = (
     Room(
         name="vllm",
         paths=("vmmkv/adapters/vllm", GATHER),
-        lines=(),
+        lines=(PLUGIN,),
         tests=VLLM_TESTS,
         neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
     ),
@@ -448,6 +454,7 @@ ROOMS: tuple[Room, ...] = (
             *(Line("vmmkv/__init__.py", f'    "{name}",\n') for name in ("DiskTier", "HostTier", "KeyChain", "Store")),
             *(Line("pyproject.toml", f'{scheme} = "vmmkv.tiers.contrib') for scheme in ("mooncake", "redis", "rediss")),
             listed("tiers"),
+            PLUGIN,
             Line(HOST, '        ("tokens that a tier has", _time_fetch'),
         ),
         functions=(f"{HOST}::_time_fetch",),
