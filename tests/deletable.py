@@ -171,9 +171,13 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
 
 
 GATHER = "kernels/vmmkv_kernels/gather.py"
+DOCTOR = "vmmkv/cli/doctor.py"
+WITH_DOCTOR = (Line("vmmkv/cli/main.py", "chat, doctor, fetch", "chat, fetch"), Line("vmmkv/cli/main.py", ", doctor)", ")"))
+"""Registration of `vmmkv doctor`, which looks at vLLM alone."""
 VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
+    *("tests/adapters/test_vllm_hooks.py", "tests/adapters/record_vllm.py", "tests/adapters/vllm_names"),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
 
@@ -368,11 +372,12 @@ ROOMS: tuple[Room, ...] = (
     Room(
         name="adapters",
         paths=(
-            "vmmkv/adapters",
+            *("vmmkv/adapters", DOCTOR),
             *(f"examples/{each}.py" for each in ("chat", "custom_kernel", "tiny")),
             *(f"bench/suites/{each}.py" for each in ("transformers", "streaming")),
         ),
         lines=(
+            *WITH_DOCTOR,
             Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
             *(listed("transformers"), listed("streaming")),
         ),
@@ -385,8 +390,8 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="vllm",
-        paths=("vmmkv/adapters/vllm", GATHER),
-        lines=(),
+        paths=("vmmkv/adapters/vllm", DOCTOR, GATHER),
+        lines=WITH_DOCTOR,
         tests=VLLM_TESTS,
         neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
     ),
@@ -403,8 +408,8 @@ ROOMS: tuple[Room, ...] = (
                 f"{ENGINE}/loading.py",
                 "    for path in filter(None, (config.kv_holder, config.kv_lender)):\n        check_there(path)\n",
             ),
-            Line("vmmkv/cli/main.py", "import chat, fetch, hold, plan, serve", "import chat, fetch, plan, serve"),
-            Line("vmmkv/cli/main.py", "fetch, hold)", "fetch)"),
+            Line("vmmkv/cli/main.py", "fetch, hold, plan", "fetch, plan"),
+            Line("vmmkv/cli/main.py", "fetch, hold, doctor)", "fetch, doctor)"),
         ),
         tests=(
             "tests/unit/holder_engines.py",
@@ -422,8 +427,9 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="tiers",
-        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", GATHER),
+        paths=("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", DOCTOR, GATHER),
         lines=(
+            *WITH_DOCTOR,
             Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
             Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
             Line(f"{ENGINE}/loading.py", "    from vmmkv_server.engine.tiers import opened\n"),

@@ -13,4 +13,5 @@ schedule    Schedule: which requests load, store and wait, by their tokens; in t
 worth       Worth: what is faster to load than to compute
 blocks      BlockMover: records between a Store and vLLM's blocks; in the worker
 options     the tiers, by the words of `vmmkv serve`
+hooks       names of vLLM that all this uses, and a check of vLLM's sources for them: `vmmkv doctor vllm`
 """
