@@ -171,10 +171,17 @@ def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) 
 
 
 GATHER = "kernels/vmmkv_kernels/gather.py"
-PLUGIN = Line("pyproject.toml", 'vmmkv = "vmmkv.adapters.vllm.plugin')
+DOCTOR = "vmmkv/cli/doctor.py"
+VLLM_LINES = (
+    Line("pyproject.toml", 'vmmkv = "vmmkv.adapters.vllm.plugin'),
+    Line("vmmkv/cli/main.py", "chat, doctor, fetch", "chat, fetch"),
+    Line("vmmkv/cli/main.py", ", doctor)", ")"),
+)
+"""Registration of the connector, and of `vmmkv doctor`, which looks at vLLM alone."""
 VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
+    *("tests/adapters/test_vllm_hooks.py", "tests/adapters/record_vllm.py", "tests/adapters/vllm_names"),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
 SGLANG_TESTS = tuple(
@@ -372,15 +379,14 @@ ROOMS: tuple[Room, ...] = (
     Room(
         name="adapters",
         paths=(
-            "vmmkv/adapters",
-            GATHER,
+            *("vmmkv/adapters", DOCTOR, GATHER),
             *(f"examples/{each}.py" for each in ("chat", "custom_kernel", "tiny")),
             *(f"bench/suites/{each}.py" for each in ("transformers", "streaming")),
         ),
         lines=(
+            *VLLM_LINES,
             Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
             *(listed("transformers"), listed("streaming")),
-            PLUGIN,
         ),
         functions=("vmmkv/testing/__main__.py::adapted_kernels",),
         tests=(
@@ -394,8 +400,8 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="vllm",
-        paths=("vmmkv/adapters/vllm", GATHER),
-        lines=(PLUGIN,),
+        paths=("vmmkv/adapters/vllm", DOCTOR, GATHER),
+        lines=VLLM_LINES,
         tests=VLLM_TESTS,
         neighbours=("tests/unit/test_store.py", "tests/adapters/test_transformers_cache.py"),
     ),
@@ -419,8 +425,8 @@ ROOMS: tuple[Room, ...] = (
                 f"{ENGINE}/loading.py",
                 "    for path in filter(None, (config.kv_holder, config.kv_lender)):\n        check_there(path)\n",
             ),
-            Line("vmmkv/cli/main.py", "import chat, fetch, hold, plan, serve", "import chat, fetch, plan, serve"),
-            Line("vmmkv/cli/main.py", "fetch, hold)", "fetch)"),
+            Line("vmmkv/cli/main.py", "fetch, hold, plan", "fetch, plan"),
+            Line("vmmkv/cli/main.py", "fetch, hold, doctor)", "fetch, doctor)"),
         ),
         tests=(
             "tests/unit/holder_engines.py",
@@ -439,10 +445,11 @@ ROOMS: tuple[Room, ...] = (
     Room(
         name="tiers",
         paths=(
-            *("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", GATHER),
+            *("vmmkv/tiers", f"{ENGINE}/tiers.py", "bench/suites/tiers.py", "vmmkv/adapters/vllm", DOCTOR, GATHER),
             *("vmmkv/adapters/sglang", "vmmkv/adapters/tier_options.py"),
         ),
         lines=(
+            *VLLM_LINES,
             Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
             Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
             Line(f"{ENGINE}/loading.py", "    from vmmkv_server.engine.tiers import opened\n"),
@@ -454,7 +461,6 @@ ROOMS: tuple[Room, ...] = (
             *(Line("vmmkv/__init__.py", f'    "{name}",\n') for name in ("DiskTier", "HostTier", "KeyChain", "Store")),
             *(Line("pyproject.toml", f'{scheme} = "vmmkv.tiers.contrib') for scheme in ("mooncake", "redis", "rediss")),
             listed("tiers"),
-            PLUGIN,
             Line(HOST, '        ("tokens that a tier has", _time_fetch'),
         ),
         functions=(f"{HOST}::_time_fetch",),

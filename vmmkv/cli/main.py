@@ -10,7 +10,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 from rich.markup import escape
 
-from vmmkv.cli import chat, fetch, hold, plan, serve
+from vmmkv.cli import chat, doctor, fetch, hold, plan, serve
 from vmmkv.errors import VmmkvError
 from vmmkv_server.console import end
 
@@ -25,13 +25,14 @@ examples:
   vmmkv plan --model ./my-model --memory 80GiB  how many sequences fit
   vmmkv hold --socket ./kv.sock --budget 64GiB  own KV memory that outlives the engine
   vmmkv fetch smollm2-135m                      bring the small model here, and print where it is
+  vmmkv doctor vllm                             what works in the vLLM that is installed
 
 environment:
   VMMKV_CACHE_DIR   where fetched models are kept (default: ~/.cache/vmmkv)
   VMMKV_...         every option of serve: see vmmkv serve --help
 """
 
-_COMMANDS: Final = (serve, chat, plan, fetch, hold)
+_COMMANDS: Final = (serve, chat, plan, fetch, hold, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,4 +12,5 @@ jobs        ChunkJobs: a thread that moves records between a Store and memory of
 schedule    Schedule: which requests load, store and wait, by their tokens; in the scheduler
 worth       Worth: what is faster to load than to compute
 blocks      BlockMover: records between a Store and vLLM's blocks; in the worker
+hooks       names of vLLM that all this uses, and a check of vLLM's sources for them: `vmmkv doctor vllm`
 """

@@ -14,22 +14,33 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+
+from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.hooks import refuse_unknown
+from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.worth import Worth
+from vmmkv.tier import Tier
+from vmmkv.tiers import HostTier, Store
+
+refuse_unknown()  # before the imports of what may not be there
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.platforms import current_platform
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
-from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
-from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
-from vmmkv.adapters.vllm.statistics import Changes, ConnectorMetrics, ConnectorStats, totals_of_schedule, totals_of_tiers
-from vmmkv.adapters.vllm.worth import Worth
-from vmmkv.tier import Tier
-from vmmkv.tiers import HostTier, Store
+from vmmkv.adapters.vllm.statistics import (  # noqa: E402
+    Changes,
+    ConnectorMetrics,
+    ConnectorStats,
+    totals_of_schedule,
+    totals_of_tiers,
+)
 
 log = logging.getLogger("vllm.vmmkv")
 
@@ -105,7 +116,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """
 
     prefer_cross_layer_blocks = True
-    """Wish for all layers of a block side by side, for vLLM below 0.28, where the attention takes that."""
+    """Wish for all layers of a block side by side, for vLLM below 0.29, where the attention takes that."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -224,7 +235,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         log.info("vmmkv: tiers: %s; a record has %d blocks, %d bytes", names, self._per_record, self._record_bytes)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Begin with memory in one tensor. See KVConnectorBase_V1 of vLLM below 0.28."""
+        """Begin with memory in one tensor. See KVConnectorBase_V1 of vLLM below 0.29."""
         self.register_kv_caches({"all": kv_cache})
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
