@@ -50,6 +50,10 @@ class HostPool:
         self.kv_buffer = torch.zeros(2, *shapes.get(layout, ()), dtype=dtype)
         self.k_buffer, self.v_buffer = self.kv_buffer
 
+    def __repr__(self) -> str:
+        """The name of a test's case, the same in each process."""
+        return f"{self.layout} of {self.dtype}"
+
     def page(self, number: int) -> torch.Tensor:
         """A page, as a view that shares its memory."""
         tokens = slice(number * self.page_size, (number + 1) * self.page_size)
