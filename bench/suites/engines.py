@@ -116,7 +116,7 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
 
 
 def _measured_apart(settings: Settings, process: Process, folder: Path) -> Iterator[Measured]:
-    """What another process measures, as it comes. Raises: WrongNumbers, telling its error."""
+    """Yield what another process measures, as it comes. Raises: WrongNumbers, telling its error."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure, args=(sender, settings, process, folder))

@@ -274,7 +274,7 @@ class Vllm:
                 raise WrongNumbers(f"{self.name} does not forget its prefixes: requests of another run are left")
 
     def connector_counts(self) -> str:
-        """What vmmkv's connector has counted and measured, for the text of a failure; empty without it."""
+        """Describe what vmmkv's connector has counted and measured, for the text of a failure; empty without it."""
         connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
         if connector is None:
             return ""

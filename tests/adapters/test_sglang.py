@@ -284,7 +284,7 @@ def test_a_closed_storage_has_nothing_open_and_no_pages(opens):
 
 
 def test_after_a_clear_no_page_of_before_is_there_but_for_other_engines(opens):
-    """Its weights may be others since."""
+    """A storage is cleared when its weights may be others since."""
     storage, pool = opens()
     pages = fill(pool)
     storage.batch_set_v1(KEYS, pool.indices(*range(8)))
