@@ -137,10 +137,10 @@ def _measured_apart(settings: Settings, process: Process, folder: Path) -> Itera
 def _measure(sender: Any, settings: Settings, process: Process, folder: Path) -> None:
     """In a process of its own: measure everything that was asked for, and send it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector is here, and is asked when it is done
-    os.chdir(folder)
     try:
         model = model_of(settings.shape.name, tiny=settings.small)
-        extra = {"kv_connector_extra_config": {**process.tiers, "fingerprint": "bench"}}
+        tiers = process.tiers | ({"kv_disk": str(folder / process.tiers["kv_disk"])} if "kv_disk" in process.tiers else {})
+        extra = {"kv_connector_extra_config": {**tiers, "fingerprint": "bench"}}
         options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
         vllm = Vllm(model, settings, load_format="dummy", **options)
         for part in process.parts:

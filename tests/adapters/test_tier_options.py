@@ -11,6 +11,7 @@ from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
         ({}, "names no tier; give kv_host_budget"),
         ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget"),
         ({"kv_disk_budget": "1GiB", "kv_host_budget": "1GiB"}, "needs both"),
+        ({"kv_disk": "kv", "kv_disk_budget": "1GiB"}, "kv_disk='kv' depends on the folder that an engine starts in"),
         ({"kv_host": "1GiB"}, "has no 'kv_host'; there are .*kv_host_budget"),
         ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
     ],
@@ -41,3 +42,10 @@ def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
         prints.append(fingerprint_of(str(tmp_path / name), None))
     assert prints[0] == prints[1] != prints[2]
     assert fingerprint_of("org/model", "abc") == "org/model@abc"
+
+
+def test_a_home_directory_is_that_of_the_user_and_a_size_that_is_none_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert TierOptions.of({"kv_disk": "~/kv", "kv_disk_budget": "1MiB"}).kv_disk == str(tmp_path / "kv")
+    with pytest.raises(ValueError, match="kv_host_budget='16 gigs': "):
+        TierOptions.of({"kv_host_budget": "16 gigs"}).tiers(1 << 16, has_host=True)

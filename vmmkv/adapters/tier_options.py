@@ -1,6 +1,7 @@
 """Options of the adapters to other engines: which tiers, in the words of `vmmkv serve`, and a name for the weights."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,14 @@ class TierOptions:
             )
         for name, value in given.items():
             if value is not None and not isinstance(value, str):
-                raise ValueError(f'{where}: {name}={value!r} is no text; write "16GiB", say')
-        options = cls(**given)
+                raise ValueError(f"{where}: {name}={value!r} is no text; put it in quotes")
+        options = cls(
+            **{name: os.path.expanduser(value) if name == "kv_disk" and value else value for name, value in given.items()}
+        )
+        if options.kv_disk is not None and not os.path.isabs(options.kv_disk):
+            raise ValueError(
+                f"{where}: kv_disk={options.kv_disk!r} depends on the folder that an engine starts in; give it from / on"
+            )
         if (options.kv_disk is None) != (options.kv_disk_budget is None):
             raise ValueError(f"{where}: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
         if not (options.kv_host_budget or options.kv_disk or options.kv_store):
@@ -57,9 +64,11 @@ class TierOptions:
         tiers: list[Tier] = []
         try:
             if has_host and self.kv_host_budget is not None:
-                tiers.append(HostTier(parse_bytes(self.kv_host_budget) // num_ranks, record_bytes=record_bytes))
+                tiers.append(HostTier(_bytes_of("kv_host_budget", self.kv_host_budget) // num_ranks, record_bytes=record_bytes))
             if self.kv_disk is not None and self.kv_disk_budget is not None:
-                tiers.append(DiskTier(self.kv_disk, parse_bytes(self.kv_disk_budget), record_bytes=record_bytes))
+                tiers.append(
+                    DiskTier(self.kv_disk, _bytes_of("kv_disk_budget", self.kv_disk_budget), record_bytes=record_bytes)
+                )
             if self.kv_store is not None:
                 tiers.append(open_store(self.kv_store, record_bytes=record_bytes))
         except BaseException:
@@ -67,6 +76,14 @@ class TierOptions:
                 tier.close()
             raise
         return tiers
+
+
+def _bytes_of(name: str, text: str) -> int:
+    """The size that an option has. Raises: ValueError naming it."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from error
 
 
 def fingerprint_of(model: str, revision: str | None) -> str:

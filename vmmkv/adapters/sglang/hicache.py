@@ -60,7 +60,7 @@ class VmmkvHiCache(HiCacheStorage):  # type: ignore[misc]
         args = get_server_args()
         for feature, is_on in _unserved(storage_config, args).items():
             if is_on:
-                raise ValueError(f"the vmmkv storage does not serve {feature} yet: start SGLang without that, or without it")
+                raise ValueError(f"the vmmkv storage does not serve {feature} yet: start SGLang without one of the two")
         # SGLang's own keys are hashes of tokens. What else must agree for bytes to be the same:
         self._identity: Final = (
             self._options.fingerprint or fingerprint_of(args.model_path, args.revision),

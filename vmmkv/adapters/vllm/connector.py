@@ -137,7 +137,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         for feature, is_on in _unserved(vllm_config, [type(group.kv_cache_spec).__name__ for group in groups]).items():
             if is_on:
-                raise ValueError(f"the vmmkv connector does not serve {feature} yet: start vLLM without that, or without it")
+                raise ValueError(f"the vmmkv connector does not serve {feature} yet: start vLLM without one of the two")
         spec, layers = groups[0].kv_cache_spec, groups[0].layer_names
         block_bytes = spec.page_size_bytes * len(layers)
         self._per_record: Final = blocks_of_record(block_bytes)
@@ -232,7 +232,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._poller = IdlePoller(self._store)
         self._mover = BlockMover(self._store, memory, rank)
         names = ", ".join(tier.name for tier in self._tiers)
-        log.info("vmmkv: tiers: %s; a record has %d blocks, %d bytes", names, self._per_record, self._record_bytes)
+        log.info("vmmkv: tiers: %s; a record has %d blocks of tokens, %d bytes", names, self._per_record, self._record_bytes)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Begin with memory in one tensor. See KVConnectorBase_V1 of vLLM below 0.29."""
