@@ -1,0 +1,255 @@
+"""Elastic memory under vLLM's engine: `install`, which the plugin calls, and what changes in an engine that asks for it.
+
+    EngineCore._initialize_kv_caches   the one change to engines without the option: it looks for it
+    executor.initialize_from_config    the KV cache is allocated over ElasticBlocks, with scratch memory for warm-ups
+    EngineCore.step...                 holds the memory's lock, and first settles
+    coordinator.BlockPool              is an ElasticBlockPool
+    coordinator.get_num_blocks_...     maps memory before vLLM asks how many blocks are free
+
+The names of vLLM are those of `ELASTIC` in hooks.py.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import vllm.v1.core.kv_cache_coordinator as coordinator
+from vllm.v1.engine.core import EngineCore
+
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned
+from vmmkv.adapters.vllm.elastic.options import ElasticOptions
+from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
+from vmmkv.driver import open_driver
+from vmmkv.units import format_bytes
+
+log = logging.getLogger("vllm.vmmkv")
+
+OPTION: Final = "vmmkv_elastic"
+"""Its name in vLLM's `additional_config`."""
+_V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"
+_Allocate = Callable[..., Any]
+
+
+def install() -> None:
+    """Let engines of this process be elastic, if their `additional_config` says so. Idempotent."""
+    EngineCore._initialize_kv_caches = _initialize_kv_caches
+
+
+_ORIGINAL: Final = EngineCore._initialize_kv_caches
+
+
+@functools.wraps(_ORIGINAL)
+def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
+    options = vllm_config.additional_config
+    if not isinstance(options, dict) or OPTION not in options:
+        return _ORIGINAL(core, vllm_config)
+    return ElasticEngine(core, vllm_config, ElasticOptions.of(options[OPTION])).initialize()
+
+
+class ElasticEngine:
+    """Makes one engine elastic. Raises: ValueError for one that cannot be."""
+
+    def __init__(self, core: Any, vllm_config: Any, options: ElasticOptions) -> None:
+        if refused := [name for name, is_on in _unserved(vllm_config).items() if is_on]:
+            raise ValueError(f"elastic memory of vmmkv does not work with {', '.join(refused)}")
+        self._core, self._config, self._options = core, vllm_config, options
+        self._until_ready = ExitStack()
+        self._memory: ElasticBlocks | None = None
+        self._pool: ElasticBlockPool | None = None
+        self._has_begun = False
+
+    def initialize(self) -> Any:
+        """Call vLLM's own `_initialize_kv_caches`, and change what it uses. Raises: ValueError."""
+        core = self._core
+        with self._until_ready:
+            self._replace(core.model_executor, "initialize_from_config", self._initialize_from_config)
+            if hasattr(core.model_executor, "get_supported_kv_cache_layouts"):
+                self._replace(core.model_executor, "get_supported_kv_cache_layouts", _blocks_outermost)
+            found = _ORIGINAL(core, self._config)
+        if self._memory is None:
+            raise ValueError("elastic memory of vmmkv serves models with a KV cache, and this one has none")
+        memory = self._memory
+        log.info(
+            "vmmkv: elastic memory: %s of KV reserved, at most %s mapped; %d blocks, %s, come and go together",
+            format_bytes(memory.reserved_bytes),
+            format_bytes(memory.state().budget_bytes),
+            memory.group_blocks,
+            format_bytes(memory.group_bytes),
+        )
+        original = coordinator.BlockPool
+
+        def pool(*arguments: Any, **named: Any) -> ElasticBlockPool:
+            coordinator.BlockPool = original
+            self._pool = ElasticBlockPool(memory, *arguments, **named)
+            return self._pool
+
+        coordinator.BlockPool = pool
+        for name in ("step", "step_with_batch_queue"):
+            setattr(core, name, functools.partial(self._step, getattr(core, name)))
+        core.shutdown = functools.partial(self._shut_down, core.shutdown)
+        return found
+
+    # while the engine starts
+
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        """Until the engine is ready: call `by` with the original and its arguments."""
+        self._until_ready.enter_context(patch.object(owner, name, functools.partial(by, getattr(owner, name))))
+
+    def _initialize_from_config(self, original: _Allocate, kv_cache_configs: list[Any]) -> Any:
+        (config,) = kv_cache_configs
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
+        if kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]) or len(config.kv_cache_groups) != 1:
+            raise ValueError(f"elastic memory of vmmkv does not work with layers of {' and '.join(kinds)}")
+        runner = sys.modules[_V1_RUNNER]
+        if hasattr(runner, "allocate_kv_cache"):
+            for module in (runner, sys.modules.get(_V2_RUNNER)):
+                if module is not None:
+                    self._replace(module, "allocate_kv_cache", self._allocate)
+        else:
+            _pack(config)
+            self._replace(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
+            self._replace(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
+        return original(kv_cache_configs)
+
+    def _allocate(self, original: _Allocate, config: Any, device: torch.device, *arguments: Any, **named: Any) -> Any:
+        """vLLM's `allocate_kv_cache` from 0.28 on: one buffer, of which each layer has views."""
+        runs = _placed(config.kv_cache_tensors, config.num_blocks)
+        with self._reserved(device, runs, config.num_blocks, [(0, None)]) as memory:
+            for tensor in config.kv_cache_tensors:
+                tensor.size = memory.size_bytes
+            return original(config, device, *arguments, **named)
+
+    def _allocate_tensors(self, original: _Allocate, runner: Any, config: Any) -> Any:
+        """`_allocate_kv_cache_tensors` of vLLM below 0.28, with the V1 model runner."""
+        with self._reserved_for(config, runner.device):
+            return original(runner, config)
+
+    def _allocate_tensors_v2(self, original: _Allocate, config: Any, shared_layers: Any, device: torch.device) -> Any:
+        """`_allocate_kv_cache` of vLLM below 0.28, with the V2 model runner."""
+        with self._reserved_for(config, device):
+            return original(config, shared_layers, device)
+
+    def _reserved_for(self, config: Any, device: torch.device) -> Any:
+        """Memory for tensors of vLLM below 0.28: one for all layers, or one for each."""
+        tensors, num_blocks = config.kv_cache_tensors, config.num_blocks
+        if tensors[0].block_stride:
+            return self._reserved(device, [Run(0, tensors[0].block_stride)], num_blocks, [(0, tensors[0].size)])
+        runs = aligned(num_blocks, [tensor.size // num_blocks for tensor in tensors])
+        buffers = [(run.offset_bytes, tensor.size) for run, tensor in zip(runs, tensors, strict=True)]
+        return self._reserved(device, runs, num_blocks, buffers)
+
+    @contextmanager
+    def _reserved(
+        self, device: torch.device, runs: list[Run], num_blocks: int, buffers: list[tuple[int, int | None]]
+    ) -> Iterator[ElasticBlocks]:
+        """Give addresses for the buffers, by offset and size, that vLLM asks torch for within."""
+        if self._memory is not None:
+            raise ValueError("elastic memory of vmmkv serves one KV cache, and vLLM has allocated a second one")
+        memory = ElasticBlocks(open_driver(device), runs, num_blocks, budget_bytes=self._options.budget_bytes)
+        self._memory = memory
+        self._until_ready.push(lambda error, *_: memory.close() if error else None)
+        whole, left, others = memory.tensor(), iter(buffers), torch.zeros
+
+        def zeros(*size: Any, **named: Any) -> torch.Tensor:
+            if named.get("dtype") is not torch.int8:
+                return others(*size, **named)
+            offset, length = next(left)
+            return whole[offset:] if length is None else whole[offset : offset + length]
+
+        with patch.object(torch, "zeros", zeros):
+            yield memory
+        if next(left, None) is not None:
+            raise ValueError("elastic memory of vmmkv was not used for all layers of vLLM's KV cache")
+        self._until_ready.enter_context(memory.scratch())
+
+    # while it runs
+
+    def _step(self, original: Callable[[], Any]) -> Any:
+        assert self._memory is not None and self._pool is not None
+        with self._memory.lock:
+            if self._memory.device.type == "cuda":
+                self._memory.streams.add(torch.cuda.current_stream(self._memory.device))
+            if not self._has_begun:
+                self._begin()
+            self._pool.settle()
+            return original()
+
+    def _begin(self) -> None:
+        """Map memory from now on before vLLM asks whether there are enough free blocks."""
+        assert self._pool is not None
+        self._has_begun = True
+        pool, blocks_of = self._pool, self._core.scheduler.kv_cache_manager.coordinator
+        count = blocks_of.get_num_blocks_to_allocate
+
+        @functools.wraps(count)
+        def get_num_blocks_to_allocate(*arguments: Any, **named: Any) -> int:
+            num_blocks: int = count(*arguments, **named)
+            pool.prepare(num_blocks)
+            return num_blocks
+
+        blocks_of.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+
+    def _shut_down(self, original: Callable[[], Any]) -> None:
+        original()
+        if self._memory is not None:
+            with self._memory.lock:
+                self._memory.close()
+
+
+def _unserved(vllm_config: Any) -> dict[str, bool]:
+    """Features with which memory would be used by other processes, or otherwise than by blocks; is each on?"""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = vllm_config.device_config.device_type
+    return {
+        "several processes of one model: tensor, pipeline, context or data parallelism": parallel.world_size != 1
+        or parallel.data_parallel_size != 1
+        or getattr(parallel, "decode_context_parallel_size", 1) != 1,
+        f"an executor that is not uniproc: {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
+        != "uni",
+        f"devices of type {device}": device not in ("cuda", "cpu"),
+        "sleep mode, which takes the memory away itself": bool(model.enable_sleep_mode),
+        "a KV connector, which copies blocks while they are free": vllm_config.kv_transfer_config is not None,
+        "speculative decoding": vllm_config.speculative_config is not None,
+    }
+
+
+def _blocks_outermost(original: Callable[[], list[list[str]]]) -> list[list[str]]:
+    """Layouts of the workers, those first that have all layers of a block side by side: fewer blocks are whole pages then."""
+    return [sorted(names, key=lambda name: not name.startswith("BL")) for names in original()]
+
+
+def _placed(tensors: list[Any], num_blocks: int) -> list[Run]:
+    """Runs of the tensors of vLLM from 0.28 on. Layers that lie apart are moved to whole groups."""
+    if all(tensor.block_stride > tensor.layer_stride for tensor in tensors):
+        return [Run(0, tensors[0].block_stride)]
+    strides = [tensor.block_stride for tensor in tensors for _ in tensor.layers]
+    runs = aligned(num_blocks, strides)
+    left = iter(runs)
+    for tensor in tensors:
+        places = [next(left).offset_bytes for _ in tensor.layers]
+        tensor.offset = places[0]
+        tensor.layer_stride = places[1] - places[0] if len(places) > 1 else tensor.layer_stride
+    return runs
+
+
+def _pack(config: Any) -> None:
+    """Lay all layers of a block side by side, as vLLM below 0.28 does for some models, where its attention takes that.
+
+    Raises: ValueError for an attention that has no block in one piece.
+    """
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    spec, tensors = config.kv_cache_groups[0].kv_cache_spec, config.kv_cache_tensors
+    if not spec.indexes_kv_by_block_stride:
+        raise ValueError("elastic memory of vmmkv does not work with an attention backend that keeps keys and values apart")
+    page_bytes, is_padded = spec.page_size_bytes, spec.page_size_padded is not None
+    if is_padded or get_kv_cache_layout() != "NHD" or any(tensor.size != config.num_blocks * page_bytes for tensor in tensors):
+        return
+    for index, tensor in enumerate(tensors):
+        tensor.offset, tensor.block_stride = index * page_bytes, len(tensors) * page_bytes
+        tensor.size = config.num_blocks * tensor.block_stride

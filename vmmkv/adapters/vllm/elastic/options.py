@@ -1,0 +1,48 @@
+"""ElasticOptions: what `--additional-config '{"vmmkv_elastic": {...}}'` says."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vmmkv.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticOptions:
+    """Options of elastic memory."""
+
+    budget_bytes: int | None = None
+    """Most memory at first; None for all that is reserved."""
+    control: Path | None = None
+    """Socket of `vmmkv resize`."""
+    arbiter: Path | None = None
+    """Socket of the holder process by which engines share a budget."""
+    floor_bytes: int | None = None
+    """Least memory that the arbiter leaves to this engine."""
+
+    @classmethod
+    def of(cls, given: object) -> "ElasticOptions":
+        """Read the option. Raises: ValueError, naming what is wrong."""
+        if not isinstance(given, Mapping):
+            raise ValueError(f"vmmkv_elastic is {given!r}, and is to be an object, such as {{\"budget\": \"24GiB\"}}")
+        names = {each.name.removesuffix("_bytes"): each.name for each in fields(cls)}
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                raise ValueError(f"vmmkv_elastic has no {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(names)}")
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name} of vmmkv_elastic is {value!r}, and is to be a text")
+            values[names[name]] = parse_bytes(value) if names[name].endswith("_bytes") else Path(value)
+        options = cls(**values)
+        for name in ("control", "arbiter"):
+            if (path := getattr(options, name)) is not None and not path.is_absolute():
+                raise ValueError(f"{name} of vmmkv_elastic is {str(path)!r}, and is to be an absolute path")
+        if (options.arbiter is None) != (options.floor_bytes is None):
+            raise ValueError("vmmkv_elastic needs both arbiter, a socket of `vmmkv hold`, and floor, or neither")
+        if options.arbiter is not None and options.budget_bytes is not None:
+            raise ValueError("vmmkv_elastic has budget and arbiter: the arbiter gives the budget, so leave one out")
+        return options

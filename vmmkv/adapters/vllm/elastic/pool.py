@@ -1,0 +1,118 @@
+"""ElasticBlockPool: vLLM's BlockPool over ElasticBlocks: it maps blocks before it hands them out.
+
+Free blocks that have memory, and are to keep it, stand in vLLM's free queue; no others do. Of blocks that vLLM wants, those
+come first that are free and cache nothing, then new memory, and then those that cache a prefix.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from vllm.v1.core.block_pool import BlockPool
+
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks
+
+log = logging.getLogger("vllm.vmmkv")
+
+
+class ElasticBlockPool(BlockPool):  # type: ignore[misc]
+    """The pool of an engine's only KV cache. `memory.lock` is held in each call, and by the engine in each step."""
+
+    def __init__(self, memory: ElasticBlocks, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        assert len(self.blocks) == memory.num_blocks, "the scheduler and the worker have the same blocks"
+        self.memory: Final = memory
+        self._counts_all = False
+        """Is every block that is not in use free, mapped or not?"""
+        self.on_short: Callable[[int], None] = lambda num_blocks: None
+        """Called with the number of blocks that are wanted above what there is, before vLLM is told so."""
+        for block in self.blocks[1:]:
+            if not memory.may_hand_out(block.block_id):
+                self.free_block_queue.remove(block)
+        memory.take([self.null_block.block_id])
+
+    def prepare(self, num_blocks: int) -> None:
+        """Map memory for blocks that are wanted next, as far as the budget and the device let."""
+        with self.memory.lock:
+            fresh = self._num_fresh(num_blocks)
+            if fresh < num_blocks:
+                self._grow(num_blocks - fresh)
+            missing = num_blocks - self.free_block_queue.num_free_blocks
+            if missing > 0:
+                self.on_short(missing)
+                self._grow(num_blocks - self._num_fresh(num_blocks))
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """See BlockPool. Raises: ValueError if there are too few."""
+        with self.memory.lock:
+            self.prepare(num_blocks)
+            blocks: list[Any] = super().get_new_blocks(num_blocks)
+            self.memory.take([block.block_id for block in blocks])
+            return blocks
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """See BlockPool."""
+        with self.memory.lock:
+            free = {block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null}
+            super().touch(blocks)
+            self.memory.take(free)
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """See BlockPool. Blocks that are to lose their memory are not free."""
+        with self.memory.lock:
+            ordered = list(ordered_blocks)
+            super().free_blocks(ordered)
+            free = {block.block_id: block for block in ordered if block.ref_cnt == 0 and not block.is_null}
+            self.memory.give(free)
+            if self.memory.is_leaving:
+                self._withdraw(block for number, block in free.items() if not self.memory.may_hand_out(number))
+
+    def get_num_free_blocks(self) -> int:
+        """Count the blocks that can be handed out under the budget. See BlockPool."""
+        with self.memory.lock:
+            if self._counts_all:
+                return sum(block.ref_cnt == 0 for block in self.blocks[1:])
+            return int(self.free_block_queue.num_free_blocks) + self.memory.num_growable
+
+    def reset_prefix_cache(self) -> bool:
+        """See BlockPool, which counts the blocks in use by those that are free."""
+        with self.memory.lock:
+            self._counts_all = True
+            try:
+                return bool(super().reset_prefix_cache())
+            finally:
+                self._counts_all = False
+
+    def settle(self) -> None:
+        """Bring the memory nearer to its budget: withdraw blocks that are to go, or take them back, and unmap what can go."""
+        with self.memory.lock:
+            leaving, back = self.memory.settle(self._num_cached)
+            for group in leaving:
+                self._withdraw(block for block in self._blocks_of(group) if block.ref_cnt == 0)
+            for group in back:
+                self.free_block_queue.prepend_n([block for block in self._blocks_of(group) if block.ref_cnt == 0])
+            if self.memory.is_leaving:
+                self.memory.reclaim()
+
+    def _blocks_of(self, group: int) -> list[Any]:
+        numbers = self.memory.blocks_in(group)
+        return self.blocks[numbers.start : numbers.stop]  # type: ignore[no-any-return]
+
+    def _num_cached(self, group: int) -> int:
+        return sum(block.block_hash is not None for block in self._blocks_of(group))
+
+    def _num_fresh(self, most: int) -> int:
+        """Blocks that are free and cache nothing, up to `most`: they stand first in the queue."""
+        block, count = self.free_block_queue.fake_free_list_head.next_free_block, 0
+        while count < most and block is not self.free_block_queue.fake_free_list_tail and block.block_hash is None:
+            block, count = block.next_free_block, count + 1
+        return count
+
+    def _grow(self, num_blocks: int) -> None:
+        self.free_block_queue.prepend_n([self.blocks[number] for number in self.memory.grow(num_blocks)])
+
+    def _withdraw(self, blocks: Iterable[Any]) -> None:
+        """Take free blocks out of the queue, and the prefixes that they cache out of the cache."""
+        for block in blocks:
+            self.free_block_queue.remove(block)
+            self._maybe_evict_cached_block(block)
