@@ -10,7 +10,7 @@ from typing import Annotated, Final, NoReturn
 import typer
 from rich.markup import escape
 
-from vmmkv.cli import chat, doctor, fetch, hold, plan, serve
+from vmmkv.cli import chat, doctor, fetch, hold, plan, resize, serve
 from vmmkv.errors import VmmkvError
 from vmmkv_server.console import end
 
@@ -24,6 +24,7 @@ examples:
   vmmkv chat                                    talk to it
   vmmkv plan --model ./my-model --memory 80GiB  how many sequences fit
   vmmkv hold --socket ./kv.sock --budget 64GiB  own KV memory that outlives the engine
+  vmmkv resize /run/kv.sock 8GiB                what an elastic engine under vLLM may map
   vmmkv fetch smollm2-135m                      bring the small model here, and print where it is
   vmmkv doctor vllm                             what works in the vLLM that is installed
 
@@ -32,7 +33,7 @@ environment:
   VMMKV_...         every option of serve: see vmmkv serve --help
 """
 
-_COMMANDS: Final = (serve, chat, plan, fetch, hold, doctor)
+_COMMANDS: Final = (serve, chat, plan, fetch, hold, resize, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,9 @@ of its user. Then the engine asks, and each request but `release` is answered. I
     {"do": "list", "after": serial}        the same of the next ones that the holder has, without descriptors; the owner's
     {"do": "release", "serials": [...]}
     {"do": "count"}                        {"held_bytes": n}
+    {"do": "state"}                        the budget, what is held, and the shares
+    {"do": "share", "floor_bytes": n, "most_bytes": m}     instead of "own"; see sharing
+    {"do": "report", "number": n, "mapped_bytes": ...}     {"budget_bytes": n, ...}, now and later
 
 Each side checks the fields of what it reads, and hangs up on the other one if they are not what can be.
 """
@@ -189,7 +192,7 @@ class HolderClient:
         self.path: Final = Path(path)
         self.borrows: Final = borrows
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _connections.add(self._connection)
+        close_in_children(self._connection)
         try:
             self._connection.settimeout(_TIMEOUT_S)
             try:
@@ -389,6 +392,11 @@ class HolderClient:
 
 
 _connections: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def close_in_children(connection: socket.socket) -> None:
+    """Close a connection in children made by fork()."""
+    _connections.add(connection)
 
 
 def _close_in_child() -> None:

@@ -2,23 +2,24 @@
 
     connect ──welcome──> own ────> create, open, release ... ──it ends──> free what no seal names
                  │        └─ there is one already: refused
-                 └─────> borrow ──> open, release ... ────────it ends──> free what the engine has given up meanwhile
+                 ├─────> borrow ──> open, release ... ────────it ends──> free what the engine has given up meanwhile
+                 └─────> share ───> report ... ───────────────it ends──> its share of the budget is free
 
 What the engine gives up and a borrower has stays, and counts, until the borrower gives it back or ends.
 A process that asks again before it has read the answer, or sends what is no request, loses its connection: no answer waits for
 room, and no more than one to be read.
+Engines that *share* map memory of their own: they report what they have and need, and are told their budgets (see arbiter).
 It never maps or writes the memory. The kernel tells it that an engine has ended, whichever way: the connection is closed.
 """
 
 import contextlib
-import errno
-import fcntl
 import itertools
 import os
 import resource
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from typing import Any, Final
 
 from vmmkv.driver.base import Driver, Handle, check_budget
 from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
-from vmmkv.errors import BudgetError, DriverError, HolderUnavailable, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
+from vmmkv.errors import BudgetError, DriverError, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
+from vmmkv.holder.arbiter import Share, check_floor, settle
 from vmmkv.holder.client import (
     MOST_DESCRIPTORS,
     MOST_LISTED,
@@ -39,6 +41,7 @@ from vmmkv.holder.client import (
     receive,
     send,
 )
+from vmmkv.holder.listening import listen, lock
 from vmmkv.holder.log import SealedLog
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
@@ -57,7 +60,13 @@ class _Engine:
     connection: socket.socket
     pid: int
     borrowed: set[int] | None = None
-    """Serials that a borrower has of the owner's handles; None for the owner."""
+    """Serials that a borrower has of the owner's handles; None for others."""
+    share: Share | None = None
+    """Its share of the budget, if it maps memory of its own."""
+    report: int = 0
+    """Number of its last report."""
+    is_told: bool = True
+    """Does it know its budget?"""
 
 
 class Holder:
@@ -84,7 +93,7 @@ class Holder:
         self._engines: dict[socket.socket, _Engine] = {}
         self._owner: _Engine | None = None
         with contextlib.ExitStack() as undo:
-            self._lock_fd = _lock(path)
+            self._lock_fd = lock(path)
             undo.callback(os.close, self._lock_fd)
             self._spare_fd = os.dup(self._lock_fd)
             """Given up for a moment to hang up on what cannot be accepted."""
@@ -95,7 +104,7 @@ class Holder:
             self._wake_fds = os.pipe()
             for fd in self._wake_fds:
                 undo.callback(os.close, fd)
-            self._listener = undo.enter_context(_listen(path))
+            self._listener = undo.enter_context(listen(path))
             undo.callback(path.unlink, missing_ok=True)
             self._undo = undo.pop_all()
 
@@ -167,7 +176,7 @@ class Holder:
                 return False
             message, fds = heard
             close_all(fds)
-            if has_unread(engine.connection):
+            if engine.share is None and has_unread(engine.connection):
                 raise OSError("it asked again before it had read the answer")
             self._answer(engine, message)
             return True
@@ -182,6 +191,10 @@ class Holder:
         engine.connection.close()
         del self._engines[engine.connection]
         before = self._held_bytes
+        if engine.share is not None:
+            self._report(f"process {engine.pid} has ended, which had {format_bytes(engine.share.held_bytes)}")
+            self._settle()
+            return
         if engine is self._owner:
             self._owner = None
             self._sweep()
@@ -202,6 +215,17 @@ class Holder:
                 self._count_borrowers()  # before it reads the log
                 self._report(f"process {engine.pid} has come to borrow; {self._text()}")
                 send(connection, {})
+            case "share" if borrowed is None and engine is not self._owner and engine.share is None:
+                self._share(engine, message.whole("floor_bytes"), message.whole("most_bytes"))
+            case "report" if engine.share is not None:
+                share, engine.report, engine.is_told = engine.share, message.whole("number"), False
+                share.mapped_bytes, share.needed_bytes = message.whole("mapped_bytes"), message.whole("needed_bytes")
+                share.wanted_bytes = message.whole("wanted_bytes")
+                if share.needed_bytes:
+                    share.busy_s = time.monotonic()
+                self._settle()
+            case "state":
+                send(connection, self._state())
             case "open":
                 known = [serial for serial in message.wholes("serials", MOST_DESCRIPTORS) if serial in self._held]
                 if borrowed is not None:
@@ -240,6 +264,58 @@ class Holder:
         self._report(f"process {engine.pid} has come; {self._text()}")
         return {}
 
+    # engines that share the budget
+
+    @property
+    def _shares(self) -> list[Share]:
+        return [engine.share for engine in self._engines.values() if engine.share is not None]
+
+    @property
+    def _shared_bytes(self) -> int:
+        """Bytes that engines which share may map, or have mapped."""
+        return sum(share.held_bytes for share in self._shares)
+
+    def _share(self, engine: _Engine, floor_bytes: int, most_bytes: int) -> None:
+        try:
+            check_floor(self._shares, floor_bytes, self.budget_bytes - self._held_bytes)
+        except BudgetError as error:
+            self._report(f"refused process {engine.pid}: {error}")
+            send(engine.connection, {"error": str(error)})
+            return
+        engine.share, engine.is_told = Share(floor_bytes, most_bytes, busy_s=time.monotonic()), False
+        self._report(f"process {engine.pid} shares the budget, with a floor of {format_bytes(floor_bytes)}")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Set the budgets of engines that share, and tell those that do not know theirs. None is waited for."""
+        before = {engine.connection: engine.share.budget_bytes for engine in self._engines.values() if engine.share}
+        settle(self._shares, self.budget_bytes - self._held_bytes)
+        is_coming = any(share.mapped_bytes > share.budget_bytes for share in self._shares)
+        for engine in self._engines.values():
+            if (share := engine.share) is None:
+                continue
+            engine.is_told &= before[engine.connection] == share.budget_bytes
+            if not engine.is_told:
+                with contextlib.suppress(BlockingIOError, ConnectionError):  # it is told later, or has ended
+                    engine.connection.setblocking(False)
+                    answer = {"budget_bytes": share.budget_bytes, "is_coming": is_coming and share.short_bytes > 0}
+                    send(engine.connection, {**answer, "number": engine.report})
+                    engine.is_told = True
+
+    def _state(self) -> dict[str, Any]:
+        shares = [
+            {
+                "pid": engine.pid,
+                "budget_bytes": engine.share.budget_bytes,
+                "mapped_bytes": engine.share.mapped_bytes,
+                "needed_bytes": engine.share.needed_bytes,
+                "floor_bytes": engine.share.floor_bytes,
+            }
+            for engine in self._engines.values()
+            if engine.share is not None
+        ]
+        return {"budget_bytes": self.budget_bytes, "held_bytes": self._held_bytes, "shares": shares}
+
     def _give_back(self, borrowed: set[int], serials: Iterable[int]) -> None:
         """Take handles back from a borrower. Handles that the owner has given up are freed."""
         borrowed.difference_update(serials)
@@ -248,7 +324,7 @@ class Holder:
     # handles
 
     def _create(self, size_bytes: int) -> tuple[dict[str, Any], list[int]]:
-        left_bytes = self.budget_bytes - self._held_bytes
+        left_bytes = self.budget_bytes - self._held_bytes - self._shared_bytes
         if size_bytes > left_bytes:
             error = (
                 f"{format_bytes(size_bytes)} do not fit: {format_bytes(left_bytes)} of its budget of "
@@ -328,48 +404,3 @@ def run(path: Path, budget_bytes: int, driver: Driver, report: Callable[[str], N
             signal.signal(number, signal.SIG_IGN)  # it is ending, and what `stop` writes to is closed
         holder.close()
     report("ended")
-
-
-def _lock(path: Path) -> int:
-    """A descriptor that keeps other holders from a path. The file stays: removing it would let two have it."""
-    try:
-        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise HolderUnavailable(
-            f"the socket {path} cannot be made: {error.strerror}; its directory must be there, and this user's to write to"
-        ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        if error.errno != errno.EWOULDBLOCK:
-            raise
-        raise HolderUnavailable(f"the socket {path} is in use by the holder in process {pid}; take another path") from None
-    os.truncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
-
-
-def _listen(path: Path) -> socket.socket:
-    """A socket at a path that only this user can connect to, and that listens as soon as it is there.
-
-    The caller has the path's lock, so a socket that is left there is stale. Raises: HolderUnavailable.
-    """
-    listener, bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), Path(f"{path}~")
-    before = os.umask(0o177)
-    try:
-        for each in (path, bound):
-            if each.is_socket():
-                each.unlink()
-            elif os.path.lexists(each):
-                raise FileExistsError(errno.EEXIST, f"{each} is another file")
-        listener.bind(str(bound))
-        listener.listen()
-        bound.rename(path)
-    except OSError as error:
-        listener.close()
-        raise HolderUnavailable(f"the socket {path} cannot be made: {error.strerror or error}") from error
-    finally:
-        os.umask(before)
-    return listener

@@ -21,11 +21,13 @@ import torch
 import vllm.v1.core.kv_cache_coordinator as coordinator
 from vllm.v1.engine.core import EngineCore
 
-from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned
+from vmmkv.adapters.vllm.elastic.control import BudgetControl
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
 from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
 from vmmkv.driver import open_driver
-from vmmkv.units import format_bytes
+from vmmkv.holder.sharing import SharedBudget
+from vmmkv.units import ceil_div, format_bytes
 
 log = logging.getLogger("vllm.vmmkv")
 
@@ -61,6 +63,8 @@ class ElasticEngine:
         self._until_ready = ExitStack()
         self._memory: ElasticBlocks | None = None
         self._pool: ElasticBlockPool | None = None
+        self._shared: SharedBudget | None = None
+        self._control: BudgetControl | None = None
         self._has_begun = False
 
     def initialize(self) -> Any:
@@ -86,6 +90,9 @@ class ElasticEngine:
         def pool(*arguments: Any, **named: Any) -> ElasticBlockPool:
             coordinator.BlockPool = original
             self._pool = ElasticBlockPool(memory, *arguments, **named)
+            if self._options.control is not None or self._shared is not None:
+                self._control = BudgetControl(memory, self._pool.settle, control=self._options.control, shared=self._shared)
+                self._pool.on_short, self._pool.on_hunger = self._control.wait_for, self._control.would_keep_more
             return self._pool
 
         coordinator.BlockPool = pool
@@ -150,8 +157,9 @@ class ElasticEngine:
         """Give addresses for the buffers, by offset and size, that vLLM asks torch for within."""
         if self._memory is not None:
             raise ValueError("elastic memory of vmmkv serves one KV cache, and vLLM has allocated a second one")
-        memory = ElasticBlocks(open_driver(device), runs, num_blocks, budget_bytes=self._options.budget_bytes)
-        self._memory = memory
+        driver = open_driver(device)
+        budget_bytes = self._checked_budget(runs, num_blocks, driver.device)
+        memory = self._memory = ElasticBlocks(driver, runs, num_blocks, budget_bytes=budget_bytes)
         self._until_ready.push(lambda error, *_: memory.close() if error else None)
         whole, left, others = memory.tensor(), iter(buffers), torch.zeros
 
@@ -167,6 +175,26 @@ class ElasticEngine:
             raise ValueError("elastic memory of vmmkv was not used for all layers of vLLM's KV cache")
         self._until_ready.enter_context(memory.scratch())
 
+    def _checked_budget(self, runs: list[Run], num_blocks: int, device: torch.device) -> int:
+        """The budget at first. With an arbiter it is the floor, for which others are waited for. Raises: ValueError."""
+        options, reserved_bytes = self._options, reserved_bytes_of(runs, num_blocks)
+        given = options.floor_bytes if options.arbiter is not None else options.budget_bytes
+        budget_bytes = reserved_bytes if given is None else min(given, reserved_bytes)
+        block_tokens = self._config.cache_config.block_size
+        longest = self._config.model_config.max_model_len
+        least_bytes = reserved_bytes_of(runs, 1 + ceil_div(longest, block_tokens))
+        if budget_bytes < least_bytes:
+            name = "floor" if options.arbiter is not None else "budget"
+            raise ValueError(
+                f"{name} of vmmkv_elastic is {format_bytes(budget_bytes)}, and one request of max_model_len={longest} tokens "
+                f"needs {format_bytes(least_bytes)}: raise it, or lower --max-model-len"
+            )
+        if options.arbiter is not None:
+            self._shared = SharedBudget(options.arbiter, device, floor_bytes=budget_bytes, most_bytes=reserved_bytes)
+            self._until_ready.push(lambda error, *_: self._shared.close() if error and self._shared else None)
+            self._shared.wait_for(budget_bytes)
+        return budget_bytes
+
     # while it runs
 
     def _step(self, original: Callable[[], Any]) -> Any:
@@ -176,12 +204,15 @@ class ElasticEngine:
                 self._memory.streams.add(torch.cuda.current_stream(self._memory.device))
             if not self._has_begun:
                 self._begin()
-            self._pool.settle()
+            if self._control is None:
+                self._pool.settle()
+            else:
+                self._control.apply()
             return original()
 
     def _begin(self) -> None:
         """Map memory from now on before vLLM asks whether there are enough free blocks."""
-        assert self._pool is not None
+        assert self._pool is not None and self._memory is not None
         self._has_begun = True
         pool, blocks_of = self._pool, self._core.scheduler.kv_cache_manager.coordinator
         count = blocks_of.get_num_blocks_to_allocate
@@ -195,6 +226,8 @@ class ElasticEngine:
         blocks_of.get_num_blocks_to_allocate = get_num_blocks_to_allocate
 
     def _shut_down(self, original: Callable[[], Any]) -> None:
+        if self._control is not None:
+            self._control.close()
         original()
         if self._memory is not None:
             with self._memory.lock:

@@ -58,13 +58,19 @@ class State(NamedTuple):
     budget_bytes: int
     mapped_bytes: int
     used_bytes: int
-    """Of groups with a block in use."""
+    """Of groups with a block in use; 0 if that is the null block alone."""
     reserved_bytes: int
 
 
 def blocks_of_group(strides_bytes: Iterable[int]) -> int:
     """The smallest number of blocks that are whole pages in runs of these strides."""
     return lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, stride_bytes) for stride_bytes in strides_bytes))
+
+
+def reserved_bytes_of(runs: Iterable[Run], num_blocks: int) -> int:
+    """Bytes of so many blocks in whole groups: an ElasticBlocks' `reserved_bytes`."""
+    strides_bytes = [run.stride_bytes for run in runs]
+    return round_up(num_blocks, blocks_of_group(strides_bytes)) * sum(strides_bytes)
 
 
 class ElasticBlocks:
@@ -89,10 +95,8 @@ class ElasticBlocks:
         self.group_blocks: Final = blocks_of_group(run.stride_bytes for run in runs)
         self.group_bytes: Final = self.group_blocks * sum(run.stride_bytes for run in runs)
         self.num_groups: Final = ceil_div(num_blocks, self.group_blocks)
-        self.reserved_bytes: Final = self.num_groups * self.group_bytes
-        self.size_bytes: Final = max(
-            run.offset_bytes + self.num_groups * self.group_blocks * run.stride_bytes for run in runs
-        )
+        self.reserved_bytes: Final = reserved_bytes_of(runs, num_blocks)
+        self.size_bytes: Final = max(run.offset_bytes + self.num_groups * self.group_blocks * run.stride_bytes for run in runs)
         self.streams: set[torch.Stream] = set()
         """Streams whose work touches blocks, beside the caller's."""
         self.device: Final = driver.device
@@ -104,6 +108,7 @@ class ElasticBlocks:
         """Parts of each group that has memory, one of each run; fewer while the group is unmapped."""
         self._leaving: dict[int, Fence | None] = {}
         self._num_used = [0] * self.num_groups
+        self._groups_used = self._blocks_used = 0
         self._used_at = [0] * self.num_groups
         """When a block of the group was last given back: a count of calls."""
         self._gives = 0
@@ -127,10 +132,9 @@ class ElasticBlocks:
         return wrap(self._address, self.size_bytes, self._driver.device).view(torch.int8)
 
     def state(self) -> State:
-        """Bytes mapped, in use and wanted. Cost: reads a number for each group that is mapped."""
-        used = sum(1 for group in self._parts if self._num_used[group])
-        mapped = len(self._parts)
-        return State(*(groups * self.group_bytes for groups in (self._budget_groups, mapped, used, self.num_groups)))
+        """What there is, in bytes. Any thread may ask."""
+        used = self._groups_used if self._blocks_used > 1 else 0
+        return State(*(groups * self.group_bytes for groups in (self._budget_groups, len(self._parts), used, self.num_groups)))
 
     def group_of(self, block: int) -> int:
         """The group of a block."""
@@ -168,7 +172,9 @@ class ElasticBlocks:
         for block in blocks:
             group = block // self.group_blocks
             assert group in self._parts and group not in self._leaving, f"block {block} is handed out without memory"
+            self._groups_used += not self._num_used[group]
             self._num_used[group] += 1
+            self._blocks_used += 1
 
     def give(self, blocks: Iterable[int]) -> None:
         """Note that blocks are in use no more. Work that was launched may still touch them."""
@@ -176,6 +182,8 @@ class ElasticBlocks:
         for block in blocks:
             group = block // self.group_blocks
             self._num_used[group] -= 1
+            self._groups_used -= not self._num_used[group]
+            self._blocks_used -= 1
             self._used_at[group] = self._gives
             assert self._num_used[group] >= 0, f"block {block} is given back twice"
 
@@ -231,8 +239,7 @@ class ElasticBlocks:
         """
         fresh = [group for group, fence in self._leaving.items() if fence is None and not self._num_used[group]]
         if fresh:
-            fence = self._driver.fence(tuple(self.streams))
-            self._leaving |= dict.fromkeys(fresh, fence)
+            self._leaving |= dict.fromkeys(fresh, self._driver.fence(tuple(self.streams)))
         before = len(self._parts)
         for group, fence in list(self._leaving.items()):
             if fence is None:

@@ -26,7 +26,7 @@ class ElasticOptions:
     def of(cls, given: object) -> "ElasticOptions":
         """Read the option. Raises: ValueError, naming what is wrong."""
         if not isinstance(given, Mapping):
-            raise ValueError(f"vmmkv_elastic is {given!r}, and is to be an object, such as {{\"budget\": \"24GiB\"}}")
+            raise ValueError(f'vmmkv_elastic is {given!r}, and is to be an object, such as {{"budget": "24GiB"}}')
         names = {each.name.removesuffix("_bytes"): each.name for each in fields(cls)}
         for name in given:
             if name not in names:

@@ -25,7 +25,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         self._counts_all = False
         """Is every block that is not in use free, mapped or not?"""
         self.on_short: Callable[[int], None] = lambda num_blocks: None
-        """Called with the number of blocks that are wanted above what there is, before vLLM is told so."""
+        """Called with the number of blocks that are missing, before vLLM is told so."""
+        self.on_hunger: Callable[[], None] = lambda: None
+        """Called when prefixes are to be evicted for want of memory."""
         for block in self.blocks[1:]:
             if not memory.may_hand_out(block.block_id):
                 self.free_block_queue.remove(block)
@@ -34,13 +36,14 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     def prepare(self, num_blocks: int) -> None:
         """Map memory for blocks that are wanted next, as far as the budget and the device let."""
         with self.memory.lock:
-            fresh = self._num_fresh(num_blocks)
-            if fresh < num_blocks:
-                self._grow(num_blocks - fresh)
+            if self._grow(num_blocks):
+                return
             missing = num_blocks - self.free_block_queue.num_free_blocks
             if missing > 0:
                 self.on_short(missing)
-                self._grow(num_blocks - self._num_fresh(num_blocks))
+                self._grow(num_blocks)
+            else:
+                self.on_hunger()
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """See BlockPool. Raises: ValueError if there are too few."""
@@ -108,8 +111,14 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             block, count = block.next_free_block, count + 1
         return count
 
-    def _grow(self, num_blocks: int) -> None:
-        self.free_block_queue.prepend_n([self.blocks[number] for number in self.memory.grow(num_blocks)])
+    def _grow(self, num_blocks: int) -> bool:
+        """Map memory until so many free blocks cache nothing. Are there so many?"""
+        missing = num_blocks - self._num_fresh(num_blocks)
+        if missing > 0:
+            added = self.memory.grow(missing)
+            self.free_block_queue.prepend_n([self.blocks[number] for number in added])
+            missing -= len(added)
+        return missing <= 0
 
     def _withdraw(self, blocks: Iterable[Any]) -> None:
         """Take free blocks out of the queue, and the prefixes that they cache out of the cache."""
