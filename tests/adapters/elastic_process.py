@@ -48,16 +48,23 @@ def main(model: str, options: str) -> None:
             engine.add_request(f"{asked['seed']}-{number}", prompt, params)
         client = BudgetClient(elastic["control"]) if asked.get("resize") else None
         tokens: dict[str, list[int]] = {}
+        cached: dict[str, int] = {}
         step, states = 0, list[dict[str, Any]]()
         while engine.has_unfinished_requests():
             if client is not None and str(step) in asked["resize"]:
                 client.resize(asked["resize"][str(step)])
             for out in engine.step():
-                tokens[out.request_id.rpartition("-")[2]] = list(out.outputs[0].token_ids)
+                number = out.request_id.rpartition("-")[2]
+                tokens[number], cached[number] = list(out.outputs[0].token_ids), out.num_cached_tokens
             if client is not None:
                 states.append(dict(client.state()))
             step += 1
-        say("ANSWER " + json.dumps({"tokens": tokens, "steps": step, "mapped": [each["mapped_bytes"] for each in states]}))
+        say(
+            "ANSWER "
+            + json.dumps(
+                {"tokens": tokens, "cached": cached, "steps": step, "mapped": [each["mapped_bytes"] for each in states]}
+            )
+        )
     engine.engine_core.shutdown()
 
 

@@ -11,21 +11,27 @@ The names of vLLM are those of `ELASTIC` in hooks.py.
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+import vllm
 import vllm.v1.core.kv_cache_coordinator as coordinator
 from vllm.v1.engine.core import EngineCore
 
+from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.elastic.control import BudgetControl
+from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
 from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
-from vmmkv.driver import open_driver
+from vmmkv.driver import Driver, open_driver
+from vmmkv.holder import HolderClient
 from vmmkv.holder.sharing import SharedBudget
 from vmmkv.units import ceil_div, format_bytes
 
@@ -64,7 +70,9 @@ class ElasticEngine:
         self._memory: ElasticBlocks | None = None
         self._pool: ElasticBlockPool | None = None
         self._shared: SharedBudget | None = None
+        self._kept: KeptBlocks | None = None
         self._control: BudgetControl | None = None
+        self._kv_config: Any = None
         self._has_begun = False
 
     def initialize(self) -> Any:
@@ -90,6 +98,8 @@ class ElasticEngine:
         def pool(*arguments: Any, **named: Any) -> ElasticBlockPool:
             coordinator.BlockPool = original
             self._pool = ElasticBlockPool(memory, *arguments, **named)
+            if self._kept is not None:
+                self._adopt(self._kept, memory, self._pool)
             if self._options.control is not None or self._shared is not None:
                 self._control = BudgetControl(memory, self._pool.settle, control=self._options.control, shared=self._shared)
                 self._pool.on_short, self._pool.on_hunger = self._control.wait_for, self._control.would_keep_more
@@ -109,6 +119,7 @@ class ElasticEngine:
 
     def _initialize_from_config(self, original: _Allocate, kv_cache_configs: list[Any]) -> Any:
         (config,) = kv_cache_configs
+        self._kv_config = config
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
         if kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]) or len(config.kv_cache_groups) != 1:
             raise ValueError(f"elastic memory of vmmkv does not work with layers of {' and '.join(kinds)}")
@@ -159,7 +170,9 @@ class ElasticEngine:
             raise ValueError("elastic memory of vmmkv serves one KV cache, and vLLM has allocated a second one")
         driver = open_driver(device)
         budget_bytes = self._checked_budget(runs, num_blocks, driver.device)
-        memory = self._memory = ElasticBlocks(driver, runs, num_blocks, budget_bytes=budget_bytes)
+        if self._options.holder is not None:
+            self._kept = self._opened(self._options.holder, driver, runs, budget_bytes)
+        memory = self._memory = ElasticBlocks(driver, runs, num_blocks, budget_bytes=budget_bytes, source=self._kept)
         self._until_ready.push(lambda error, *_: memory.close() if error else None)
         whole, left, others = memory.tensor(), iter(buffers), torch.zeros
 
@@ -195,6 +208,34 @@ class ElasticEngine:
             self._shared.wait_for(budget_bytes)
         return budget_bytes
 
+    def _opened(self, path: Path, driver: Driver, runs: list[Run], budget_bytes: int) -> KeptBlocks:
+        """Connect to the holder that owns the memory. Raises: HolderUnavailable, ValueError."""
+        hashing = self._config.cache_config.prefix_caching_hash_algo
+        if not hashing.startswith("sha256"):
+            raise ValueError(f"vmmkv_elastic has holder: --prefix-caching-hash-algo is {hashing}, and is to be sha256")
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # by which vLLM's hashes begin: each process would have its own
+        model, config = self._config.model_config, self._kv_config
+        identity = (
+            self._options.fingerprint or fingerprint_of(model.model, model.revision),
+            *(model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)),
+            *(repr(config.kv_cache_groups[0].kv_cache_spec), config.kv_cache_groups[0].layer_names),
+            *([run.stride_bytes for run in runs], hashing, os.environ["PYTHONHASHSEED"], vllm.__version__),
+        )
+        client = HolderClient(path, driver.device)
+        self._until_ready.push(lambda error, *_: client.close() if error else None)
+        if budget_bytes > client.budget_bytes:
+            raise ValueError(
+                f"the holder at {path} may own {format_bytes(client.budget_bytes)}, and this engine may map "
+                f"{format_bytes(budget_bytes)}: lower budget of vmmkv_elastic, or raise --budget of the holder"
+            )
+        return KeptBlocks(driver, client, repr(identity).encode())
+
+    def _adopt(self, kept: KeptBlocks, memory: ElasticBlocks, pool: ElasticBlockPool) -> None:
+        """Begin with what an earlier engine has left."""
+        with memory.lock:
+            pool.adopt(*kept.restore(memory))
+            pool.on_cached, pool.on_dropped = kept.cached, kept.dropped
+
     # while it runs
 
     def _step(self, original: Callable[[], Any]) -> Any:
@@ -208,6 +249,8 @@ class ElasticEngine:
                 self._pool.settle()
             else:
                 self._control.apply()
+            if self._kept is not None:
+                self._kept.look()
             return original()
 
     def _begin(self) -> None:
@@ -231,7 +274,11 @@ class ElasticEngine:
         original()
         if self._memory is not None:
             with self._memory.lock:
+                if self._kept is not None:
+                    self._kept.leave()
                 self._memory.close()
+                if self._kept is not None:
+                    self._kept.close()
 
 
 def _unserved(vllm_config: Any) -> dict[str, bool]:

@@ -16,12 +16,12 @@ Group 0 has vLLM's null block, and always stays.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, lcm
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,20 @@ class _Part:
     size_bytes: int
     handle: Handle
     is_mapped: bool = False
+
+
+class HandleSource(Protocol):
+    """Where the memory of groups comes from: the driver, or another process that owns it."""
+
+    @property
+    def creates_zeroed(self) -> bool:
+        """Is new memory zeroed?"""
+
+    def create(self, size_bytes: int) -> Handle:
+        """A new handle. Raises: DriverError."""
+
+    def release(self, handle: Handle) -> None:
+        """Give a handle up. Raises: DriverError, and then it is still there."""
 
 
 class State(NamedTuple):
@@ -87,6 +101,7 @@ class ElasticBlocks:
         num_blocks: int,
         *,
         budget_bytes: int | None = None,
+        source: HandleSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert num_blocks > 0 and all(run.offset_bytes % PAGE_BYTES == 0 for run in runs)
@@ -101,7 +116,9 @@ class ElasticBlocks:
         """Streams whose work touches blocks, beside the caller's."""
         self.device: Final = driver.device
         self._runs: Final = tuple(runs)
-        self._driver, self._clock = driver, clock
+        self._driver, self._source, self._clock = driver, source or driver, clock
+        self.on_unmapped: Callable[[int], None] = lambda group: None
+        """Called with a group whose memory is about to go."""
         self._budget_groups = self.num_groups if budget_bytes is None else self._groups_of(budget_bytes)
         self._address = driver.reserve(self.size_bytes)
         self._parts: dict[int, list[_Part]] = {}
@@ -189,6 +206,10 @@ class ElasticBlocks:
 
     # memory
 
+    def fence(self) -> Fence:
+        """A fence behind all work that was launched."""
+        return self._driver.fence(tuple(self.streams))
+
     def grow(self, num_blocks: int) -> list[int]:
         """Map groups, lowest first, until they have so many blocks; return these, fewer if the budget or the device ends.
 
@@ -208,6 +229,41 @@ class ElasticBlocks:
         if added:
             self._driver.order(tuple(self.streams))
         return added
+
+    @property
+    def part_bytes(self) -> list[int]:
+        """Bytes of a group in each run."""
+        return [self.group_blocks * run.stride_bytes for run in self._runs]
+
+    @property
+    def num_absent_in_budget(self) -> int:
+        """Number of groups that could be mapped under the budget."""
+        return max(0, self._budget_groups - len(self._parts))
+
+    def handles_of(self, group: int) -> list[Handle]:
+        """The handles of a mapped group, one for each run."""
+        return [part.handle for part in self._parts[group]]
+
+    def adopt(self, groups: Mapping[int, Sequence[Handle]]) -> list[int]:
+        """Map handles that an earlier engine has written, one for each run of absent groups or group 0; return their blocks.
+
+        Cost: two driver calls for each handle; for group 0 it waits for launched work.
+        Raises: DriverError; the handles of groups that are not mapped by then are released.
+        """
+        left = dict(groups)
+        try:
+            while left:
+                group, handles = next(iter(left.items()))
+                del left[group]
+                if group in self._parts:
+                    self.fence().wait()
+                    self._unmap(group)
+                self._map(group, handles)
+        finally:
+            for handles in left.values():
+                for handle in handles:
+                    retried(partial(self._source.release, handle))
+        return [block for group in groups for block in self.blocks_in(group)]
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget; `settle` and `reclaim` act on it. Raises: BudgetError below one group."""
@@ -239,7 +295,7 @@ class ElasticBlocks:
         """
         fresh = [group for group, fence in self._leaving.items() if fence is None and not self._num_used[group]]
         if fresh:
-            self._leaving |= dict.fromkeys(fresh, self._driver.fence(tuple(self.streams)))
+            self._leaving |= dict.fromkeys(fresh, self.fence())
         before = len(self._parts)
         for group, fence in list(self._leaving.items()):
             if fence is None:
@@ -277,7 +333,7 @@ class ElasticBlocks:
             yield
         finally:
             if mapped:
-                self._driver.fence(tuple(self.streams)).wait()
+                self.fence().wait()
             for address, size in mapped:
                 retried(partial(self._driver.unmap, address, size))
             for handle in handles.values():
@@ -288,7 +344,7 @@ class ElasticBlocks:
         if self._is_closed:
             return
         self._is_closed = True
-        self._driver.fence(tuple(self.streams)).wait()
+        self.fence().wait()
         for group in list(self._parts):
             self._unmap(group)
         self._leaving.clear()
@@ -324,16 +380,18 @@ class ElasticBlocks:
                         yield start, end
                     start = end + size_bytes
 
-    def _map(self, group: int) -> None:
-        """Put zeroed memory under a group. On failure nothing has changed."""
-        parts: list[_Part] = []
+    def _map(self, group: int, handles: Sequence[Handle] = ()) -> None:
+        """Put zeroed memory under a group, or these handles, one for each run. On failure nothing has changed, but they go."""
+        places = [*self._places(group)]
+        parts = [_Part(*place, handle) for place, handle in zip(places, handles, strict=False)]
         try:
-            for address, size in self._places(group):
-                parts.append(part := _Part(address, size, self._driver.create(size)))
-                self._driver.map(address, part.handle, size)
-                part.is_mapped = True
+            for index, (address, size) in enumerate(places):
+                if not handles:
+                    parts.append(_Part(address, size, self._source.create(size)))
+                self._driver.map(address, parts[index].handle, size)
+                parts[index].is_mapped = True
                 self._driver.set_access(address, size, Access.READ_WRITE)
-            if not self._driver.creates_zeroed:
+            if not handles and not self._source.creates_zeroed:
                 for part in parts:
                     self._driver.zero(part.address, part.size_bytes)
         except BaseException:
@@ -344,6 +402,7 @@ class ElasticBlocks:
 
     def _unmap(self, group: int) -> None:
         """Take the memory away from under a group, whose fence has passed. If it fails, the next call goes on."""
+        self.on_unmapped(group)
         self._take_away(self._parts[group])
         del self._parts[group]
         self._lowest_absent = min(self._lowest_absent, group)
@@ -355,7 +414,7 @@ class ElasticBlocks:
             if part.is_mapped:
                 retried(partial(self._driver.unmap, part.address, part.size_bytes))
                 part.is_mapped = False
-            retried(partial(self._driver.release, part.handle))
+            retried(partial(self._source.release, part.handle))
             parts.pop()
 
 

@@ -21,6 +21,10 @@ class ElasticOptions:
     """Socket of the holder process by which engines share a budget."""
     floor_bytes: int | None = None
     """Least memory that the arbiter leaves to this engine."""
+    holder: Path | None = None
+    """Socket of the holder process that owns the memory, so that cached blocks outlive this engine."""
+    fingerprint: str | None = None
+    """Name for the weights; None for samples of a directory's files, or name and revision."""
 
     @classmethod
     def of(cls, given: object) -> "ElasticOptions":
@@ -36,9 +40,10 @@ class ElasticOptions:
         for name, value in given.items():
             if not isinstance(value, str):
                 raise ValueError(f"{name} of vmmkv_elastic is {value!r}, and is to be a text")
-            values[names[name]] = parse_bytes(value) if names[name].endswith("_bytes") else Path(value)
+            is_path = name in ("control", "arbiter", "holder")
+            values[names[name]] = parse_bytes(value) if names[name].endswith("_bytes") else Path(value) if is_path else value
         options = cls(**values)
-        for name in ("control", "arbiter"):
+        for name in ("control", "arbiter", "holder"):
             if (path := getattr(options, name)) is not None and not path.is_absolute():
                 raise ValueError(f"{name} of vmmkv_elastic is {str(path)!r}, and is to be an absolute path")
         if (options.arbiter is None) != (options.floor_bytes is None):

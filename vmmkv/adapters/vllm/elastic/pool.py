@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from vllm.v1.core.block_pool import BlockPool
 
+from vmmkv.adapters.vllm.elastic.kept import KeptBlock
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks
 
 log = logging.getLogger("vllm.vmmkv")
@@ -28,6 +29,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         """Called with the number of blocks that are missing, before vLLM is told so."""
         self.on_hunger: Callable[[], None] = lambda: None
         """Called when prefixes are to be evicted for want of memory."""
+        self.on_cached: Callable[[int, bytes, int], None] = lambda block, hash_, depth: None
+        """Called with a block that caches a prefix from now on, vLLM's hash, and the number of blocks up to its end."""
+        self.on_dropped: Callable[[int], None] = lambda block: None
+        """Called with a block that is to cache nothing from now on, before it can be handed out."""
         for block in self.blocks[1:]:
             if not memory.may_hand_out(block.block_id):
                 self.free_block_queue.remove(block)
@@ -44,6 +49,22 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self._grow(num_blocks)
             else:
                 self.on_hunger()
+
+    def adopt(self, numbers: Iterable[int], kept: Iterable[KeptBlock]) -> None:
+        """Take in free blocks of groups that were mapped with what an earlier engine has left; `kept` ones cache a prefix.
+
+        Of these the ends of prefixes are handed out first.
+        """
+        with self.memory.lock:
+            cached = {each.block: each for each in kept}
+            added = [each for each in numbers if each not in cached and self.memory.group_of(each)]
+            self.free_block_queue.prepend_n([self.blocks[each] for each in added])
+            for each in sorted(cached.values(), key=lambda each: -each.depth):
+                block = self.blocks[each.block]
+                if not self.memory.group_of(each.block):
+                    self.free_block_queue.remove(block)  # those of group 0 are there from the beginning
+                self._insert_block_hash(each.hash, block, num_tokens=each.depth * self.hash_block_size)
+                self.free_block_queue.append(block)
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """See BlockPool. Raises: ValueError if there are too few."""
@@ -82,7 +103,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         with self.memory.lock:
             self._counts_all = True
             try:
-                return bool(super().reset_prefix_cache())
+                is_reset = bool(super().reset_prefix_cache())
+                for block in self.blocks if is_reset else ():
+                    self.on_dropped(block.block_id)
+                return is_reset
             finally:
                 self._counts_all = False
 
@@ -96,6 +120,15 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self.free_block_queue.prepend_n([block for block in self._blocks_of(group) if block.ref_cnt == 0])
             if self.memory.is_leaving:
                 self.memory.reclaim()
+
+    def _insert_block_hash(self, block_hash: Any, block: Any, num_tokens: int | None) -> None:
+        super()._insert_block_hash(block_hash, block, num_tokens=num_tokens)
+        if block.block_hash == block_hash and num_tokens:
+            self.on_cached(block.block_id, bytes(block_hash), num_tokens // self.hash_block_size)
+
+    def _remove_cached_block_hashes(self, block: Any) -> list[Any]:
+        self.on_dropped(block.block_id)
+        return super()._remove_cached_block_hashes(block)  # type: ignore[no-any-return]
 
     def _blocks_of(self, group: int) -> list[Any]:
         numbers = self.memory.blocks_in(group)
