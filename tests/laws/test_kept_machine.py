@@ -1,6 +1,6 @@
 """KeptBlocks under random use: what an engine finds in the holder has the bytes of its hash, however the one before has ended.
 
-An engine that is killed closes its connection and does nothing else; what it had launched runs on for a while.
+An engine that is killed closes its connection and does nothing else; what it had launched and had not ended is lost.
 """
 
 import contextlib
@@ -118,6 +118,12 @@ class KeptMachine(RuleBasedStateMachine):
             if not any(pending == block for pending, _ in self.engine.pending):
                 self.engine.write(block, b"\xff")  # it may be written from now on
 
+    @rule(block=some)
+    def cache_again(self, block):
+        """As vLLM does for a block that several requests complete."""
+        if block in self.engine.hashes:
+            self.engine.kept.cached(block, self.engine.hashes[block], depth=1 + block)
+
     @rule()
     def step(self):
         self.engine.kept.look()
@@ -151,9 +157,9 @@ class KeptMachine(RuleBasedStateMachine):
         before = self.engine
         if ends == "killed":
             before.kept.close()
-            for block, hash_ in before.pending:  # the device goes on with what was launched
+            for block, _ in before.pending:  # of what was launched a part was written
                 if before.memory.may_hand_out(block):
-                    before.write(block, hash_)
+                    before.write(block, b"\xfe")
         else:
             self.time_passes()
             before.kept.leave()
@@ -195,4 +201,4 @@ class KeptMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-TestKept, TestKeptAtLength = cases(KeptMachine, 40, 400)
+TestKept, TestKeptAtLength = cases(KeptMachine, 100, 1000)

@@ -195,10 +195,8 @@ class KeptBlocks:
         self._sealed[block.block] = block
 
     def _unmapped(self, group: int) -> None:
-        """The handles of a group, whose blocks were all dropped, are about to be released; after `leave` they are kept."""
-        handles = self._parts.pop(group, [])
-        for handle in handles if not self._leaves else ():
-            self._drop(self._serials[handle])
+        """The handles of a group, whose blocks were all dropped, are about to go: what the log says of them is void."""
+        self._parts.pop(group, None)
 
     def _part_seals(self, group: int, handles: Sequence[Handle]) -> Iterator[Sealed]:
         for run, handle in enumerate(handles):
