@@ -1,4 +1,4 @@
-"""Blocks of an ElasticBlocks in a GPU's memory that a holder owns: a second engine finds the bytes, a third one of a model not."""
+"""Blocks of an ElasticBlocks in a GPU's memory that a holder owns: the next engine of the same model finds their bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.holder_engines import Process, start_holder
+from tests.unit.holder_engines import start_holder
 from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned
 from vmmkv.driver import open_driver

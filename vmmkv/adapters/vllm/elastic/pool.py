@@ -121,10 +121,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             if self.memory.is_leaving:
                 self.memory.reclaim()
 
-    def _insert_block_hash(self, block_hash: Any, block: Any, num_tokens: int | None) -> None:
-        super()._insert_block_hash(block_hash, block, num_tokens=num_tokens)
-        if block.block_hash == block_hash and num_tokens:
-            self.on_cached(block.block_id, bytes(block_hash), num_tokens // self.hash_block_size)
+    def _insert_block_hash(self, block_hash_with_group_id: Any, block: Any, num_tokens: int | None) -> None:
+        super()._insert_block_hash(block_hash_with_group_id, block, num_tokens=num_tokens)
+        if block.block_hash == block_hash_with_group_id and num_tokens:
+            self.on_cached(block.block_id, bytes(block_hash_with_group_id), num_tokens // self.hash_block_size)
 
     def _remove_cached_block_hashes(self, block: Any) -> list[Any]:
         self.on_dropped(block.block_id)
