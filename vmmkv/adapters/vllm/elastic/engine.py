@@ -1,4 +1,4 @@
-"""Elastic memory under vLLM's engine: `install`, which the plugin calls, and what changes in an engine that asks for it.
+"""Elastic memory under vLLM's engine: `install_in_vllm`, for the plugin, and what changes in an engine that asks for it.
 
     EngineCore._initialize_kv_caches   the one change to engines without the option: it looks for it
     executor.initialize_from_config    the KV cache is allocated over ElasticBlocks, with scratch memory for warm-ups
@@ -25,6 +25,7 @@ from vmmkv.adapters.vllm.elastic.control import BudgetControl
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
 from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
+from vmmkv.adapters.vllm.hooks import ELASTIC_ONE_BUFFER, ELASTIC_TENSORS, refuse_unknown
 from vmmkv.driver import open_driver
 from vmmkv.holder.sharing import SharedBudget
 from vmmkv.units import ceil_div, format_bytes
@@ -37,7 +38,7 @@ _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.
 _Allocate = Callable[..., Any]
 
 
-def install() -> None:
+def install_in_vllm() -> None:
     """Let engines of this process be elastic, if their `additional_config` says so. Idempotent."""
     EngineCore._initialize_kv_caches = _initialize_kv_caches
 
@@ -57,6 +58,7 @@ class ElasticEngine:
     """Makes one engine elastic. Raises: ValueError for one that cannot be."""
 
     def __init__(self, core: Any, vllm_config: Any, options: ElasticOptions) -> None:
+        refuse_unknown("elastic memory of vmmkv", (ELASTIC_ONE_BUFFER, ELASTIC_TENSORS))
         if refused := [name for name, is_on in _unserved(vllm_config).items() if is_on]:
             raise ValueError(f"elastic memory of vmmkv does not work with {', '.join(refused)}")
         self._core, self._config, self._options = core, vllm_config, options
@@ -123,13 +125,17 @@ class ElasticEngine:
             self._replace(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
         return original(kv_cache_configs)
 
-    def _allocate(self, original: _Allocate, config: Any, device: torch.device, *arguments: Any, **named: Any) -> Any:
+    def _allocate(self, original: _Allocate, config: Any, device: torch.device, layout: Any, *arguments: Any) -> Any:
         """vLLM's `allocate_kv_cache` from 0.28 on: one buffer, of which each layer has views."""
+        if not layout.name.startswith(("B", "LB")):
+            raise ValueError(
+                f"elastic memory of vmmkv does not work with the layout {layout.name}, where no block is in one piece"
+            )
         runs = _placed(config.kv_cache_tensors, config.num_blocks)
         with self._reserved(device, runs, config.num_blocks, [(0, None)]) as memory:
             for tensor in config.kv_cache_tensors:
                 tensor.size = memory.size_bytes
-            return original(config, device, *arguments, **named)
+            return original(config, device, layout, *arguments)
 
     def _allocate_tensors(self, original: _Allocate, runner: Any, config: Any) -> Any:
         """`_allocate_kv_cache_tensors` of vLLM below 0.28, with the V1 model runner."""
@@ -174,6 +180,8 @@ class ElasticEngine:
         if next(left, None) is not None:
             raise ValueError("elastic memory of vmmkv was not used for all layers of vLLM's KV cache")
         self._until_ready.enter_context(memory.scratch())
+        if memory.device.type == "cuda":  # warm-ups and captures have streams of their own
+            self._until_ready.callback(torch.cuda.synchronize, memory.device)
 
     def _checked_budget(self, runs: list[Run], num_blocks: int, device: torch.device) -> int:
         """The budget at first. With an arbiter it is the floor, for which others are waited for. Raises: ValueError."""
