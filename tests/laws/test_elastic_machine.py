@@ -137,4 +137,4 @@ class ElasticMachine(RuleBasedStateMachine):
             assert (self.driver.live_handles, self.driver.live_mappings, self.driver.live_reservations) == (0, 0, 0)
 
 
-TestElasticBlocks, TestElasticBlocksAtLength = cases(ElasticMachine, 200, 3000)
+TestElasticBlocks, TestElasticBlocksAtLength = cases(ElasticMachine, 200, 1000)

@@ -205,7 +205,8 @@ ELASTIC_TENSORS: Final[Names] = ELASTIC | {
     "vllm.v1.worker.gpu.attn_utils": ("_allocate_kv_cache(kv_cache_config, shared_layers, device)",),
     "vllm.v1.attention.backends.utils": ("get_kv_cache_layout()",),
     "vllm.v1.kv_cache_interface.KVCacheTensor": ("size", "offset", "block_stride"),
-    "vllm.v1.kv_cache_interface.AttentionSpec": ("page_size_bytes", "page_size_padded", "indexes_kv_by_block_stride"),
+    "vllm.v1.kv_cache_interface.FullAttentionSpec": ("page_size_bytes", "page_size_padded", "indexes_kv_by_block_stride"),
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("page_size_bytes", "page_size_padded", "indexes_kv_by_block_stride"),
     _COUNTED: (
         "get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, num_encoder_tokens, "
         "total_computed_tokens, num_tokens_main_model, apply_admission_cap)",
