@@ -86,7 +86,7 @@ class ElasticMachine(RuleBasedStateMachine):
         for group in back:
             self.free += [block for block in self.memory.blocks_in(group) if block not in self.used]
         mapped, budget = self.memory.state().mapped_bytes, self.memory.state().budget_bytes
-        assert self.memory.is_leaving == (mapped > budget)
+        assert self.memory.is_leaving == (mapped > budget) or (self.memory.is_leaving and self.memory.failure is not None)
 
     @rule(wait=st.booleans(), fails=st.integers(0, 12))
     def reclaim(self, wait, fails):

@@ -33,7 +33,7 @@ from vmmkv.units import ceil_div, format_bytes
 log = logging.getLogger("vllm.vmmkv")
 
 OPTION: Final = "vmmkv_elastic"
-"""Its name in vLLM's `additional_config`."""
+"""Name of the option in vLLM's `additional_config`."""
 _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"
 _Allocate = Callable[..., Any]
 
@@ -73,9 +73,9 @@ class ElasticEngine:
         """Call vLLM's own `_initialize_kv_caches`, and change what it uses. Raises: ValueError."""
         core = self._core
         with self._until_ready:
-            self._replace(core.model_executor, "initialize_from_config", self._initialize_from_config)
+            self._intercept(core.model_executor, "initialize_from_config", self._initialize_from_config)
             if hasattr(core.model_executor, "get_supported_kv_cache_layouts"):
-                self._replace(core.model_executor, "get_supported_kv_cache_layouts", _blocks_outermost)
+                self._intercept(core.model_executor, "get_supported_kv_cache_layouts", _blocks_outermost)
             found = _ORIGINAL(core, self._config)
         if self._memory is None:
             raise ValueError("elastic memory of vmmkv serves models with a KV cache, and this one has none")
@@ -105,7 +105,7 @@ class ElasticEngine:
 
     # while the engine starts
 
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+    def _intercept(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
         """Until the engine is ready: call `by` with the original and its arguments."""
         self._until_ready.enter_context(patch.object(owner, name, functools.partial(by, getattr(owner, name))))
 
@@ -118,11 +118,11 @@ class ElasticEngine:
         if hasattr(runner, "allocate_kv_cache"):
             for module in (runner, sys.modules.get(_V2_RUNNER)):
                 if module is not None:
-                    self._replace(module, "allocate_kv_cache", self._allocate)
+                    self._intercept(module, "allocate_kv_cache", self._allocate)
         else:
             _pack(config)
-            self._replace(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
-            self._replace(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
+            self._intercept(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
+            self._intercept(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
         return original(kv_cache_configs)
 
     def _allocate(self, original: _Allocate, config: Any, device: torch.device, layout: Any, *arguments: Any) -> Any:

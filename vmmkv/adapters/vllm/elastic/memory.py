@@ -58,7 +58,7 @@ class State(NamedTuple):
     budget_bytes: int
     mapped_bytes: int
     used_bytes: int
-    """Of groups with a block in use; 0 if that is the null block alone."""
+    """Bytes of groups with a block in use; 0 if that is the null block alone."""
     reserved_bytes: int
 
 
@@ -110,10 +110,10 @@ class ElasticBlocks:
         self._num_used = [0] * self.num_groups
         self._groups_used = self._blocks_used = 0
         self._used_at = [0] * self.num_groups
-        """When a block of the group was last given back: a count of calls."""
+        """Number of the last call that gave a block of the group back."""
         self._gives = 0
-        self._settled = (0, 0)
-        """Groups above the budget, and `_gives`, when groups were last told to leave."""
+        self._settled: tuple[int, int] | None = None
+        """Groups above the budget, and `_gives`, at the last call of `settle`; None if the budget has changed."""
         self._lowest_absent = 1
         """No group below is absent."""
         self._retry_s = 0.0
@@ -134,7 +134,7 @@ class ElasticBlocks:
         return wrap(self._address, self.size_bytes, self._driver.device).view(torch.int8)
 
     def state(self) -> State:
-        """What there is, in bytes. Any thread may ask."""
+        """Count bytes. Any thread may ask."""
         used = self._groups_used if self._blocks_used > 1 else 0
         return State(*(groups * self.group_bytes for groups in (self._budget_groups, len(self._parts), used, self.num_groups)))
 
@@ -213,7 +213,7 @@ class ElasticBlocks:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget; `settle` and `reclaim` act on it. Raises: BudgetError below one group."""
-        self._budget_groups = self._groups_of(budget_bytes)
+        self._budget_groups, self._settled = self._groups_of(budget_bytes), None
 
     def settle(self, worth: Callable[[int], object] = lambda group: ()) -> tuple[list[int], list[int]]:
         """Let as many groups leave as are above the budget, and no more; return those that begin to, and those that stay on.
@@ -227,7 +227,7 @@ class ElasticBlocks:
         if not (surplus or self._leaving) or now == self._settled:
             return [], []
         self._settled = now
-        whole = [group for group in self._leaving if len(self._parts[group]) == len(self._runs)]
+        whole = [group for group in self._leaving if self._is_whole(group)]
         going = [group for group in self._leaving if group not in whole or not self._num_used[group]]
         waiting = sorted((group for group in whole if self._num_used[group]), key=self._num_used.__getitem__)
         staying = [group for group in self._parts if group and group not in self._leaving]
@@ -340,6 +340,11 @@ class ElasticBlocks:
                     if start < end:
                         yield start, end
                     start = end + size_bytes
+
+    def _is_whole(self, group: int) -> bool:
+        """Has a group all its memory? One of which an unmapping failed does not."""
+        parts = self._parts[group]
+        return len(parts) == len(self._runs) and all(part.is_mapped for part in parts)
 
     def _map(self, group: int) -> None:
         """Put zeroed memory under a group. On failure nothing has changed."""
