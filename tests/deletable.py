@@ -178,11 +178,23 @@ VLLM_LINES = (
     Line("vmmkv/cli/main.py", ", doctor)", ")"),
 )
 """Registration of the connector, and of `vmmkv doctor`, which looks at vLLM alone."""
+ELASTIC = "vmmkv/adapters/vllm/elastic"
+ELASTIC_LINES = (
+    Line("vmmkv/adapters/vllm/plugin.py", "    from vmmkv.adapters.vllm.elastic import install\n"),
+    Line("vmmkv/adapters/vllm/plugin.py", "    install()\n"),
+)
+ELASTIC_TESTS = (
+    *(f"tests/adapters/{name}.py" for name in ("test_elastic", "test_elastic_process", "elastic_process", "elastic_pool")),
+    *("tests/laws/test_elastic_machine.py", "tests/gpu/test_elastic_cuda.py"),
+    *("tests/unit/test_bench_engines.py", "tests/adapters/test_vllm_hooks.py"),
+)
+"""With those of the names that it uses of vLLM, and of the suite that measures it."""
 VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm", "test_vllm_machine", "test_vllm_process", "vllm_process")),
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
     *("tests/adapters/test_vllm_hooks.py", "tests/adapters/record_vllm.py", "tests/adapters/vllm_names"),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
+    *ELASTIC_TESTS,
 )
 SGLANG_TESTS = tuple(
     f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")
@@ -414,8 +426,9 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="holder",
-        paths=("vmmkv/holder", "vmmkv/cli/hold.py"),
+        paths=("vmmkv/holder", "vmmkv/cli/hold.py", "vmmkv/cli/resize.py", ELASTIC),
         lines=(
+            *ELASTIC_LINES,
             Line("vmmkv/memory/pool.py", "    from vmmkv.holder.source import open_source\n"),
             Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
             Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
@@ -425,8 +438,8 @@ ROOMS: tuple[Room, ...] = (
                 f"{ENGINE}/loading.py",
                 "    for path in filter(None, (config.kv_holder, config.kv_lender)):\n        check_there(path)\n",
             ),
-            Line("vmmkv/cli/main.py", "fetch, hold, plan", "fetch, plan"),
-            Line("vmmkv/cli/main.py", "fetch, hold, doctor)", "fetch, doctor)"),
+            Line("vmmkv/cli/main.py", "fetch, hold, plan, resize", "fetch, plan"),
+            Line("vmmkv/cli/main.py", "fetch, hold, resize, doctor)", "fetch, doctor)"),
         ),
         tests=(
             "tests/unit/holder_engines.py",
@@ -439,6 +452,7 @@ ROOMS: tuple[Room, ...] = (
             "tests/end_to_end/test_holder.py",
             "tests/gpu/test_holder_cuda.py",
             "tests/gpu/test_apart_cuda.py",
+            *ELASTIC_TESTS,
         ),
         neighbours=("tests/unit/test_pool.py", "tests/unit/test_prefix.py", "tests/engine/test_engine.py"),
     ),
@@ -484,6 +498,13 @@ ROOMS: tuple[Room, ...] = (
             "tests/laws/test_prefix_machine.py",
             "tests/unit/test_bench_registered.py",
         ),
+    ),
+    Room(
+        name="elastic",
+        paths=(ELASTIC,),
+        lines=ELASTIC_LINES,
+        tests=ELASTIC_TESTS,
+        neighbours=("tests/adapters/test_vllm.py", "tests/adapters/test_vllm_jobs.py", "tests/unit/test_holder.py"),
     ),
     Room(
         name="eviction",

@@ -1,9 +1,10 @@
-"""vLLM with vmmkv's tiers behind it, against vLLM alone, each in a process of its own, one after the other.
+"""vLLM with vmmkv's tiers behind it, or with elastic memory, against vLLM alone, each in a process of its own, in turn.
 
     nano      requests without reuse: what tiers cost that nobody needs, in throughput, and in the host's time for each step
     shared    requests that share a prefix: computed, out of vLLM's own cache, and with that emptied, out of the host tier
     first     the first token of a long prompt, in the same three ways
     restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before
+    elastic   the requests of nano with elastic memory and without; seconds to give memory back, and to take it again
 
 vLLM's own cache is emptied by `reset_prefix_cache`, when the tiers have what they were given.
 """
@@ -21,18 +22,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench.figures import Drawing, Question
-from bench.harness import Recorder, Settings, WrongNumbers, now_us
+from bench.harness import Recorder, Settings, WrongNumbers, now_us, synchronize
 from bench.systems import lacks_vllm
 from bench.systems.models import ServedModel, model_of
 from bench.systems.outside import Vllm
 from bench.systems.runs import ServedRun
 from bench.workloads import Workload, at_once, uniform
+from vmmkv.units import GIB, format_bytes
 from vmmkv_server.console import end
 
-PARTS: Final = ("nano", "shared", "first", "restart")
-ALONE, TIERED = "vLLM", "vLLM, vmmkv's tiers"
+PARTS: Final = ("nano", "shared", "first", "restart", "elastic")
+ALONE, TIERED, ELASTIC = "vLLM", "vLLM, vmmkv's tiers", "vLLM, elastic memory"
 QUESTIONS: Final = (
     Question("vLLM with tiers that nobody needs, against vLLM alone", "throughput", ALONE, ours=TIERED, part="nano"),
+    Question("vLLM with elastic memory, against vLLM alone", "throughput", ALONE, ours=ELASTIC, part="nano"),
 )
 FIGURES: Final = (
     Drawing("engines-shared", "Requests that share a prefix, under vLLM", ("total",), r".+ shared: (?P<group>.+)"),
@@ -58,6 +61,7 @@ _SCHEDULER_CALLS: Final = (
     *("get_num_new_matched_tokens", "update_state_after_alloc"),
     *("build_connector_meta", "update_connector_output"),
 )
+_RESIZED_BYTES: Final = 32 * GIB
 _END_S: Final = 60.0
 _QUIET_S: Final = 0.1
 """Behind the last store: the scheduler does not trust what it was told for so long."""
@@ -77,11 +81,12 @@ class Process(NamedTuple):
 
     parts: tuple[Callable[..., Iterator[Measured]], ...]
     tiers: dict[str, str]
+    is_elastic: bool = False
 
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:
     """The systems, for each part."""
-    return dict.fromkeys(PARTS, (ALONE, TIERED))
+    return {**dict.fromkeys(PARTS, (ALONE, TIERED)), "elastic": (ALONE, ELASTIC)}
 
 
 def check(settings: Settings) -> None:
@@ -93,7 +98,7 @@ def check(settings: Settings) -> None:
 def run(recorder: Recorder) -> None:
     """Each system, in a process of its own: vLLM takes all memory, and gives none back before its process ends."""
     settings = recorder.settings
-    for system in recorder.track([each for each in (ALONE, TIERED) if settings.wants_case(each)]):
+    for system in recorder.track([each for each in (ALONE, TIERED, ELASTIC) if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
             for kind in processes_of(system, settings):
                 with TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder:
@@ -107,7 +112,13 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
     """Processes that measure a system: those of a group share a directory."""
     host = {"kv_host_budget": _HOST_BUDGET}
     parts = {"nano": measure_nano, "shared": measure_shared, "first": measure_first}
-    wanted = tuple(parts[part] for part in PARTS[:3] if settings.wants(part))
+    wanted = tuple(parts[part] for part in parts if settings.wants(part))
+    if system == ELASTIC:
+        if settings.wants("elastic"):
+            yield (Process((measure_nano, measure_resizes), {}, is_elastic=True),)
+        return
+    if system == ALONE and settings.wants("elastic") and measure_nano not in wanted:
+        wanted = (measure_nano, *wanted)
     if wanted:
         yield (Process(wanted, host if system == TIERED else {}),)
     if system == TIERED and settings.wants("restart"):
@@ -142,6 +153,9 @@ def _measure(sender: Any, settings: Settings, process: Process, folder: Path) ->
         tiers = process.tiers | ({"kv_disk": str(folder / process.tiers["kv_disk"])} if "kv_disk" in process.tiers else {})
         extra = {"kv_connector_extra_config": {**tiers, "fingerprint": "bench"}}
         options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
+        if process.is_elastic:
+            import_module("vmmkv.adapters.vllm.elastic").install()  # where vmmkv is on the path and not installed
+            options["additional_config"] = {"vmmkv_elastic": {}}
         vllm = Vllm(model, settings, load_format="dummy", **options)
         for part in process.parts:
             for measured in part(vllm, model, settings, bool(process.tiers)):
@@ -175,6 +189,35 @@ def measure_nano(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: 
         yield Measured(name, "host time of tiers, a step", "us", watch.worker_us)
         yield Measured(name, "host time of tiers, a step without work for them", "us", watch.idle_us)
         yield Measured(name, "host time of tiers in the scheduler, a step", "us", watch.scheduler_us)
+
+
+def measure_resizes(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+    """Give memory of an idle engine back, all groups of blocks but one, and take it again."""
+    vllm.forget()
+    pool = vllm.block_pool()
+    memory = pool.memory
+    num_groups = min(_RESIZED_BYTES, memory.reserved_bytes // 2) // memory.group_bytes
+    size_bytes, num_blocks = num_groups * memory.group_bytes, num_groups * memory.group_blocks
+    given_s, taken_s = list[float](), list[float]()
+    for number in range(settings.repeat + 1):
+        for seconds, budget_bytes, wanted in (
+            (taken_s, size_bytes + memory.group_bytes, num_blocks),
+            (given_s, memory.group_bytes, 0),
+        ):
+            began_us = now_us()
+            memory.set_budget(budget_bytes)
+            pool.settle()
+            pool.prepare(wanted)
+            while memory.is_leaving:
+                pool.settle()
+            synchronize(memory.device)
+            if number:  # at first some memory is mapped
+                seconds.append(1e-6 * (now_us() - began_us))
+        if memory.state().mapped_bytes != memory.group_bytes:
+            raise WrongNumbers(f"{memory.state()} when all but one group were to go")
+    name = f"{model.name} resize: {format_bytes(size_bytes)}, {format_bytes(memory.group_bytes)} at a time"
+    yield Measured(f"{name}, given back", "total", "s", given_s)
+    yield Measured(f"{name}, taken", "total", "s", taken_s)
 
 
 def measure_shared(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:

@@ -282,6 +282,10 @@ class Vllm:
         loads = {tier: f"{rate.measured_per_s / 1e9:.1f} GB/s" for tier, rate in worth.loads.items()}
         return f"{dict(connector._schedule.counts)}, prefill {worth.prefill.measured_per_s:.0f} tok/s, loads {loads}"
 
+    def block_pool(self) -> Any:
+        """vLLM's pool of blocks, which is vmmkv's with elastic memory. The engine is in this process."""
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
     def close(self) -> None:
         """End it, and give its memory back. Idempotent."""
         llm, self._llm = self._llm, None

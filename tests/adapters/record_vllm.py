@@ -39,7 +39,9 @@ class Recorder(hooks.Sources):
         return found
 
     def record(self) -> str:
-        for table in (names for way in hooks.WAYS for names, _ in way.needs):
+        sources = hooks.Sources(self.packages)
+        for way in hooks.WAYS:
+            table = min((names for names, _ in way.needs), key=lambda names: len([*sources.differences(names)]))
             for owner, wanted in table.items():
                 self.asked = {word for each in wanted for word in re.findall(r"^\w+|(?<=')\w+", each)}
                 self.members(owner)

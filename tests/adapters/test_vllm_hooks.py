@@ -46,7 +46,7 @@ def test_the_connector_works_in_each_recorded_version(version, tmp_path, capsys)
     assert first == f"vLLM {version} in {tmp_path}/vllm"
     answers = {line[2:22].strip(): (line[23:26].strip(), line[28:]) for line in lines}
     old = version == "0.25.1"
-    assert [answer for answer, _ in answers.values()] == ["yes", "no" if old else "yes", "yes", "yes"]
+    assert [answer for answer, _ in answers.values()] == ["yes", "no" if old else "yes", "yes", "yes", "yes"]
     assert ("prefer_cross_layer_blocks" if old else "get_required_kvcache_layout") in answers["layers side by side"][1]
     assert ("'module_path' is not there, and " if old else 'by "module_path"') in answers["secondary tier"][1]
 
@@ -71,7 +71,10 @@ def test_the_secondary_tiers_methods_have_the_parameters_of_the_table():
 
 def test_each_name_of_the_tables_is_used_by_the_adapter():
     texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in ("connector", "statistics", "plugin")]
-    for names, used in ((hooks.CONNECTOR, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])):
+    elastic = [path.read_text("utf-8") for path in (ROOT / "vmmkv/adapters/vllm/elastic").glob("*.py")]
+    tables = [(hooks.CONNECTOR, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])]
+    tables += [(hooks.ELASTIC_ONE_BUFFER, elastic), (hooks.ELASTIC_TENSORS, elastic)]
+    for names, used in tables:
         words = {*re.findall(r"\w+", " ".join(used)), "kv_connector", "get_tier_class"}
         assert {re.match(r"\w+", each)[0] for members in names.values() for each in members} <= words
 
@@ -165,6 +168,17 @@ def test_the_connector_refuses_a_vllm_that_it_does_not_know_by_the_name_that_dif
     assert "vllm" not in sys.modules
 
 
+def test_elastic_memory_is_refused_by_the_name_that_differs(tmp_path, monkeypatch):
+    parts = recorded("0.33.0")
+    pool = "vllm/v1/core/block_pool.py"
+    parts[pool] = parts[pool].replace("def touch(self, blocks)", "def touch(self, blocks, now)")
+    monkeypatch.syspath_prepend(str(unpack(parts, tmp_path)))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    said = "elastic memory does not know vLLM 0.33.0: BlockPool has touch(self, blocks, now) and not touch(self, blocks); see"
+    with pytest.raises(ImportError, match=f"^{re.escape(said)}"):
+        hooks.refuse_unknown("elastic memory", (hooks.ELASTIC_ONE_BUFFER, hooks.ELASTIC_TENSORS))
+
+
 # the command
 
 
@@ -212,7 +226,7 @@ def test_all_works_in_an_installed_vllm_which_is_not_imported():
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "True True True True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True True True True True\n"), done.stderr
 
 
 @pytest.mark.nightly

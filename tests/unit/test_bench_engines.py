@@ -1,5 +1,6 @@
 """The suite `engines`, over a system that stands in for vLLM: what it asks for, checks and measures."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,9 @@ from bench.suites import engines
 from bench.systems.models import model_of
 from bench.systems.runs import Served, ServedRun
 from tests.unit.recorded import SETTINGS
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run
+from vmmkv.driver.host import HostDriver
+from vmmkv.units import PAGE_BYTES
 
 SMALL = replace(SETTINGS, sequences=4, repeat=1)
 MODEL = model_of("llama-3.1-8b", tiny=True)
@@ -73,7 +77,7 @@ def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own(
     kinds = [*engines.processes_of(engines.TIERED, SMALL)]
     assert [len(processes) for processes in kinds] == [1, 2] and all("kv_disk" in each.tiers for each in kinds[1])
     ((alone,),) = engines.processes_of(engines.ALONE, SMALL)
-    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {})
+    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {}, False)
 
 
 def test_behind_a_restart_the_same_prompts_are_served_again():
@@ -82,3 +86,35 @@ def test_behind_a_restart_the_same_prompts_are_served_again():
     )
     assert [each.metric for each in before] == [each.metric for each in behind] == ["total", "first token"]
     assert not {each.workload for each in before} & {each.workload for each in behind}
+
+
+def test_elastic_memory_is_measured_beside_vllm_alone():
+    settings = replace(SMALL, parts=("elastic",))
+    ((elastic,),) = engines.processes_of(engines.ELASTIC, settings)
+    assert elastic.is_elastic and elastic.parts == (engines.measure_nano, engines.measure_resizes)
+    ((alone,),) = engines.processes_of(engines.ALONE, settings)
+    assert not alone.is_elastic and alone.parts == (engines.measure_nano,)
+    assert not [*engines.processes_of(engines.TIERED, settings)]
+
+
+class Pool:
+    """Stands in for vLLM's pool of blocks."""
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.prepare = memory.grow
+
+    def settle(self):
+        self.memory.settle()
+        self.memory.reclaim()
+
+
+def test_memory_is_given_back_and_taken_again():
+    with contextlib.closing(HostDriver()) as driver:
+        vllm = StandIn()
+        vllm.forget, pool = lambda: None, Pool(ElasticBlocks(driver, [Run(0, PAGE_BYTES)], 16))
+        vllm.block_pool = lambda: pool
+        given, taken = engines.measure_resizes(vllm, MODEL, SMALL, False)
+        assert len(given.samples) == len(taken.samples) == SMALL.repeat and "resize: 16.0 MiB" in given.workload
+        assert driver.calls["map"] == 1 + 2 * 8
+        pool.memory.close()

@@ -18,7 +18,7 @@ class Share:
     """The share of one engine, in bytes."""
 
     floor_bytes: int
-    """Its budget is never below, once it had so much."""
+    """Bytes that are never taken away for others."""
     most_bytes: int
     """All that it has reserved."""
     budget_bytes: int = 0
@@ -26,7 +26,7 @@ class Share:
     needed_bytes: int = 0
     wanted_bytes: int = 0
     busy_s: float = 0.0
-    """When it last had requests."""
+    """Time at which the engine last had requests."""
 
     @property
     def held_bytes(self) -> int:

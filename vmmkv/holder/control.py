@@ -31,7 +31,7 @@ class BudgetClient:
             raise self._silent(error) from error
 
     def state(self) -> Message:
-        """What there is. Raises: HolderUnavailable."""
+        """Ask for the state. Raises: HolderUnavailable."""
         return self._ask({"do": "state"})
 
     def resize(self, budget_bytes: int) -> Message:

@@ -62,7 +62,7 @@ class _Engine:
     borrowed: set[int] | None = None
     """Serials that a borrower has of the owner's handles; None for others."""
     share: Share | None = None
-    """Its share of the budget, if it maps memory of its own."""
+    """Share of the budget, of an engine that maps memory of its own."""
     report: int = 0
     """Number of its last report."""
     is_told: bool = True

@@ -12,7 +12,7 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -145,6 +145,79 @@ CROSS_LAYERS: Final[Names] = {
 """Names by which layers lie side by side, below vLLM 0.29."""
 
 
+ELASTIC: Final[Names] = {
+    "vllm.v1.engine.core.EngineCore": (
+        "_initialize_kv_caches(self, vllm_config)",
+        "step(self)",
+        "step_with_batch_queue(self)",
+        "shutdown(self)",
+        "model_executor",
+        "scheduler",
+    ),
+    "vllm.v1.executor.abstract.Executor": ("initialize_from_config(self, kv_cache_configs)",),
+    "vllm.v1.core.sched.scheduler.Scheduler": ("kv_cache_manager",),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("coordinator",),
+    "vllm.v1.core.kv_cache_coordinator.BlockPool": (
+        *("blocks", "null_block", "free_block_queue", "hash_block_size"),
+        "get_new_blocks(self, num_blocks)",
+        "touch(self, blocks)",
+        "free_blocks(self, ordered_blocks)",
+        "get_num_free_blocks(self)",
+        "reset_prefix_cache(self)",
+        "_maybe_evict_cached_block(self, block)",
+        "_insert_block_hash(self, block_hash_with_group_id, block, num_tokens)",
+        "_remove_cached_block_hashes(self, block)",
+    ),
+    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
+        *("fake_free_list_head", "fake_free_list_tail", "num_free_blocks"),
+        *("remove(self, block)", "append(self, block)", "prepend_n(self, blocks)"),
+    ),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": (*("block_id", "ref_cnt", "is_null", "block_hash", "next_free_block"),),
+    "vllm.config.VllmConfig": (
+        *("additional_config", "model_config", "cache_config", "device_config", "parallel_config"),
+        *("kv_transfer_config", "speculative_config"),
+    ),
+    "vllm.config.ModelConfig": (
+        *("max_model_len", "enable_sleep_mode", "model", "revision", "hf_config", "dtype", "quantization"),
+    ),
+    "vllm.config.CacheConfig": ("block_size", "prefix_caching_hash_algo"),
+    "vllm.config.DeviceConfig": ("device_type",),
+    "vllm.config.ParallelConfig": ("world_size", "data_parallel_size", "distributed_executor_backend"),
+    "vllm.v1.kv_cache_interface.KVCacheConfig": ("num_blocks", "kv_cache_groups", "kv_cache_tensors"),
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ("kv_cache_spec", "layer_names"),
+}
+"""Names that elastic/ uses in each vLLM."""
+
+_COUNTED: Final = "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator"
+
+ELASTIC_ONE_BUFFER: Final[Names] = ELASTIC | {
+    "vllm.v1.worker.utils": ("allocate_kv_cache(kv_cache_config, device, layout, kernel_block_sizes)",),
+    "vllm.v1.executor.abstract.Executor": (
+        "initialize_from_config(self, kv_cache_configs)",
+        "get_supported_kv_cache_layouts(self)",
+    ),
+    "vllm.v1.kv_cache_interface.KVCacheTensor": ("size", "layers", "layer_stride", "block_stride", "offset"),
+    _COUNTED: (
+        "get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, num_encoder_tokens, "
+        "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, apply_admission_cap, prefill_end)",
+    ),
+}
+"""Names that elastic/ uses from vLLM 0.28 on, where the KV cache is one buffer."""
+
+ELASTIC_TENSORS: Final[Names] = ELASTIC | {
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("_allocate_kv_cache_tensors(self, kv_cache_config)",),
+    "vllm.v1.worker.gpu.attn_utils": ("_allocate_kv_cache(kv_cache_config, shared_layers, device)",),
+    "vllm.v1.attention.backends.utils": ("get_kv_cache_layout()",),
+    "vllm.v1.kv_cache_interface.KVCacheTensor": ("size", "offset", "block_stride"),
+    "vllm.v1.kv_cache_interface.FullAttentionSpec": ("page_size_bytes", "page_size_padded", "indexes_kv_by_block_stride"),
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("page_size_bytes", "page_size_padded", "indexes_kv_by_block_stride"),
+    _COUNTED: (
+        "get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, num_encoder_tokens, "
+        "total_computed_tokens, num_tokens_main_model, apply_admission_cap)",
+    ),
+}
+"""Names that elastic/ uses below vLLM 0.28, where the KV cache is a tensor for each layer."""
+
 EXTENDED: Final = frozenset(
     (
         *(_BASE, f"{_V1}.base.KVConnectorMetadata", f"{_V1}.base.KVConnectorWorkerMetadata"),
@@ -171,6 +244,13 @@ WAYS: Final = (
         (
             (LAYOUT, 'by get_required_kvcache_layout, which is "BLNHC" on a GPU'),
             (CROSS_LAYERS, "by prefer_cross_layer_blocks, on a GPU with the V1 model runner: VLLM_USE_V2_MODEL_RUNNER=0"),
+        ),
+    ),
+    Way(
+        "elastic memory",
+        (
+            (ELASTIC_ONE_BUFFER, "by --additional-config '{\"vmmkv_elastic\": {}}'"),
+            (ELASTIC_TENSORS, "by --additional-config '{\"vmmkv_elastic\": {}}', on a GPU"),
         ),
     ),
     Way("metrics", ((METRICS, "as vllm:vmmkv_... in vLLM's log and its /metrics"),)),
@@ -333,10 +413,14 @@ def examine(packages: Path) -> list[Verdict]:
     return verdicts
 
 
-def refuse_unknown() -> None:
-    """Check the vLLM that this Python would import for what the connector uses. Cost: some 0.2 s. Raises: ImportError."""
+def refuse_unknown(use: str = "the vmmkv connector", tables: Sequence[Names] = (CONNECTOR,)) -> None:
+    """Check the vLLM that this Python would import for what a use needs: all of one table. Cost: some 0.2 s.
+
+    Raises: ImportError.
+    """
     if (packages := packages_with_vllm()) is None:
         return
-    if difference := next(Sources(packages).differences(CONNECTOR), None):
+    sources = Sources(packages)
+    if differences := min(([*sources.differences(names)] for names in tables), key=len):
         version = version_of(packages)
-        raise ImportError(f"the vmmkv connector does not know vLLM {version}: {difference}; see `vmmkv doctor vllm`")
+        raise ImportError(f"{use} does not know vLLM {version}: {differences[0]}; see `vmmkv doctor vllm`")

@@ -59,7 +59,7 @@ class BudgetControl:
         self._is_hungry = False
         """Would the engine keep more prefixes?"""
         self._heard = threading.Condition()
-        """Of the arbiter, or in the thread."""
+        """Notified of each budget that the arbiter sets."""
         self._told_s = self._refused_s = 0.0
         self._told_bytes = self._granted_bytes = 0
         self._must_stop = False

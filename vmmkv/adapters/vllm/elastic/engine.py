@@ -1,4 +1,4 @@
-"""Elastic memory under vLLM's engine: `install`, which the plugin calls, and what changes in an engine that asks for it.
+"""Elastic memory under vLLM's engine: `install_in_vllm`, for the plugin, and what changes in an engine that asks for it.
 
     EngineCore._initialize_kv_caches   the one change to engines without the option: it looks for it
     executor.initialize_from_config    the KV cache is allocated over ElasticBlocks, with scratch memory for warm-ups
@@ -30,6 +30,7 @@ from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
 from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
+from vmmkv.adapters.vllm.hooks import ELASTIC_ONE_BUFFER, ELASTIC_TENSORS, refuse_unknown
 from vmmkv.driver import Driver, open_driver
 from vmmkv.holder import HolderClient
 from vmmkv.holder.sharing import SharedBudget
@@ -38,12 +39,12 @@ from vmmkv.units import ceil_div, format_bytes
 log = logging.getLogger("vllm.vmmkv")
 
 OPTION: Final = "vmmkv_elastic"
-"""Its name in vLLM's `additional_config`."""
+"""Name of the option in vLLM's `additional_config`."""
 _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"
 _Allocate = Callable[..., Any]
 
 
-def install() -> None:
+def install_in_vllm() -> None:
     """Let engines of this process be elastic, if their `additional_config` says so. Idempotent."""
     EngineCore._initialize_kv_caches = _initialize_kv_caches
 
@@ -63,6 +64,7 @@ class ElasticEngine:
     """Makes one engine elastic. Raises: ValueError for one that cannot be."""
 
     def __init__(self, core: Any, vllm_config: Any, options: ElasticOptions) -> None:
+        refuse_unknown("elastic memory of vmmkv", (ELASTIC_ONE_BUFFER, ELASTIC_TENSORS))
         if refused := [name for name, is_on in _unserved(vllm_config).items() if is_on]:
             raise ValueError(f"elastic memory of vmmkv does not work with {', '.join(refused)}")
         self._core, self._config, self._options = core, vllm_config, options
@@ -79,9 +81,9 @@ class ElasticEngine:
         """Call vLLM's own `_initialize_kv_caches`, and change what it uses. Raises: ValueError."""
         core = self._core
         with self._until_ready:
-            self._replace(core.model_executor, "initialize_from_config", self._initialize_from_config)
+            self._intercept(core.model_executor, "initialize_from_config", self._initialize_from_config)
             if hasattr(core.model_executor, "get_supported_kv_cache_layouts"):
-                self._replace(core.model_executor, "get_supported_kv_cache_layouts", _blocks_outermost)
+                self._intercept(core.model_executor, "get_supported_kv_cache_layouts", _blocks_outermost)
             found = _ORIGINAL(core, self._config)
         if self._memory is None:
             raise ValueError("elastic memory of vmmkv serves models with a KV cache, and this one has none")
@@ -113,7 +115,7 @@ class ElasticEngine:
 
     # while the engine starts
 
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+    def _intercept(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
         """Until the engine is ready: call `by` with the original and its arguments."""
         self._until_ready.enter_context(patch.object(owner, name, functools.partial(by, getattr(owner, name))))
 
@@ -127,20 +129,24 @@ class ElasticEngine:
         if hasattr(runner, "allocate_kv_cache"):
             for module in (runner, sys.modules.get(_V2_RUNNER)):
                 if module is not None:
-                    self._replace(module, "allocate_kv_cache", self._allocate)
+                    self._intercept(module, "allocate_kv_cache", self._allocate)
         else:
             _pack(config)
-            self._replace(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
-            self._replace(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
+            self._intercept(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
+            self._intercept(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
         return original(kv_cache_configs)
 
-    def _allocate(self, original: _Allocate, config: Any, device: torch.device, *arguments: Any, **named: Any) -> Any:
+    def _allocate(self, original: _Allocate, config: Any, device: torch.device, layout: Any, *arguments: Any) -> Any:
         """vLLM's `allocate_kv_cache` from 0.28 on: one buffer, of which each layer has views."""
+        if not layout.name.startswith(("B", "LB")):
+            raise ValueError(
+                f"elastic memory of vmmkv does not work with the layout {layout.name}, where no block is in one piece"
+            )
         runs = _placed(config.kv_cache_tensors, config.num_blocks)
         with self._reserved(device, runs, config.num_blocks, [(0, None)]) as memory:
             for tensor in config.kv_cache_tensors:
                 tensor.size = memory.size_bytes
-            return original(config, device, *arguments, **named)
+            return original(config, device, layout, *arguments)
 
     def _allocate_tensors(self, original: _Allocate, runner: Any, config: Any) -> Any:
         """`_allocate_kv_cache_tensors` of vLLM below 0.28, with the V1 model runner."""
@@ -187,6 +193,8 @@ class ElasticEngine:
         if next(left, None) is not None:
             raise ValueError("elastic memory of vmmkv was not used for all layers of vLLM's KV cache")
         self._until_ready.enter_context(memory.scratch())
+        if memory.device.type == "cuda":  # warm-ups and captures have streams of their own
+            self._until_ready.callback(torch.cuda.synchronize, memory.device)
 
     def _checked_budget(self, runs: list[Run], num_blocks: int, device: torch.device) -> int:
         """The budget at first. With an arbiter it is the floor, for which others are waited for. Raises: ValueError."""

@@ -72,7 +72,7 @@ class State(NamedTuple):
     budget_bytes: int
     mapped_bytes: int
     used_bytes: int
-    """Of groups with a block in use; 0 if that is the null block alone."""
+    """Bytes of groups with a block in use; 0 if that is the null block alone."""
     reserved_bytes: int
 
 
@@ -127,8 +127,10 @@ class ElasticBlocks:
         self._num_used = [0] * self.num_groups
         self._groups_used = self._blocks_used = 0
         self._used_at = [0] * self.num_groups
-        """When a block of the group was last given back: a count of calls."""
+        """Number of the last call that gave a block of the group back."""
         self._gives = 0
+        self._settled: tuple[int, int] | None = None
+        """Groups above the budget, and `_gives`, at the last call of `settle`; None if the budget has changed."""
         self._lowest_absent = 1
         """No group below is absent."""
         self._retry_s = 0.0
@@ -140,7 +142,7 @@ class ElasticBlocks:
         except BaseException:
             driver.give_back(self._address, self.size_bytes)
             raise
-        driver.order()
+        driver.synchronize()  # before any stream is known
 
     # what there is
 
@@ -149,7 +151,7 @@ class ElasticBlocks:
         return wrap(self._address, self.size_bytes, self._driver.device).view(torch.int8)
 
     def state(self) -> State:
-        """What there is, in bytes. Any thread may ask."""
+        """Count bytes. Any thread may ask."""
         used = self._groups_used if self._blocks_used > 1 else 0
         return State(*(groups * self.group_bytes for groups in (self._budget_groups, len(self._parts), used, self.num_groups)))
 
@@ -267,44 +269,59 @@ class ElasticBlocks:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget; `settle` and `reclaim` act on it. Raises: BudgetError below one group."""
-        self._budget_groups = self._groups_of(budget_bytes)
+        self._budget_groups, self._settled = self._groups_of(budget_bytes), None
 
     def settle(self, worth: Callable[[int], object] = lambda group: ()) -> tuple[list[int], list[int]]:
         """Let as many groups leave as are above the budget, and no more; return those that begin to, and those that stay on.
 
         Groups without blocks in use leave first; among them those with the least `worth`, and then those used least recently.
+        One that waits for its blocks stays when another one can go instead.
+        Cost: reads each group, if there are more than the budget and blocks were given back since the last call.
         """
-        surplus = len(self._parts) - self._budget_groups - len(self._leaving)
-        if surplus > 0:
-            staying = [group for group in self._parts if group and group not in self._leaving]
-            staying.sort(key=lambda group: (self._num_used[group], worth(group), self._used_at[group]))
-            leave = staying[:surplus]
-            self._leaving |= dict.fromkeys(leave)
-            return leave, []
-        whole = [group for group in self._leaving if len(self._parts[group]) == len(self._runs)]
-        back = sorted(whole, key=lambda group: -self._num_used[group])[: max(0, -surplus)]
+        surplus = max(0, len(self._parts) - self._budget_groups)
+        now = surplus, self._gives
+        if not (surplus or self._leaving) or now == self._settled:
+            return [], []
+        self._settled = now
+        whole = [group for group in self._leaving if self._is_whole(group)]
+        going = [group for group in self._leaving if group not in whole or not self._num_used[group]]
+        waiting = sorted((group for group in whole if self._num_used[group]), key=self._num_used.__getitem__)
+        staying = [group for group in self._parts if group and group not in self._leaving]
+        staying.sort(key=lambda group: (self._num_used[group], worth(group), self._used_at[group]))
+        missing = surplus - len(going)
+        leave = [group for group in staying[: max(0, missing)] if not self._num_used[group]]
+        missing -= len(leave)
+        back = waiting[max(0, missing) :]
+        missing -= len(waiting) - len(back)
+        leave += staying[len(leave) : len(leave) + max(0, missing)]
+        if missing < 0:
+            back += [group for group in going if group in whole][missing:]
         for group in back:
             del self._leaving[group]
-        return [], back
+        self._leaving |= dict.fromkeys(leave)
+        return leave, back
 
     def reclaim(self, *, wait: bool = False) -> int:
         """Unmap leaving groups of which no block is in use, and which no launched work can touch; return how many bytes.
 
-        With `wait`, work that was launched is waited for. Cost: a fence for all groups that are new to it, two driver calls
-        for each run of a group.
+        With `wait`, work that was launched is waited for. What the driver refuses is tried again by the next call.
+        Cost: a fence for all groups that are new to it, two driver calls for each run of a group.
         """
-        fresh = [group for group, fence in self._leaving.items() if fence is None and not self._num_used[group]]
-        if fresh:
-            self._leaving |= dict.fromkeys(fresh, self.fence())
         before = len(self._parts)
-        for group, fence in list(self._leaving.items()):
-            if fence is None:
-                continue
-            if wait:
-                fence.wait()
-            if fence.done():
-                self._unmap(group)
-                del self._leaving[group]
+        try:
+            fresh = [group for group, fence in self._leaving.items() if fence is None and not self._num_used[group]]
+            if fresh:
+                self._leaving |= dict.fromkeys(fresh, self.fence())
+            for group, fence in list(self._leaving.items()):
+                if fence is None:
+                    continue
+                if wait:
+                    fence.wait()
+                if fence.done():
+                    self._unmap(group)
+                    del self._leaving[group]
+        except DriverError as error:
+            self.failure = error
         return (before - len(self._parts)) * self.group_bytes
 
     @property
@@ -379,6 +396,11 @@ class ElasticBlocks:
                     if start < end:
                         yield start, end
                     start = end + size_bytes
+
+    def _is_whole(self, group: int) -> bool:
+        """Has a group all its memory? One of which an unmapping failed does not."""
+        parts = self._parts[group]
+        return len(parts) == len(self._runs) and all(part.is_mapped for part in parts)
 
     def _map(self, group: int, handles: Sequence[Handle] = ()) -> None:
         """Put zeroed memory under a group, or these handles, one for each run. On failure nothing has changed, but they go."""

@@ -67,7 +67,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self.free_block_queue.append(block)
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """See BlockPool. Raises: ValueError if there are too few."""
+        """Hand out blocks that have memory. Raises: ValueError if there are too few. See BlockPool."""
         with self.memory.lock:
             self.prepare(num_blocks)
             blocks: list[Any] = super().get_new_blocks(num_blocks)
@@ -75,14 +75,14 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             return blocks
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """See BlockPool."""
+        """Take cached blocks out of the queue. See BlockPool."""
         with self.memory.lock:
             free = {block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null}
             super().touch(blocks)
             self.memory.take(free)
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """See BlockPool. Blocks that are to lose their memory are not free."""
+        """Put blocks back into the queue, except those that are to lose their memory. See BlockPool."""
         with self.memory.lock:
             ordered = list(ordered_blocks)
             super().free_blocks(ordered)
@@ -99,7 +99,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             return int(self.free_block_queue.num_free_blocks) + self.memory.num_growable
 
     def reset_prefix_cache(self) -> bool:
-        """See BlockPool, which counts the blocks in use by those that are free."""
+        """Empty the prefix cache if no block is in use, which BlockPool concludes from the number of free ones."""
         with self.memory.lock:
             self._counts_all = True
             try:
