@@ -5,14 +5,18 @@ import ctypes
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
+from vmmkv.driver import open_driver
 from vmmkv.driver.base import DONE
 from vmmkv.tiers import DiskTier, HostTier, KeyChain, Put, Refusal, Store
+from vmmkv.tiers.mover import Run
+from vmmkv.tiers.store import BufferCopier
 
 SIZE = 3 * 4096
 KEYS = KeyChain("model", every=16).of(range(16 * 40)).keys()
@@ -238,6 +242,19 @@ def test_what_one_tier_gives_is_brought_to_others_before_its_memory_goes_back(ho
         host.store = store_while_lent
         store.get(KEYS[0], spans(block(2)))
         assert store.flush() and host.lookup(KEYS[:1]) == [True]
+
+
+def test_few_bytes_are_copied_to_the_host_at_once_and_loads_go_on(monkeypatch):
+    copier = BufferCopier(open_driver("cpu"))
+    ended = []
+    monkeypatch.setattr(copier.driver, "fence", lambda: SimpleNamespace(done=lambda: bool(ended)))
+    nothing = SimpleNamespace(size_bytes=0, copy=lambda driver, runs, *, is_load: None)
+    for _ in range(2):
+        assert copier.has_room(is_load=False)
+        copier.copy(nothing, [Run(0, 0, 32 << 20)], is_load=False)
+    assert not copier.has_room(is_load=False) and copier.has_room(is_load=True)
+    ended.append(True)
+    assert copier.has_room(is_load=False)
 
 
 def test_threads_share_a_store(host, disk):

@@ -11,6 +11,7 @@ copy them, as a `Buffer`.
 import ctypes
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 
@@ -24,6 +25,9 @@ from vmmkv.tiers.record import KEY_BYTES
 if TYPE_CHECKING:
     import torch
 
+
+_MOST_STORING_BYTES: Final = 64 << 20
+"""Bytes of stores under way from which on no more are launched: what an engine copies to the host itself waits behind them."""
 
 Spans: TypeAlias = Sequence[tuple[int, int]]
 """Bytes of an engine: addresses, of its device, of pinned host memory or of a tensor, and how many bytes from there on."""
@@ -67,16 +71,23 @@ class BufferCopier:
     def __init__(self, driver: Driver) -> None:
         self.driver: Final = driver
         self._streams = driver.new_stream(), driver.new_stream()
+        self._stores = deque[tuple[Fence, int]]()
+        """Fence and bytes of each store under way, the oldest first."""
 
     def has_room(self, *, is_load: bool) -> bool:
-        """Always: a copy between addresses takes nothing else."""
-        return True
+        """For a load always: requests wait for it. For a store while few bytes of others are under way."""
+        while self._stores and self._stores[0][0].done():
+            self._stores.popleft()
+        return is_load or sum(size_bytes for _, size_bytes in self._stores) < _MOST_STORING_BYTES
 
     def copy(self, buffer: Buffer, runs: Sequence[Run], *, is_load: bool) -> Fence:
         """Launch copies of records into the buffer, or out of it. Returns a fence behind them. See Copier.copy."""
         with self.driver.on(self._streams[is_load]):
             buffer.copy(self.driver, runs, is_load=is_load)
-            return self.driver.fence()
+            fence = self.driver.fence()
+        if not is_load:
+            self._stores.append((fence, sum(run.size_bytes for run in runs)))
+        return fence
 
     def fence(self, *, is_load: bool) -> Fence:
         """A fence behind all copies that were launched in a direction."""

@@ -47,6 +47,8 @@ _LOOK_S: Final = 0.0001
 
 def of_rank(key: bytes, rank: int) -> bytes:
     """The key of a rank's part of a record, below 65,536 of them; and of such a part's key, that of the record."""
+    if not rank:
+        return key
     return key[:-2] + bytes(one ^ other for one, other in zip(key[-2:], rank.to_bytes(2, "big"), strict=True))
 
 
