@@ -184,8 +184,9 @@ VLLM_TESTS = (
     *("tests/adapters/test_vllm_hooks.py", "tests/adapters/record_vllm.py", "tests/adapters/vllm_names"),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
 )
-SGLANG_TESTS = tuple(
-    f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")
+SGLANG_TESTS = (
+    *(f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")),
+    *("tests/adapters/sglang_engine.py", "tests/gpu/test_sglang_cuda.py"),
 )
 
 ROOMS: tuple[Room, ...] = (
