@@ -53,9 +53,9 @@ class Room:
     lines: tuple[Line, ...]
     """Its registration, in files that stay."""
     functions: tuple[str, ...] = ()
-    """Its functions in files that stay, as `file::function`."""
+    """Its functions, methods and classes in files that stay, as `file::function` and `file::Class.method`."""
     tests: tuple[str, ...]
-    """Tests of it, or of it with others: files, folders, or `file::function` in a file that stays."""
+    """Tests of it, or of it with others: files, folders, or definitions in a file that stays, named as `functions`."""
     neighbours: tuple[str, ...]
     """Tests of the rooms that meet it, as pytest names them; they pass without it."""
 
@@ -183,6 +183,12 @@ VLLM_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_vllm_jobs", "test_vllm_secondary", "vllm_secondary")),
     *("tests/adapters/test_vllm_hooks.py", "tests/adapters/record_vllm.py", "tests/adapters/vllm_names"),
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
+)
+BATCH, TRANSFORMERS = (f"vmmkv/adapters/transformers/{name}.py" for name in ("batch", "cache"))
+FAILURES, INTERRUPTS, TIERS_CUDA = (
+    "tests/laws/test_failures.py",
+    "tests/laws/test_interrupts.py",
+    "tests/gpu/test_tiers_cuda.py",
 )
 SGLANG_TESTS = tuple(
     f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")
@@ -486,6 +492,46 @@ ROOMS: tuple[Room, ...] = (
         ),
     ),
     Room(
+        name="saved",
+        paths=("vmmkv/saved.py", "vmmkv/adapters/transformers/saved.py"),
+        lines=(
+            *(Line(f"vmmkv/{name}.py", "from vmmkv import saved\n") for name in ("cache", "sequence")),
+            Line(BATCH, "from vmmkv.saved import Offloaded\n"),
+            Line(BATCH, "self._offloaded: Offloaded | None", "self._offloaded: Any"),
+            Line(BATCH, "self._offloaded = Offloaded(", "raise NotImplementedError("),
+            Line(TRANSFORMERS, "attention, registry, saved\n", "attention, registry\n"),
+            Line(TRANSFORMERS, "self._restore_file(", "raise NotImplementedError("),
+            *(Line(file, "from vmmkv.saved import Offloaded\n") for file in (FAILURES, INTERRUPTS, TIERS_CUDA)),
+            *(Line(FAILURES, f'    "{name}": of_prefixes(OffloadWorld.') for name in ("offload", "come_back")),
+            Line(INTERRUPTS, 'lambda world: world.cache.restore("saved"'),
+            Line(INTERRUPTS, 'live.sequence.save("saved")', "pass"),
+            Line("tests/adapters/test_transformers_batch.py", "            ours.offload()\n"),
+            Line("tests/adapters/test_transformers_cache.py", ", cache.offload):", "):"),
+        ),
+        functions=(
+            *("vmmkv/cache.py::KVCache.restore", "vmmkv/sequence.py::Sequence.save"),
+            *(f"{TRANSFORMERS}::VmmCache.{name}" for name in ("save", "_restore_file")),
+        ),
+        tests=(
+            *(
+                "tests/unit/test_saved.py",
+                "tests/unit/test_fuzz_files.py::test_a_saved_sequence_is_restored_as_it_was_or_refused",
+            ),
+            *(f"tests/adapters/test_transformers_{name}.py" for name in ("offload", "saved")),
+            f"{FAILURES}::OffloadWorld",
+            f"{INTERRUPTS}::test_host_memory_goes_behind_the_copy_whatever_comes_after_its_launch",
+            *(
+                f"{TIERS_CUDA}::test_{name}"
+                for name in ("a_saved_sequence_is_restored", "offloaded_sequences_come_back_to_their_addresses")
+            ),
+            "tests/adapters/test_transformers_cuda.py::test_offloaded_rows_come_back_after_others_wrote_their_memory",
+        ),
+        neighbours=(
+            *(FAILURES, "tests/laws/test_cache_machine.py", "tests/unit/test_cache.py", "tests/unit/test_fuzz_tiers.py"),
+            *(f"tests/adapters/test_transformers_{name}.py" for name in ("batch", "cache")),
+        ),
+    ),
+    Room(
         name="eviction",
         paths=("vmmkv/eviction", f"{ENGINE}/features/compaction.py", "bench/suites/streaming.py"),
         lines=(
@@ -629,11 +675,11 @@ def change(room: Room, tree: Path) -> None:
     for each in functions_of(room):
         file, _, name = each.partition("::")
         path = tree / file
-        path.write_text(without_function(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
+        path.write_text(without_definition(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
 
 
 def functions_of(room: Room) -> list[str]:
-    """Functions that a room has in files that stay, tests included."""
+    """Functions, methods and classes that a room has in files that stay, tests included."""
     return [each for each in (*room.functions, *room.tests) if "::" in each]
 
 
@@ -648,14 +694,19 @@ def without(line: Line, text: str) -> str:
     return text[:start] + text[end + 1 :]
 
 
-def without_function(name: str, text: str, file: str) -> str:
-    """A file's text without a function at its top level, and its decorators. Raises: Broken."""
-    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name == name]
+def without_definition(name: str, text: str, file: str) -> str:
+    """A file's text without a function or class, or a method named `Class.method`, and its decorators. Raises: Broken."""
+    found: list[ast.AST] = [ast.parse(text)]
+    for part in name.split("."):
+        inner = (each for outer in found for each in ast.iter_child_nodes(outer))
+        found = [each for each in inner if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == part]
     if len(found) != 1:
-        raise Broken(f"{file} has {len(found)} functions {name}; wanted one")
-    start = min(node.lineno for node in (found[0], *found[0].decorator_list)) - 1
+        raise Broken(f"{file} has {len(found)} definitions of {name}; wanted one")
+    (definition,) = found
+    assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
+    start = min(node.lineno for node in (definition, *definition.decorator_list)) - 1
     lines = text.splitlines(keepends=True)
-    return "".join(lines[:start] + lines[found[0].end_lineno :])
+    return "".join(lines[:start] + lines[definition.end_lineno :])
 
 
 def modules(tree: Path) -> dict[str, Path]:

@@ -34,6 +34,7 @@ VLLM_MACHINE = "tests/adapters/test_vllm_machine.py"
 STORES = "tests/laws/test_stores.py"
 REDIS = "tests/laws/test_redis.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
+SAVED_UNIT = "tests/unit/test_saved.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 STORE_UNIT = "tests/unit/test_store.py"
 STORE_MACHINE = "tests/laws/test_store_machine.py"
@@ -940,7 +941,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             (BORROWED, "                tree.unlock(match.path[-1])\n", "                pass\n"),
         ),
     },
-    (SAVED, TIERS_UNIT): {
+    (SAVED, SAVED_UNIT): {
         "a header whose rows begin behind what is needed": (
             "start > slots.layout.start_for(group, num_tokens) for",
             "False for",
@@ -961,7 +962,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "files of others beside a save removed": ("if os.pread(fd, len(_UNFINISHED), 0) == _UNFINISHED:", "if True:"),
         "a save that failed leaves its file": ("            os.unlink(new)\n", "            pass\n"),
     },
-    (SLOTS, TIERS_UNIT, INTERRUPTS): {
+    (SLOTS, SAVED_UNIT, INTERRUPTS): {
         "a call that failed leaves its sequence open": ("            retried(live.close)\n", "            pass\n"),
     },
     ("vmmkv/prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
