@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
@@ -852,16 +851,6 @@ def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_p
     driver.fail_at = set()
     long_prefix.cache.check()
     long_prefix.cache.drain()
-
-
-def test_a_request_without_room_does_not_try_again_in_every_step():
-    one = Harness(tiny_model(), share=True, budget_pages=3, step_tokens=4096)
-    one.ask("large", prompt_of(4000), 40)
-    one.ask("waits", prompt_of(3000, 5), 2)
-    one.run()
-    assert not one.failures()
-    assert sum(one.prefix.stats().attached.values()) <= 4  # each once, and once or twice in vain
-    one.close()
 
 
 def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(pool, windowed_prefix):
