@@ -209,7 +209,11 @@ HOLDER_LINES = (
     Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
     Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
     Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
+    Line("vmmkv/prefix/cache.py", "prefix.restored import RestoredPrefixes\n"),
+    Line("vmmkv/prefix/cache.py", "self._restored = RestoredPrefixes("),
+    Line("vmmkv/prefix/cache.py", "self._restored.prepare(budget_us, free_slots)", "False"),
 )
+PREPARED = "tests/unit/test_prefix.py::test_what_goes_while_a_prefix_is_prepared_is_not_copied"
 TIERS_LINES = (
     Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
     Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
@@ -464,7 +468,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="holder",
-        paths=("vmmkv/holder", "vmmkv/cli/hold.py"),
+        paths=("vmmkv/holder", "vmmkv/prefix/restored.py", "vmmkv/cli/hold.py"),
         lines=(
             *HOLDER_LINES,
             Line(f"{ENGINE}/loading.py", "from vmmkv.holder import check_there\n"),
@@ -476,6 +480,7 @@ ROOMS: tuple[Room, ...] = (
             Line("vmmkv/cli/main.py", "fetch, hold, doctor)", "fetch, doctor)"),
         ),
         tests=(
+            PREPARED,
             "tests/unit/holder_engines.py",
             "tests/unit/test_holder.py",
             "tests/unit/test_holder_damage.py",
@@ -598,7 +603,7 @@ ROOMS: tuple[Room, ...] = (
         name="all_but_the_core",
         paths=(
             *("server", "bench", "examples", "vmmkv/__main__.py", "vmmkv/cli", "vmmkv/adapters"),
-            *("vmmkv/tiers", "vmmkv/holder", "vmmkv/eviction", "vmmkv/saved.py"),
+            *("vmmkv/tiers", "vmmkv/holder", "vmmkv/eviction", "vmmkv/saved.py", "vmmkv/prefix/restored.py"),
             *(f"vmmkv/{name}.py" for name in ("config", "kv_policy", "model_config", "rate", "unmodified")),
         ),
         lines=(
@@ -614,7 +619,7 @@ ROOMS: tuple[Room, ...] = (
             *(f"tests/{name}" for name in ("adapters", "end_to_end", "engine", "gpu", "server", "structured_output", "tools")),
             *("tests/kernels", "tests/deletable.py", "tests/mutants.py", "tests/stores.py"),
             *(*others("tests/unit", *CORE_UNIT), *others("tests/laws", *CORE_LAWS)),
-            *("tests/conftest.py::smollm2", "tests/unit/conftest.py::host", OFFLOAD, f"{FAILURES}::TierWorld"),
+            *("tests/conftest.py::smollm2", "tests/unit/conftest.py::host", PREPARED, OFFLOAD, f"{FAILURES}::TierWorld"),
         ),
         neighbours=(
             *(f"tests/unit/{name}.py" for name in CORE_UNIT if name.startswith("test_")),

@@ -780,8 +780,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
         "rows before a window taken to be missing": (
-            "begin(slot, hit.starts, hit.extents.firsts)\n        with self._reading(hit):\n",
-            "begin(slot, hit.starts)\n        with self._reading(hit):\n",
+            "begin(slot, hit.starts, hit.extents.firsts)\n        with self.reading(hit):\n",
+            "begin(slot, hit.starts)\n        with self.reading(hit):\n",
         ),
     },
     (THREADED, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {

@@ -30,6 +30,7 @@ from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
+from vmmkv.prefix.restored import RestoredPrefixes
 from vmmkv.prefix.tiered import Fetch, PrefixListener, TieredPrefixes
 from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tier import Tier, TierStats
@@ -136,6 +137,7 @@ class PrefixCache:
             self.index: Final = PrefixIndex(slots)
             """Tree of prefixes, and the parked slots that keep them."""
             self._attacher = Attacher(slots, self.index)
+            self._restored = RestoredPrefixes(slots, self.index, self._attacher)
             self.transfers: Final = self._follow_tiers(tiers, fingerprint)
             """Stores and loads of tiers; None without tiers."""
             self._attached: Counter[AttachMethod] = Counter()
@@ -405,7 +407,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
-            return self._attacher.prepare(budget_us, free_slots)
+            return self._restored.prepare(budget_us, free_slots)
 
     # pins, and the rest
 
