@@ -207,6 +207,7 @@ SAVED_IN_TESTS = (
 HOLDER_LINES = (
     Line("vmmkv/memory/pool.py", "    from vmmkv.holder.source import open_source\n"),
     Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
+    Line("vmmkv/prefix/cache.py", "from vmmkv.holder.borrowed import BorrowedPrefixes", "pass"),
     Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
     Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
     Line("vmmkv/prefix/cache.py", "prefix.restored import RestoredPrefixes\n"),
@@ -215,6 +216,7 @@ HOLDER_LINES = (
 )
 PREPARED = "tests/unit/test_prefix.py::test_what_goes_while_a_prefix_is_prepared_is_not_copied"
 TIERS_LINES = (
+    Line("vmmkv/prefix/cache.py", "from vmmkv.tiers.transfers import Transfers", "pass"),
     Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
     Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
     Line("vmmkv/__init__.py", "    from vmmkv.tiers import"),
@@ -223,7 +225,7 @@ TIERS_LINES = (
 )
 """Registration of these rooms in the library's core."""
 CORE_UNIT = (
-    *("conftest", "support", "test_pool", "test_cache", "test_prefix", "test_radix_tree", "test_copy_rows", "test_memory_map"),
+    *("conftest", "support", "test_pool", "test_cache", "test_prefix", "test_radix_tree", "test_copy_rows"),
     *("test_dlpack", "test_null_page", "test_storage", "test_units", "test_fake_driver", "test_driver_host"),
     "test_driver_cuda_unavailable",
 )
@@ -605,16 +607,23 @@ ROOMS: tuple[Room, ...] = (
             *("server", "bench", "examples", "vmmkv/__main__.py", "vmmkv/cli", "vmmkv/adapters"),
             *("vmmkv/tiers", "vmmkv/holder", "vmmkv/eviction", "vmmkv/saved.py", "vmmkv/prefix/restored.py"),
             *(f"vmmkv/{name}.py" for name in ("config", "kv_policy", "model_config", "rate", "unmodified")),
+            "vmmkv/memory/memory_map.py",
         ),
         lines=(
             *(*HOLDER_LINES, *TIERS_LINES, *SAVED_LINES, *SAVED_IN_TESTS),
             Line("vmmkv/layout.py", "from vmmkv.model_config import"),
+            Line("vmmkv/cache.py", "from vmmkv.memory.memory_map import"),
+            Line("vmmkv/cache.py", "states import SlotMap, SlotState", "states import SlotState"),
             Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
             Line(FAILURES, "DriverError, HostTier, KVCache", "DriverError, KVCache"),
             *(Line(FAILURES, f'    "{name}": of_prefixes(') for name in ("store", "load")),
             Line(FAILURES, FETCH_FAILS),
         ),
-        functions=("vmmkv/layout.py::KVLayout.from_config", "vmmkv/testing/__main__.py::adapted_kernels", *SAVED_METHODS),
+        functions=(
+            *("vmmkv/layout.py::KVLayout.from_config", "vmmkv/testing/__main__.py::adapted_kernels", *SAVED_METHODS),
+            "vmmkv/cache.py::KVCache.slot_maps",
+            *(f"vmmkv/memory/states.py::{name}" for name in ("RunState", "MappedRun", "SlotMap")),
+        ),
         tests=(
             *(f"tests/{name}" for name in ("adapters", "end_to_end", "engine", "gpu", "server", "structured_output", "tools")),
             *("tests/kernels", "tests/deletable.py", "tests/mutants.py", "tests/stores.py"),
