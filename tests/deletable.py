@@ -211,10 +211,8 @@ HOLDER_LINES = (
     Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
     Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
     Line("vmmkv/prefix/cache.py", "prefix.restored import RestoredPrefixes\n"),
-    Line("vmmkv/prefix/cache.py", "self._restored = RestoredPrefixes("),
-    Line("vmmkv/prefix/cache.py", "self._restored.prepare(budget_us, free_slots)", "False"),
+    Line("vmmkv/prefix/cache.py", "None if holder is None else RestoredPrefixes(slots, self.index, self._attacher)", "None"),
 )
-PREPARED = "tests/unit/test_prefix.py::test_what_goes_while_a_prefix_is_prepared_is_not_copied"
 TIERS_LINES = (
     Line("vmmkv/prefix/cache.py", "from vmmkv.tiers.transfers import Transfers", "pass"),
     Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
@@ -482,7 +480,6 @@ ROOMS: tuple[Room, ...] = (
             Line("vmmkv/cli/main.py", "fetch, hold, doctor)", "fetch, doctor)"),
         ),
         tests=(
-            PREPARED,
             "tests/unit/holder_engines.py",
             "tests/unit/test_holder.py",
             "tests/unit/test_holder_damage.py",
@@ -628,7 +625,7 @@ ROOMS: tuple[Room, ...] = (
             *(f"tests/{name}" for name in ("adapters", "end_to_end", "engine", "gpu", "server", "structured_output", "tools")),
             *("tests/kernels", "tests/deletable.py", "tests/mutants.py", "tests/stores.py"),
             *(*others("tests/unit", *CORE_UNIT), *others("tests/laws", *CORE_LAWS)),
-            *("tests/conftest.py::smollm2", "tests/unit/conftest.py::host", PREPARED, OFFLOAD, f"{FAILURES}::TierWorld"),
+            *("tests/conftest.py::smollm2", "tests/unit/conftest.py::host", OFFLOAD, f"{FAILURES}::TierWorld"),
         ),
         neighbours=(
             *(f"tests/unit/{name}.py" for name in CORE_UNIT if name.startswith("test_")),

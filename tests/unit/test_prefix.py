@@ -118,24 +118,6 @@ def test_a_close_can_be_repeated_whichever_of_its_calls_fails(driver, pool):
     assert number > 2
 
 
-def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
-    """The rows behind the last whole page are in pages of the branches below, and the first branch goes."""
-    for branch in (251, 252):
-        prompt = [*PROMPT, *[branch] * 20]
-        prefix.release(begin(prefix, prompt, method=AttachMethod.COMPUTE), prompt)
-    cache.drain()
-    (shared,) = prefix.index.tree.match(None, PROMPT).path
-    prefix.index.restored.append(shared)
-    assert prefix.prepare(0)
-    prefix.evict(1)
-    other = prefix.attach([0] * 101, namespace="other").sequence  # in the memory of what has gone
-    other.grow(100)
-    other.k(0)[:100] = 0
-    while prefix.prepare(0):
-        pass
-    assert_reads(prefix.attach([*PROMPT, 0]).sequence, range(100))
-
-
 @pytest.mark.parametrize("num_tokens", [29, 33])
 def test_rows_hit_whose_last_page_belongs_to_a_node_behind_them(pool, num_tokens):
     """The prompts part at token 28. No full layer has a page past token 21, and window page 1 ends behind token 28.

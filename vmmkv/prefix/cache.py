@@ -134,7 +134,7 @@ class PrefixCache:
             self.index: Final = PrefixIndex(slots)
             """Tree of prefixes, and the parked slots that keep them."""
             self._attacher = Attacher(slots, self.index)
-            self._restored = RestoredPrefixes(slots, self.index, self._attacher)
+            self._restored = None if holder is None else RestoredPrefixes(slots, self.index, self._attacher)
             self.transfers: Final = self._follow_tiers(tiers, fingerprint)
             """Stores and loads of tiers; None without tiers."""
             self._attached: Counter[AttachMethod] = Counter()
@@ -404,7 +404,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
-            return self._restored.prepare(budget_us, free_slots)
+            return self._restored is not None and self._restored.prepare(budget_us, free_slots)
 
     # pins, and the rest
 
