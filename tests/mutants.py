@@ -34,6 +34,7 @@ VLLM_MACHINE = "tests/adapters/test_vllm_machine.py"
 STORES = "tests/laws/test_stores.py"
 REDIS = "tests/laws/test_redis.py"
 TIERS_UNIT = "tests/unit/test_tiers.py"
+SAVED_UNIT = "tests/unit/test_saved.py"
 TIER_MACHINE = "tests/laws/test_tier_machine.py"
 STORE_UNIT = "tests/unit/test_store.py"
 STORE_MACHINE = "tests/laws/test_store_machine.py"
@@ -779,8 +780,8 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     },
     ("vmmkv/prefix/attach.py", f"{TIERS_UNIT}::test_a_turn_that_begins_within_a_page_of_a_window_has_the_page_stored"): {
         "rows before a window taken to be missing": (
-            "begin(slot, hit.starts, hit.extents.firsts)\n        with self._reading(hit):\n",
-            "begin(slot, hit.starts)\n        with self._reading(hit):\n",
+            "begin(slot, hit.starts, hit.extents.firsts)\n        with self.reading(hit):\n",
+            "begin(slot, hit.starts)\n        with self.reading(hit):\n",
         ),
     },
     (THREADED, f"{TIERS}::test_a_listener_hears_what_becomes_of_each_record"): {
@@ -940,7 +941,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             (BORROWED, "                tree.unlock(match.path[-1])\n", "                pass\n"),
         ),
     },
-    (SAVED, TIERS_UNIT): {
+    (SAVED, SAVED_UNIT): {
         "a header whose rows begin behind what is needed": (
             "start > slots.layout.start_for(group, num_tokens) for",
             "False for",
@@ -961,7 +962,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
         "files of others beside a save removed": ("if os.pread(fd, len(_UNFINISHED), 0) == _UNFINISHED:", "if True:"),
         "a save that failed leaves its file": ("            os.unlink(new)\n", "            pass\n"),
     },
-    (SLOTS, TIERS_UNIT, INTERRUPTS): {
+    (SLOTS, SAVED_UNIT, INTERRUPTS): {
         "a call that failed leaves its sequence open": ("            retried(live.close)\n", "            pass\n"),
     },
     ("vmmkv/prefix/index.py", TIER_MACHINE, PREFIX_UNIT): {
