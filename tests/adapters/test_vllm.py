@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
+from tests.stores import redis_server, until
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.directory import Directory, listen_to
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
-from vmmkv.tiers import HostTier
+from vmmkv.tiers import HostTier, RedisTier
 
 # blocks
 
@@ -71,6 +73,37 @@ def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():
 def test_a_cache_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"shape \(5, 2\) has no dimension of 6 blocks"):
         BlockMemory([torch.zeros(5, 2)], 6)
+
+
+# which records there are
+
+
+def test_a_record_is_there_when_each_rank_has_reported_its_part():
+    directory, key = Directory([], 2), KeyChain("m", every=1).of([1]).keys()[0]
+    directory.learn([("host", key, True)], is_busy=False)
+    assert directory.lookup([key]) == [""]
+    directory.learn([("host", of_rank(key, 1), True)], is_busy=False)
+    assert directory.lookup([key]) == ["host"]
+    directory.learn([("host", key, False)], is_busy=False)
+    assert directory.lookup([key]) == [""]
+
+
+def test_a_record_that_a_worker_has_put_into_a_store_is_there_though_the_store_has_lacked_it():
+    with redis_server() as redis:
+        tiers = [RedisTier(redis.url, record_bytes=4096) for _ in range(2)]
+        directory, changes, key = Directory(tiers[:1], 1), [], KeyChain("m", every=1).of([1]).keys()[0]
+        listen_to(tiers[1:], changes.append)
+        until(lambda: directory.lookup([key]) == [""])
+        with Store(tiers[1:]) as store:
+            mover = BlockMover(store, BlockMemory([torch.ones(1, 1024, dtype=torch.int32)], 1))
+            mover.after_step(StepPlan(stores=[(key, [0])]))
+            until(lambda: mover.go_on(computes=True) or not mover.is_busy)
+        assert changes == [("redis", key, True)], "it is reported before the worker has nothing more to do"
+        directory.learn(changes, is_busy=False)
+        assert directory.lookup([key]) == ["redis"]
+        directory.close()
+        for tier in tiers:
+            tier.close()
 
 
 # requests

@@ -277,6 +277,11 @@ class Mover(Generic[B]):
         """Is there nothing to go on with?"""
         return not (self.is_storing or self._copies or self._searches or self._loads)
 
+    @property
+    def is_kept(self) -> bool:
+        """Have all tiers written what they were given, or failed to? Does not wait."""
+        return all(self.ask(True, tier.flush, 0.0) for tier in self.tiers)
+
     def transfers_under_way(self) -> Iterator[Transfer]:
         """Transfers whose memory tiers have lent, and that will be finished or dropped."""
         for moves in (*(copy.moves for copy in self._copies), *(load.coming for load in self._loads)):
@@ -319,7 +324,7 @@ class Mover(Generic[B]):
             is_more = poll()
             with lock:
                 fence = oldest_fence()
-                if not is_more and all(self.ask(True, tier.flush, 0.0) for tier in self.tiers):
+                if not is_more and self.is_kept:
                     return True
             if time.monotonic() > until_s:
                 return False

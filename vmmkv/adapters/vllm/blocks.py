@@ -234,7 +234,7 @@ class BlockMover:
         """Fence behind what was launched before the step, which may use blocks that it loads; the step does not."""
         self._last_s = 0.0
         self.is_busy = False
-        """Was something under way at the end of the last step?"""
+        """Was something under way at the end of the last step, or was a tier still writing?"""
 
     def before_step(self, plan: StepPlan) -> None:
         """Let the step that is launched next write its blocks: give up stores of them, and wait for copies under way."""
@@ -273,12 +273,14 @@ class BlockMover:
         step_us = 1e6 * (now_s - self._last_s)
         self._last_s = now_s
         share_us = min(step_us / 2, _MOST_LOADING_US) if self._loads else min(step_us / 10, _MOST_US)
-        self.is_busy = not self._store.is_idle and self._store.poll(max(share_us, _LEAST_US))
-        while not computes and self.is_busy and self._loads and not self._has_loaded:
+        if not self._store.is_idle:
+            self._store.poll(max(share_us, _LEAST_US))
+        while not computes and self._loads and not self._has_loaded:
             if time.monotonic() - now_s > _WITHOUT_FORWARD_S:
                 break
             time.sleep(_LOOK_S)
-            self.is_busy = self._store.poll(_MOST_US)
+            self._store.poll(_MOST_US)
+        self.is_busy = not (self._store.is_idle and self._store.is_kept)
 
     @property
     def _has_loaded(self) -> bool:

@@ -1,7 +1,7 @@
 """VmmkvConnector: vLLM's `KVConnectorBase_V1` over vmmkv's tiers.
 
-vLLM makes it for its scheduler and for each worker, in processes of their own. Workers have the tiers; the scheduler asks disks
-and stores by itself, and is told what the workers' host tiers hold. Of a tensor-parallel engine each rank has a part of each
+vLLM makes it for its scheduler and for each worker, in processes of their own. Workers have the tiers, and the scheduler a
+`Directory` of what they hold. Of a tensor-parallel engine each rank has a part of each
 record; what some rank lacks nobody loads.
 """
 
@@ -9,19 +9,18 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
+from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
 from vmmkv.adapters.vllm.hooks import refuse_unknown
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
-from vmmkv.tier import Tier
-from vmmkv.tiers import HostTier, Store
+from vmmkv.tiers import Store
 
 refuse_unknown()  # before the imports of what may not be there
 
@@ -44,9 +43,6 @@ from vmmkv.adapters.vllm.statistics import (  # noqa: E402
 
 log = logging.getLogger("vllm.vmmkv")
 
-_RECENT_S: Final = 0.02
-"""Age up to which a report of the worker tells of now."""
-
 _REPORT_S: Final = 1.0
 """Time between two reports of the tiers' statistics. One more is made when they have nothing left to do."""
 
@@ -60,9 +56,9 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Message of the workers to the scheduler: records that their host tiers have taken or lost, in order."""
+    """Message of the workers to the scheduler: changes of their tiers, in order."""
 
-    changes: list[tuple[int, bytes, bool]]
+    changes: list[Change]
     is_busy: bool
     """Are there others on their way?"""
     measured: int | None
@@ -70,43 +66,6 @@ class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: "_HostReport") -> "_HostReport":
         return _HostReport(self.changes + other.changes, self.is_busy or other.is_busy, self.measured)
-
-
-class _Directory:
-    """The records that there are, as the scheduler knows: of host tiers by reports, of disks and stores by asking."""
-
-    def __init__(self, tiers: Sequence[Tier], num_ranks: int) -> None:
-        self._held = [set[bytes]() for _ in range(num_ranks)]
-        """Keys of the records of which the host tier of each rank has a part."""
-        self._is_busy, self._reported_s = False, 0.0
-        self._store = Store(tiers) if tiers else None
-
-    def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
-        """Name the tier of each record, "" for none; None while a store finds out, or until the workers say so in a step."""
-        found = [HostTier.name if all(key in held for held in self._held) else "" for key in keys]
-        if all(found):
-            return found
-        if self._is_busy and time.monotonic() - self._reported_s > _RECENT_S:
-            return None
-        if self._store is not None:
-            for tier in self._store.tiers:
-                answers = [self._store.lookup_in(tier, [of_rank(key, rank) for key in keys]) for rank in range(len(self._held))]
-                known = [answer for answer in answers if answer is not None]
-                if len(known) < len(answers):
-                    return None
-                found = [name or (tier.name if all(has) else "") for name, *has in zip(found, *known, strict=True)]
-        return found
-
-    def learn(self, report: _HostReport | None) -> None:
-        """Take note of the report of a step, which has just ended; None if there was nothing to say."""
-        self._is_busy, self._reported_s = report is not None and report.is_busy, time.monotonic()
-        for rank, key, is_held in () if report is None else report.changes:
-            (self._held[rank].add if is_held else self._held[rank].discard)(key)
-
-    def close(self) -> None:
-        """Close the store. Idempotent."""
-        if self._store is not None:
-            self._store.close()
 
 
 class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -151,13 +110,13 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mover: BlockMover | None = None
         self._failed_blocks = set[int]()
         self._poller: IdlePoller | None = None
-        self._changes = deque[tuple[int, bytes, bool]]()
+        self._changes = deque[Change]()
         self._was_busy = False
         """Has the scheduler been told that records are on their way?"""
         self._counted, self._counted_s = Changes(), 0.0
         if role is KVConnectorRole.WORKER:
             return
-        self._directory: Final = _Directory(self._tiers, num_ranks)
+        self._directory: Final = Directory(self._tiers, num_ranks)
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)
         configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
@@ -202,7 +161,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note what a step has brought: reports, and requests that have loaded. See KVConnectorBase_V1."""
         report = connector_output.kv_connector_worker_meta
         report = report if isinstance(report, _HostReport) else None
-        self._directory.learn(report)
+        self._directory.learn(() if report is None else report.changes, is_busy=report is not None and report.is_busy)
         self._schedule.worth.step_ends(None if report is None else report.measured)
         self._schedule.failed(connector_output.invalid_block_ids)
         for name in connector_output.finished_recving or ():
@@ -224,13 +183,10 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"a block has {memory.block_bytes} bytes in vLLM's tensors, and {block_bytes} by its configuration: the vmmkv "
                 "connector does not know this layout"
             )
-        rank = get_tensor_model_parallel_rank()
-        for tier in self._tiers:
-            if isinstance(tier, HostTier):
-                tier.listen(lambda keys, is_held: self._changes.extend((rank, of_rank(key, rank), is_held) for key in keys))
+        listen_to(self._tiers, self._changes.append)
         self._store = Store(self._tiers, self._device)
         self._poller = IdlePoller(self._store)
-        self._mover = BlockMover(self._store, memory, rank)
+        self._mover = BlockMover(self._store, memory, get_tensor_model_parallel_rank())
         names = ", ".join(tier.name for tier in self._tiers)
         log.info("vmmkv: tiers: %s; a record has %d blocks of tokens, %d bytes", names, self._per_record, self._record_bytes)
 
