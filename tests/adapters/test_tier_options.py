@@ -14,6 +14,10 @@ from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
         ({"kv_disk": "kv", "kv_disk_budget": "1GiB"}, "kv_disk='kv' depends on the folder that an engine starts in"),
         ({"kv_host": "1GiB"}, "has no 'kv_host'; there are .*kv_host_budget"),
         ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
+        ({"kv_host_budget": "16 gigs"}, "kv_host_budget='16 gigs': "),
+        ({"kv_disk": "/kv", "kv_disk_budget": "much"}, "kv_disk_budget='much': "),
+        ({"kv_store": "rediss:host"}, "no store has the scheme ''; there are .*redis://"),
+        ({"kv_store": "redis://:secret@["}, "this is no URL of a Redis server"),
     ],
 )
 def test_options_that_are_not_understood_are_refused_by_name(given, said):
@@ -44,8 +48,6 @@ def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
     assert fingerprint_of("org/model", "abc") == "org/model@abc"
 
 
-def test_a_home_directory_is_that_of_the_user_and_a_size_that_is_none_is_named(monkeypatch, tmp_path):
+def test_a_home_directory_is_that_of_the_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert TierOptions.of({"kv_disk": "~/kv", "kv_disk_budget": "1MiB"}).kv_disk == str(tmp_path / "kv")
-    with pytest.raises(ValueError, match="kv_host_budget='16 gigs': "):
-        TierOptions.of({"kv_host_budget": "16 gigs"}).tiers(1 << 16, has_host=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,30 @@ from tests.stores import redis_server, until
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
+from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier, RedisTier
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_role": "kv_producer"}, 'kv_role must be "kv_both" in --kv-transfer-config, and is "kv_producer"'),
+        ({"kv_load_failure_policy": "fail"}, 'kv_load_failure_policy must be "recompute"'),
+        ({"kv_connector_extra_config": {"kv_host_budget": "1"} | {"kv_disks": "/kv"}}, "has no 'kv_disks'"),
+    ],
+)
+def test_what_the_connector_cannot_serve_is_refused_by_the_name_of_the_option(given, said):
+    fits = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = SimpleNamespace(**{**fits, "kv_connector_extra_config": {"kv_host_budget": "1GiB"}, **given})
+    with pytest.raises(ValueError, match=said):
+        options_of(transfer)
+    assert options_of(SimpleNamespace(**fits, kv_connector_extra_config={"kv_host_budget": "1GiB"})).kv_host_budget == "1GiB"
+
 
 # blocks
 

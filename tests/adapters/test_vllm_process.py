@@ -46,18 +46,19 @@ def answers(folder: Path) -> Callable[..., Answers]:
     )  # fmt: skip
     model.save_pretrained(folder / "model")
 
-    def run(kv_bytes: int = AMPLE, ranks: int = 1, **options: str) -> Answers:
+    def run(kv_bytes: int = AMPLE, ranks: int = 1, kv_role: str = "kv_both", **options: str) -> Answers:
         result = folder / "result.json"
         done = subprocess.run(
             [PYTHON, PROCESS, folder / "model", result, json.dumps(options)],
             env=os.environ
-            | {"KV_BYTES": str(kv_bytes), "RANKS": str(ranks), "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
+            | {"KV_BYTES": str(kv_bytes), "RANKS": str(ranks), "KV_ROLE": kv_role}
+            | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout[-6000:]
+        assert done.returncode == 0, done.stdout[-20000:]
         turns: Answers = json.loads(result.read_text())
         return turns
 
@@ -129,10 +130,15 @@ def test_preempted_requests_answer_the_same(answers: Callable[..., Answers], tok
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"kv_disks": "/kv"}, "has no 'kv_disks'"), ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget")],
+    [
+        ({"kv_disks": "/kv"}, "has no 'kv_disks'"),
+        ({"kv_disk": "/kv"}, "needs both kv_disk, a directory, and kv_disk_budget"),
+        ({"kv_host_budget": "1GiB", "kv_role": "kv_producer"}, 'kv_role must be "kv_both"'),
+    ],
 )
-def test_an_engine_with_options_that_are_not_understood_does_not_start(
+def test_an_engine_with_options_that_are_not_understood_loads_no_weights(
     answers: Callable[..., Answers], options: dict[str, str], said: str
 ) -> None:
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=said) as refused:
         answers(**options)
+    assert "Starting to load model" not in str(refused.value)

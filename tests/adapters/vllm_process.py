@@ -21,7 +21,7 @@ def main(model: str, result: str, options: str) -> None:
 
     transfer = {
         "kv_connector": "VmmkvConnector",
-        "kv_role": "kv_both",
+        "kv_role": os.environ["KV_ROLE"],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": json.loads(options),
     }

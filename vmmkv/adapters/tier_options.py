@@ -34,7 +34,10 @@ class TierOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, where: str = "kv_connector_extra_config") -> Self:
-        """Options out of what an engine was given, `where`. Raises: ValueError for unknown ones, or ones that do not fit."""
+        """Options out of what an engine was given, `where`.
+
+        Raises: ValueError for unknown ones, or ones that do not fit; TierUnavailable for a store whose client is missing.
+        """
         names = cls.__dataclass_fields__
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(
@@ -54,6 +57,11 @@ class TierOptions:
             raise ValueError(f"{where}: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
         if not (options.kv_host_budget or options.kv_disk or options.kv_store):
             raise ValueError(f"{where} names no tier; give kv_host_budget, kv_disk with kv_disk_budget, or kv_store")
+        for name in ("kv_host_budget", "kv_disk_budget"):
+            if (text := getattr(options, name)) is not None:
+                _bytes_of(name, text)
+        if options.kv_store is not None:
+            open_store(options.kv_store).close()  # which neither needs its server nor asks it
         return options
 
     def tiers(self, record_bytes: int, *, has_host: bool, num_ranks: int = 1) -> list[Tier]:

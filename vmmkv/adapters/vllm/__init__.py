@@ -5,7 +5,7 @@
         "kv_connector_extra_config": {"kv_host_budget": "16GiB", "kv_disk": "/var/kv", "kv_disk_budget": "200GiB"}}'
 
 connector   VmmkvConnector: what vLLM calls, in its scheduler and in its worker
-plugin      the connector's name, for vLLM
+plugin      the connector's name, for vLLM, and a check of its options
 statistics  counters in vLLM's log and its `/metrics`
 secondary   VmmkvSecondaryTier: the same tiers behind vLLM's own OffloadingConnector; these four import vLLM, and no others do
 jobs        ChunkJobs: a thread that moves records between a Store and memory of the host; for `secondary`

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
+from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
 from vmmkv.adapters.vllm.hooks import refuse_unknown
+from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers import Store
@@ -87,13 +88,7 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.kv_cache_groups
-        options = TierOptions.of(transfer.kv_connector_extra_config)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ValueError(
-                'kv_load_failure_policy must be "recompute" in --kv-transfer-config: with "fail", which is vLLM\'s default, a '
-                "record that a tier has lost fails its request"
-            )
+        options, groups = options_of(vllm_config.kv_transfer_config), kv_cache_config.kv_cache_groups
         for feature, is_on in _unserved(vllm_config, [type(group.kv_cache_spec).__name__ for group in groups]).items():
             if is_on:
                 raise ValueError(f"the vmmkv connector does not serve {feature} yet: start vLLM without one of the two")

@@ -72,9 +72,10 @@ CONNECTOR: Final[Names] = METRICS | {
     f"{_V1}.base.KVConnectorRole": ("SCHEDULER", "WORKER"),
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": (
         "register_connector(cls, name, module_path, class_name)",
+        "get_connector_class(cls, kv_transfer_config)",
     ),
     "vllm.distributed.parallel_state": ("get_tensor_model_parallel_rank without arguments",),
-    "vllm.config.KVTransferConfig": ("kv_connector", "kv_connector_extra_config", "kv_load_failure_policy"),
+    "vllm.config.KVTransferConfig": ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
     "vllm.config.VllmConfig": (
         *("kv_transfer_config", "model_config", "cache_config", "device_config", "parallel_config"),
         *("lora_config", "speculative_config"),
