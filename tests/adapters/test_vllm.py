@@ -13,7 +13,7 @@ from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
 from vmmkv.adapters.vllm.plugin import options_of
-from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.schedule import Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier, RedisTier
@@ -84,11 +84,10 @@ def test_bytes_of_a_block_that_lie_side_by_side_are_one_run(layout, count):
     assert len(BlockMemory([tensor], 6).spans(3)) == count
 
 
-def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():
+def test_parts_of_groups_and_ranks_have_keys_of_their_own():
     key = KeyChain("m", every=1).of([1]).keys()[0]
-    parts = [of_rank(key, rank) for rank in (0, 1, 255, 256, 65535)]
-    assert parts[0] == key and len(set(parts)) == 5 and {len(part) for part in parts} == {32}
-    assert [of_rank(part, rank) for part, rank in zip(parts, (0, 1, 255, 256, 65535), strict=True)] == [key] * 5
+    parts = [of_rank(of_group(key, group), rank) for group in (0, 1, 255) for rank in (0, 1, 255, 256, 65535)]
+    assert parts[0] == key and len(set(parts)) == 15 and {len(part) for part in parts} == {32}
 
 
 def test_a_cache_without_blocks_is_refused():
@@ -159,7 +158,7 @@ def computed(schedule, name, tokens, *, at_once=100):
     for start in range(0, len(tokens), at_once):
         num_new = min(at_once, len(tokens) - start)
         new = [next(blocks) for _ in range(-(-(start + num_new) // 2) - -(-start // 2))]
-        schedule.scheduled(name, new, start, num_new, is_new=start == 0)
+        schedule.scheduled(name, [new], start, num_new, is_new=start == 0)
         plans.append(schedule.take_plan())
     return plans
 
@@ -182,7 +181,7 @@ def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(sche
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 2) == 6
-    schedule.allocated("2", [7, 20, 21, 22], 6)
+    schedule.allocated("2", [[7, 20, 21, 22]], 6)
     plan = schedule.take_plan()
     ((name, records, _),) = plan.loads
     assert name == "2" and [blocks for _, blocks in records] == [[-1, 20], [21, 22]] and plan.written == [20, 21, 22]
@@ -192,16 +191,16 @@ def test_blocks_that_a_request_shares_are_not_written_by_it(schedule):
     tokens = list(range(11))
     for name, num_computed, blocks in (("1", 0, [10, 11, 12, 13, 14, 15]), ("2", 8, [10, 11, 12, 13, 20, 21])):
         schedule.matched(name, tokens, None, num_computed)
-        schedule.scheduled(name, blocks, num_computed, 11 - num_computed, is_new=True)
+        schedule.scheduled(name, [blocks], num_computed, 11 - num_computed, is_new=True)
     assert schedule.take_plan().written == [10, 11, 12, 13, 14, 15, 20, 21]
 
 
 def test_requests_that_decode_are_looked_at_when_they_get_a_block_or_fill_a_record(schedule):
     tokens = list(range(6))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11, 12], 0, 6, is_new=True)
+    schedule.scheduled("1", [[10, 11, 12]], 0, 6, is_new=True)
     plans = [schedule.take_plan()]
-    for computed, blocks in ((6, [13]), (7, ()), (8, [14]), (9, ())):
+    for computed, blocks in ((6, [[13]]), (7, ()), (8, [[14]]), (9, ())):
         tokens.append(computed)
         schedule.go_on(["1", "other"], [blocks, ()], [computed, 0], {"1": 1, "other": 1}, set())
         plans.append(schedule.take_plan())
@@ -215,7 +214,7 @@ def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, 
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 0) == 8
-    schedule.allocated("2", [20, 21, 22, 23], 8)
+    schedule.allocated("2", [[20, 21, 22, 23]], 8)
     assert [schedule.matched(str(each), tokens, None, 0) for each in range(3, 9)] == [None] * 6
     assert schedule.matched("9", [5, 5, 5, 5, 5], None, 0) == 0
     schedule.loaded("2") if ends == "loaded" else schedule.ended("2")
@@ -225,12 +224,12 @@ def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, 
 def test_who_needs_what_another_computes_waits_for_that_record_alone(schedule):
     tokens = list(range(11))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11], 0, 3, is_new=True)
+    schedule.scheduled("1", [[10, 11]], 0, 3, is_new=True)
     assert schedule.matched("2", tokens, None, 0) is None
-    schedule.scheduled("1", [12], 3, 3, is_new=False)
+    schedule.scheduled("1", [[12]], 3, 3, is_new=False)
     assert schedule.matched("2", tokens, None, 4) is None, "the second record is being computed"
     assert schedule.matched("3", [*tokens[:4], 50, 51, 52, 53, 54], None, 4) == 0
-    schedule.scheduled("1", [13, 14, 15], 6, 5, is_new=False)
+    schedule.scheduled("1", [[13, 14, 15]], 6, 5, is_new=False)
     assert schedule.matched("2", tokens, None, 8) == 0
 
 
@@ -238,18 +237,18 @@ def test_nobody_waits_in_an_engine_that_shares_nothing(tiers):
     schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth(), may_wait=False)
     for name in ("1", "2"):
         assert schedule.matched(name, list(range(11)), None, 0) == 0
-        schedule.scheduled(name, list(range(6)), 0, 11, is_new=True)
+        schedule.scheduled(name, [[*range(6)]], 0, 11, is_new=True)
 
 
 def test_a_preempted_request_holds_up_no_other_and_loads_what_it_had_stored(schedule, tiers):
     tokens = list(range(11))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11], 0, 4, is_new=True)
+    schedule.scheduled("1", [[10, 11]], 0, 4, is_new=True)
     tiers.held = {key for key, _ in schedule.take_plan().stores}
     assert schedule.matched("1", tokens, None, 0) == 4
-    schedule.allocated("1", [20, 21], 4)
+    schedule.allocated("1", [[20, 21]], 4)
     schedule.loaded("1")
-    schedule.scheduled("1", [20, 21, 22, 23, 24, 25], 4, 7, is_new=True)
+    schedule.scheduled("1", [[20, 21, 22, 23, 24, 25]], 4, 7, is_new=True)
     assert [blocks for _, blocks in schedule.take_plan().stores] == [[22, 23]]
 
 
@@ -258,8 +257,8 @@ def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, t
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 0) == 8
-    schedule.allocated("2", [20, 21, 22, 23], 8)
-    schedule.failed({21, 99})
+    schedule.allocated("2", [[20, 21, 22, 23]], 8)
+    schedule.failed({"2", "unknown"})
     schedule.loaded("2")
     assert schedule.matched("2", tokens, None, 0) == 0 and schedule.matched("3", tokens, None, 0) == 8
 
@@ -286,7 +285,7 @@ def test_a_request_that_needs_all_logits_of_its_prompt_loads_nothing_and_is_stor
     tiers.held = set(stored)
     assert len(stored) == 2 and schedule.matched("2", tokens, None, 0, may_load=False) == 0
     assert schedule.matched("3", tokens, None, 0) == 8
-    schedule.allocated("3", [20, 21, 22, 23], 8)
+    schedule.allocated("3", [[20, 21, 22, 23]], 8)
     assert schedule.matched("2", tokens, None, 0, may_load=False) == 0, "nor does it wait for a load"
 
 
@@ -308,6 +307,32 @@ def test_each_record_that_is_given_up_counts_once():
         mover.before_step(StepPlan(written=[3, 4]))
         assert mover.counts["given_up"] == 3
     tier.close()
+
+
+# groups of layers
+
+
+def test_of_layers_with_a_window_what_the_next_record_sees_is_stored_and_the_last_window_is_loaded(tiers):
+    schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth(), windows=[None, 3, 6])
+    tokens = list(range(13))
+    schedule.matched("1", tokens, None, 0)
+    schedule.scheduled("1", [[10, 11, 12, 13, 14, 15, 16], [*range(20, 27)], [*range(30, 37)]], 0, 13, is_new=True)
+    plan = schedule.take_plan()
+    keys = [key for key, _ in plan.stores]
+    assert keys == [of_group(key, group) for key in keys[::3] for group in range(3)] and len(set(keys)) == 9
+    assert [blocks for _, blocks in plan.stores] == [
+        *([10, 11], [-1, 21], [30, 31]),
+        *([12, 13], [-1, 23], [32, 33]),  # of record 1 the token 8 sees [6, 8) or [3, 8); of record 2 the token 12 [7, 12)
+        *([14, 15], [-1, 25], [34, 35]),
+    ]
+    tiers.held = {*keys}
+    assert schedule.matched("2", tokens, None, 2) == 10
+    schedule.allocated("2", [[10, 41, 42, 43, 44, 45], [0, 0, 0, 0, 0, 55], [0, 0, 0, 63, 64, 65]], 10)
+    plan = schedule.take_plan()
+    ((_, records, _),) = plan.loads
+    assert [blocks for _, blocks in records] == [[-1, 41], [42, 43], [44, 45], [-1, 55], [-1, 63], [64, 65]]
+    assert [key for key, _ in records] == [*keys[::3], keys[7], keys[5], keys[8]]
+    assert {41, 42, 43, 44, 45, 55, 63, 64, 65} == {*plan.written} - {0}
 
 
 # worth

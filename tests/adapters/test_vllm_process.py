@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.sources import SOURCE_ROOTS
 from tests.stores import redis_server
@@ -20,6 +20,10 @@ AMPLE, SCARCE = 64 << 20, 6 << 20
 """Memory for 512 blocks of 32 tokens, which holds all requests; and for 48, which does not."""
 
 RECORD_TOKENS = 512
+
+WINDOWS = {"kv_bytes": 256 << 20, "model": "windows"}
+"""Engine of a model with six groups of layers: five see 100 tokens. A record has 256 tokens."""
+
 DISK = {"kv_disk_budget": "64MiB"}
 
 pytestmark = [
@@ -38,18 +42,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> Callable[..., Answers]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=64, vocab_size=512, max_position_embeddings=8192, initializer_range=0.15, tie_word_embeddings=False,
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+    sizes |= {"max_position_embeddings": 8192, "initializer_range": 0.15, "tie_word_embeddings": False}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, head_dim=64, **sizes)).save_pretrained(
+        folder / "model"
+    )
+    Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            num_hidden_layers=6, num_key_value_heads=4, head_dim=256, sliding_window=100,
+            layer_types=["sliding_attention"] * 5 + ["full_attention"], **sizes,
         )
-    )  # fmt: skip
-    model.save_pretrained(folder / "model")
+    ).save_pretrained(folder / "windows")  # fmt: skip
 
-    def run(kv_bytes: int = AMPLE, ranks: int = 1, kv_role: str = "kv_both", **options: str) -> Answers:
+    def run(kv_bytes: int = AMPLE, ranks: int = 1, kv_role: str = "kv_both", model: str = "model", **options: str) -> Answers:
         result = folder / "result.json"
         done = subprocess.run(
-            [PYTHON, PROCESS, folder / "model", result, json.dumps(options)],
+            [PYTHON, PROCESS, folder / model, result, json.dumps(options)],
             env=os.environ
             | {"KV_BYTES": str(kv_bytes), "RANKS": str(ranks), "KV_ROLE": kv_role}
             | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
@@ -63,6 +71,14 @@ def answers(folder: Path) -> Callable[..., Answers]:
         return turns
 
     return run
+
+
+def damage(path: Path) -> None:
+    """Damage some of the records of a disk tier."""
+    with open(path, "r+b") as records:
+        for slot in range(8):
+            records.seek(slot * (2 << 20) + 1000)
+            records.write(b"xxxx")
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +109,7 @@ def test_an_emptied_cache_and_a_restarted_engine_are_warm(
 def test_a_damaged_record_is_computed(answers: Callable[..., Answers], tokens: list[list[int]], folder: Path) -> None:
     disk = {"kv_disk": str(folder / "damaged"), **DISK}
     answers(**disk)
-    with open(folder / "damaged" / "records", "r+b") as records:
-        for slot in range(8):
-            records.seek(slot * (2 << 20) + 1000)
-            records.write(b"xxxx")
+    damage(folder / "damaged" / "records")
     first, second = answers(**disk)
     assert first["tokens"] == second["tokens"] == tokens
     assert min(second["cached"]) >= 2 * RECORD_TOKENS, "what was computed again is stored again"
@@ -126,6 +139,47 @@ def test_preempted_requests_answer_the_same(answers: Callable[..., Answers], tok
     for _ in range(2):
         first, second = answers(SCARCE, kv_host_budget="8MiB", **disk)
         assert first["tokens"] == second["tokens"] == tokens
+
+
+@pytest.fixture(scope="module")
+def tokens_of_windows(answers: Callable[..., Answers]) -> list[list[int]]:
+    """The tokens of plain vLLM, from the model whose layers have windows."""
+    first, second = answers(**WINDOWS)
+    assert first["tokens"] == second["tokens"] and len({tuple(each) for each in first["tokens"]}) == len(first["tokens"])
+    wanted: list[list[int]] = first["tokens"]
+    return wanted
+
+
+def test_an_engine_of_layers_with_windows_is_warm_after_a_restart(
+    answers: Callable[..., Answers], tokens_of_windows: list[list[int]], folder: Path
+) -> None:
+    disk = {"kv_disk": str(folder / "windows-kv"), "kv_disk_budget": "256MiB"}
+    first, second = answers(**WINDOWS, **disk)
+    assert first["tokens"] == second["tokens"] == tokens_of_windows and min(second["cached"]) >= 1024
+    restarted, _ = answers(**WINDOWS, **disk)
+    assert restarted["tokens"] == tokens_of_windows and min(restarted["cached"]) >= 1024
+    counted = restarted["metrics"]
+    loaded = counted["vllm:vmmkv_loaded_tokens_total disk"] / 256
+    assert counted["vllm:vmmkv_loaded_bytes_total disk"] <= (loaded + 5 * counted["vllm:vmmkv_loads_total"]) * (2 << 20)
+
+
+def test_of_layers_with_windows_a_damaged_record_is_computed(
+    answers: Callable[..., Answers], tokens_of_windows: list[list[int]], folder: Path
+) -> None:
+    disk = {"kv_disk": str(folder / "windows-damaged"), "kv_disk_budget": "256MiB"}
+    answers(**WINDOWS, **disk)
+    damage(folder / "windows-damaged" / "records")
+    first, second = answers(**WINDOWS, **disk)
+    assert first["tokens"] == second["tokens"] == tokens_of_windows
+    assert first["metrics"]["vllm:vmmkv_failed_total"] > 0 and min(second["cached"]) >= 1024
+
+
+def test_preempted_requests_of_layers_with_windows_answer_the_same(
+    answers: Callable[..., Answers], tokens_of_windows: list[list[int]], folder: Path
+) -> None:
+    scarce = WINDOWS | {"kv_bytes": 40 << 20}
+    first, second = answers(**scarce, kv_disk=str(folder / "windows-scarce"), kv_disk_budget="256MiB")
+    assert first["tokens"] == second["tokens"] == tokens_of_windows
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ _LOOK_S: Final = 0.0001
 
 
 def of_rank(key: bytes, rank: int) -> bytes:
-    """The key of a rank's part of a record, below 65,536 of them; and of such a part's key, that of the record."""
+    """The key of a rank's part of a record, below 65,536 of them."""
     return key[:-2] + bytes(one ^ other for one, other in zip(key[-2:], rank.to_bytes(2, "big"), strict=True))
 
 
@@ -260,7 +260,8 @@ class BlockMover:
         for keys, blocks in self._batches([*dict(plan.stores).items()]):
             put = self._store.put(keys, _Blocks(self._memory, blocks), written=written)
             for block in blocks:
-                self._puts[block].append(put)
+                if block >= 0:
+                    self._puts[block].append(put)
         self.counts["stored"] += len(plan.stores)
         if len(self._puts) > self._most_puts:
             left = {block: [put for put in puts if not put.done] for block, puts in self._puts.items()}
@@ -287,17 +288,18 @@ class BlockMover:
         """Has a load ended?"""
         return any(all(get.done for get, _ in loads) for loads in self._loads.values())
 
-    def ended_loads(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended, and the blocks that could not be loaded."""
-        ended, bad = set[str](), set[int]()
+    def ended_loads(self) -> tuple[set[str], dict[str, set[int]]]:
+        """Requests whose loads have ended, and of those that have failed the blocks that could not be loaded."""
+        ended, failed = set[str](), defaultdict[str, set[int]](set)
         for name, loads in list(self._loads.items()):
             if all(get.done for get, _ in loads):
                 del self._loads[name]
                 ended.add(name)
                 for get, blocks in loads:
                     self.counts["loaded" if get.found else "failed"] += len(get.keys)
-                    bad.update(() if get.found else (block for block in blocks if block >= 0))
-        return ended, bad
+                    if not get.found:
+                        failed[name].update(block for block in blocks if block >= 0)
+        return ended, failed
 
     def _batches(self, records: Sequence[RecordBlocks]) -> Iterator[tuple[list[bytes], list[int]]]:
         """Keys and blocks of some records at a time."""

@@ -1,17 +1,19 @@
 """Directory: which records there are, as the engine's scheduler knows. The tiers that store them are those of its workers."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
 from vmmkv.adapters.vllm.blocks import of_rank
+from vmmkv.adapters.vllm.schedule import of_group
 from vmmkv.tier import Tier
 from vmmkv.tiers import HostTier, Store
 from vmmkv.tiers.shared import SharedTier
 
 Change = tuple[str, bytes, bool]
-"""A record that a worker's tier has taken, or lost: name of the tier, key of the rank's part, and whether it is there now."""
+"""A record that a worker's tier has taken, or lost: name of the tier, key of a rank's part, and whether it is there now."""
 
 _RECENT_S: Final = 0.02
 """Age up to which a report of the workers tells of now."""
@@ -23,9 +25,10 @@ class Directory:
     A store is believed for a while when it says that it has no record. So workers report what they have put there.
     """
 
-    def __init__(self, tiers: Sequence[Tier], num_ranks: int) -> None:
-        """`tiers`: those that the scheduler can ask, which it opens; each of `num_ranks` has a part of each record."""
-        self._num_ranks = num_ranks
+    def __init__(self, tiers: Sequence[Tier], num_ranks: int, num_groups: int = 1) -> None:
+        """`tiers`: those that the scheduler can ask, which it opens. Each rank has a part of each record for each group."""
+        self._places = [*itertools.product(range(num_ranks), range(num_groups))]
+        """Rank and group of each part of a record."""
         self._held = set[bytes]()
         """Keys of the parts in the host tiers of all ranks."""
         self._is_busy, self._reported_s = False, 0.0
@@ -34,7 +37,7 @@ class Directory:
 
     def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
         """Name the tier of each record, "" for none; None while a store finds out, or until the workers say so in a step."""
-        parts = [[of_rank(key, rank) for rank in range(self._num_ranks)] for key in keys]
+        parts = [[of_rank(of_group(key, group), rank) for rank, group in self._places] for key in keys]
         found = [HostTier.name if self._held.issuperset(each) else "" for each in parts]
         if all(found):
             return found
@@ -45,7 +48,7 @@ class Directory:
             answers = self._store.lookup_in(tier, [part for each in parts for part in each])
             if answers is None:
                 return None
-            has = [all(answers[at : at + self._num_ranks]) for at in range(0, len(answers), self._num_ranks)]
+            has = [all(answers[at : at + len(self._places)]) for at in range(0, len(answers), len(self._places))]
             found = [name or (tier.name if is_there else "") for name, is_there in zip(found, has, strict=True)]
         return found
 

@@ -51,7 +51,6 @@ CONNECTOR: Final[Names] = METRICS | {
         "update_state_after_alloc(self, request, blocks, num_external_tokens)",
         "build_connector_meta(self, scheduler_output)",
         "update_connector_output(self, connector_output)",
-        "request_finished(self, request, block_ids)",
         "reset_cache(self)",
         # the worker's
         "register_kv_caches(self, kv_caches)",
@@ -67,6 +66,7 @@ CONNECTOR: Final[Names] = METRICS | {
         "shutdown(self)",
         *_REPORTS,
     ),
+    f"{_V1}.base.SupportsHMA": ("request_finished_all_groups(self, request, block_ids)",),
     f"{_V1}.base.KVConnectorMetadata": (),
     f"{_V1}.base.KVConnectorWorkerMetadata": ("aggregate(self, other)",),
     f"{_V1}.base.KVConnectorRole": ("SCHEDULER", "WORKER"),
@@ -94,7 +94,7 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.v1.core.sched.output.SchedulerOutput": (*("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),),
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": (*("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),),
-    "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "invalid_block_ids", "finished_recving"),
+    "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving"),
     "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt"),
 }
 """Names that connector.py, statistics.py and plugin.py use."""
@@ -133,6 +133,13 @@ SECONDARY_TIER: Final[Names] = {
 }
 """Names that secondary.py uses."""
 
+HYBRID: Final[Names] = {
+    _BASE: ("get_transfer_results(self, finished_req_ids)",),
+    f"{_V1}.base.KVConnectorTransferResults": ("failed_recving",),
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec": ("block_size", "page_size_bytes", "sliding_window"),
+}
+"""Names by which requests fail to load that have blocks of several groups of layers, from vLLM 0.32."""
+
 LAYOUT: Final[Names] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_cache_layout",),
     "vllm.v1.kv_cache_layout.KVCacheLayout": ("BLNHC",),
@@ -148,6 +155,7 @@ CROSS_LAYERS: Final[Names] = {
 
 EXTENDED: Final = frozenset(
     (
+        f"{_V1}.base.SupportsHMA",
         *(_BASE, f"{_V1}.base.KVConnectorMetadata", f"{_V1}.base.KVConnectorWorkerMetadata"),
         *(f"{_V1}.metrics.KVConnectorStats", f"{_V1}.metrics.KVConnectorPromMetrics"),
         f"{_OFFLOAD}.tiering.base.SecondaryTierManager",
@@ -167,6 +175,7 @@ class Way(NamedTuple):
 WAYS: Final = (
     Way("KV connector", ((CONNECTOR, 'by "kv_connector": "VmmkvConnector"'),)),
     Way("secondary tier", ((SECONDARY_TIER, 'by "module_path": "vmmkv.adapters.vllm.secondary", on a GPU'),)),
+    Way("sliding windows", ((HYBRID, "layers with a window may have blocks of their own beside those of full attention"),)),
     Way(
         "layers side by side",
         (
