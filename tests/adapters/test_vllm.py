@@ -10,10 +10,10 @@ import torch
 from tests.laws.faulty_tier import FaultyTier
 from tests.stores import redis_server, until
 from vmmkv import KeyChain, Store
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
 from vmmkv.adapters.vllm.plugin import options_of
-from vmmkv.adapters.vllm.schedule import Schedule, StepPlan, of_group
+from vmmkv.adapters.vllm.schedule import PlannedLoad, Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier, RedisTier
@@ -252,6 +252,28 @@ def test_a_preempted_request_holds_up_no_other_and_loads_what_it_had_stored(sche
     assert [blocks for _, blocks in schedule.take_plan().stores] == [[22, 23]]
 
 
+def test_a_preempted_request_gives_up_what_it_was_to_compute(schedule):
+    tokens = list(range(11))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    schedule.scheduled("1", [[10]], 0, 2, is_new=True)
+    assert schedule.matched("2", tokens, None, 0) is None
+    schedule.preempted("1")
+    assert schedule.matched("2", tokens, None, 0) == 0
+
+
+def test_loaded_tokens_are_those_of_loads_that_ended_well(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    for name, failed in (("2", ["2"]), ("3", [])):
+        assert schedule.matched(name, tokens, None, 0) == 8
+        schedule.allocated(name, [[20, 21, 22, 23]], 8)
+        assert not schedule.loaded_tokens
+        schedule.failed(failed)
+        schedule.loaded(name)
+    assert schedule.loaded_tokens == {"host": 8} and schedule.counts["loads"] == 2
+
+
 def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, tiers):
     tokens = list(range(11))
     schedule.matched("1", tokens, None, 0)
@@ -333,6 +355,29 @@ def test_of_layers_with_a_window_what_the_next_record_sees_is_stored_and_the_las
     assert [blocks for _, blocks in records] == [[-1, 41], [42, 43], [44, 45], [-1, 55], [-1, 63], [64, 65]]
     assert [key for key, _ in records] == [*keys[::3], keys[7], keys[5], keys[8]]
     assert {41, 42, 43, 44, 45, 55, 63, 64, 65} == {*plan.written} - {0}
+
+
+def test_records_that_fail_are_counted_and_not_those_beside_them():
+    keys = KeyChain("m", every=1).of([1, 2, 3]).keys()
+    with Store([tier := HostTier(8 * 4096, record_bytes=4096)]) as store:
+        mover = BlockMover(store, BlockMemory([torch.zeros(8, 1024, dtype=torch.int32)], 8))
+        mover.after_step(StepPlan(stores=[(keys[0], [0]), (keys[2], [2])]))
+        assert store.flush()
+        mover.begin(StepPlan(loads=[PlannedLoad("1", [(key, [block]) for block, key in enumerate(keys)], 60.0)]))
+        assert store.flush() and mover.ended_loads() == ({"1"}, {"1": {0, 1, 2}}) and mover.counts["failed"] == 1
+    tier.close()
+
+
+def test_a_put_for_which_there_is_no_room_keeps_no_thread_awake_for_ever(monkeypatch):
+    monkeypatch.setattr("vmmkv.adapters.vllm.blocks.PUT_TIMEOUT_S", 0.05)
+    tier = FaultyTier(HostTier(8192, record_bytes=4096), 0, ("refuses",), chance=1.0)
+    with Store([tier]) as store:
+        mover, poller = BlockMover(store, BlockMemory([torch.zeros(2, 1024, dtype=torch.int32)], 2)), IdlePoller(store)
+        mover.after_step(StepPlan(stores=[(KeyChain("m", every=1).of([1]).keys()[0], [0])]))
+        poller.stepped()
+        until(lambda: store.is_idle)
+        poller.close()
+    tier.close()
 
 
 # worth

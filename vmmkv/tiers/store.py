@@ -148,6 +148,11 @@ class Get(Load[Buffer]):
         """Tier that has a record, by its key."""
 
     @property
+    def num_missing(self) -> int:
+        """Number of records that no tier gave; all of those of a get that took too long."""
+        return len(self.missed.union(key for key in self.keys if key not in self._tiers)) or len(self.keys)
+
+    @property
     def done(self) -> bool:
         """May the buffer be used?"""
         return self.found is not None
@@ -207,9 +212,9 @@ class Store(Mover[Buffer]):
         put = store.put(keys, [(address, size_bytes), ...])     several records, one behind the other in the spans
 
     Keys have 32 bytes, as those of a `KeyChain`. Each tier takes what is put when it has room, the oldest first; of more than
-    1,024 puts that wait for one, the oldest is given up. What one tier gives is copied to those that lack it, behind the get and
-    a record at a time. `store.worth`, if set, is asked by a tier's name whether it is worth it to store a record there; not of
-    tiers that other engines load from.
+    1,024 puts that wait for one, the oldest is given up. What one tier gives is copied to those that lack it when the get is
+    done, a record at a time. `store.worth`, if set, is asked by a tier's name whether it is worth it to store a record there;
+    not of tiers that other engines load from.
     Threads may share a store: every operation but `lookup` and `stats` takes its lock, behind which signal handlers wait, as
     behind a pool's (`vmmkv.memory.transaction`). The caller closes the tiers, after the store.
     Cost: opening the tiers.

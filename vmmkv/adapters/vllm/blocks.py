@@ -25,6 +25,9 @@ from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
 BATCH_BYTES: Final = 32 << 20
 """Bytes of records that are moved together. On a GPU whose layers lie apart, twice as much memory is taken for their way."""
 
+PUT_TIMEOUT_S: Final = 30.0
+"""Time after which what a tier has no room for is not stored there: a thread polls as long as something waits."""
+
 _IDLE_S: Final = 0.01
 """Time without a step after which the engine is idle."""
 
@@ -224,7 +227,7 @@ class BlockMover:
     def __init__(self, store: Store, memory: BlockMemory, rank: int = 0) -> None:
         """`rank`: of the engine's ranks, each of which has a part of each record."""
         self.counts: Final = Counter[str]()
-        """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
+        """Records that failed to load, and that were given up, since their blocks were written before they were read."""
         self._store, self._memory, self._rank = store, memory, rank
         self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
         self._puts = defaultdict[int, list[Put]](list)
@@ -258,11 +261,10 @@ class BlockMover:
         """Begin the stores of a plan, behind the step that was launched."""
         written = self._store.fence() if plan.stores else None
         for keys, blocks in self._batches([*dict(plan.stores).items()]):
-            put = self._store.put(keys, _Blocks(self._memory, blocks), written=written)
+            put = self._store.put(keys, _Blocks(self._memory, blocks), timeout_s=PUT_TIMEOUT_S, written=written)
             for block in blocks:
                 if block >= 0:
                     self._puts[block].append(put)
-        self.counts["stored"] += len(plan.stores)
         if len(self._puts) > self._most_puts:
             left = {block: [put for put in puts if not put.done] for block, puts in self._puts.items()}
             self._puts = defaultdict(list, {block: puts for block, puts in left.items() if puts})
@@ -296,8 +298,8 @@ class BlockMover:
                 del self._loads[name]
                 ended.add(name)
                 for get, blocks in loads:
-                    self.counts["loaded" if get.found else "failed"] += len(get.keys)
                     if not get.found:
+                        self.counts["failed"] += get.num_missing
                         failed[name].update(block for block in blocks if block >= 0)
         return ended, failed
 

@@ -161,6 +161,8 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Make the plan of a step for the worker. See KVConnectorBase_V1."""
         num_new = scheduler_output.num_scheduled_tokens
+        for name in scheduler_output.preempted_req_ids or ():
+            self._schedule.preempted(name)
         for new in scheduler_output.scheduled_new_reqs:
             self._schedule.scheduled(new.req_id, new.block_ids, new.num_computed_tokens, num_new[new.req_id], is_new=True)
         cached = scheduler_output.scheduled_cached_reqs

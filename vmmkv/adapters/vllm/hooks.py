@@ -91,7 +91,9 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.v1.kv_cache_interface.FullAttentionSpec": ("block_size", "page_size_bytes"),
     "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("block_size", "page_size_bytes"),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": ("get_block_ids without arguments",),
-    "vllm.v1.core.sched.output.SchedulerOutput": (*("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),),
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        *("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids"),
+    ),
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": (*("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),),
     "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving"),

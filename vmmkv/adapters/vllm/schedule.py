@@ -78,6 +78,8 @@ class _Request:
     """Records that are stored, or being stored, or were loaded."""
     found: list[str] = field(default_factory=list)
     """Tiers of the records that it may load next, one for each."""
+    loading: list[str] = field(default_factory=list)
+    """Tiers of the records that it loads, one for each."""
     has_declined: bool = False
     """Has it left records out, since it is faster to compute them?"""
     claims: list[bytes] = field(default_factory=list)
@@ -112,7 +114,7 @@ class Schedule:
         self.counts: Final = Counter[str]()
         """Questions of requests that had to wait, requests that load, and requests that compute what is slower to load."""
         self.loaded_tokens: Final = Counter[str]()
-        """Tokens that requests have begun to load, by tier."""
+        """Tokens that requests have loaded, by tier."""
         self._lookup, self._may_wait, self._windows = lookup, may_wait, windows
         self._prompt_tokens = self._number = 0
         """Tokens of the step that are computed several at a time, for one request; number of the step."""
@@ -167,10 +169,9 @@ class Schedule:
                 loads.append((of_group(keys[number], group), self._blocks_of(of_this, number, seen)))
             self._plan.written += of_this[num_kept:]
         self._plan.loads.append(PlannedLoad(name, loads, self.worth.timeout_s(last - first)))
-        self.worth.load_begins(name, request.found[: last - first])
         self.counts["loads"] += 1
-        for tier in request.found[: last - first]:
-            self.loaded_tokens[tier] += self.record_tokens
+        request.loading = request.found[: last - first]
+        self.worth.load_begins(name, request.loading)
         request.num_stored = last
         self._claim(name, request, keys[first:last])
 
@@ -242,6 +243,14 @@ class Schedule:
         """The worker has loaded a request's records, or failed to: requests that wait for it are asked again."""
         if (request := self._requests.get(name)) is not None:
             self.worth.load_ends(name, has_failed=request.has_failed)
+            for tier in request.loading if not request.has_failed else ():
+                self.loaded_tokens[tier] += self.record_tokens
+            request.loading = []
+            self._give_up_claims(request)
+
+    def preempted(self, name: str) -> None:
+        """The engine has taken back the blocks of a request that ran: others need not wait for what it was to compute."""
+        if (request := self._requests.get(name)) is not None:
             self._give_up_claims(request)
 
     def ended(self, name: str) -> None:
