@@ -1,7 +1,9 @@
 """Options of the adapters for vLLM and SGLang: which tiers there are, and a name for the weights."""
 
 import pytest
+import torch
 
+from vmmkv import BudgetError
 from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
 
 
@@ -46,6 +48,22 @@ def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
         prints.append(fingerprint_of(str(tmp_path / name), None))
     assert prints[0] == prints[1] != prints[2]
     assert fingerprint_of("org/model", "abc") == "org/model@abc"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_host_budget": "1MiB"}, "kv_host_budget/2=524288 of host memory is below one record"),
+        ({"kv_host_budget": "4096GiB"}, r"at most kv_host_budget/2=\d+ .* works"),
+        ({"kv_disk_budget": "1MiB"}, "kv_disk_budget=1048576 of a disk tier is below one record"),
+        ({"kv_disk_budget": "4096TiB"}, r"at most kv_disk_budget=\d+ .* works"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_by_the_name_of_its_option(given, said, tmp_path):
+    options = TierOptions.of({"kv_disk": str(tmp_path), "kv_disk_budget": "8MiB", **given})
+    with pytest.raises(BudgetError, match=said):
+        for tier in options.tiers(2 << 20, has_host=True, num_ranks=2):
+            tier.open(torch.device("cpu"))
 
 
 def test_a_home_directory_is_that_of_the_user(monkeypatch, tmp_path):

@@ -72,11 +72,12 @@ class TierOptions:
         tiers: list[Tier] = []
         try:
             if has_host and self.kv_host_budget is not None:
-                tiers.append(HostTier(_bytes_of("kv_host_budget", self.kv_host_budget) // num_ranks, record_bytes=record_bytes))
+                size_bytes = _bytes_of(name := "kv_host_budget", self.kv_host_budget) // num_ranks
+                part = f"{name}/{num_ranks}" if num_ranks > 1 else name
+                tiers.append(HostTier(size_bytes, record_bytes=record_bytes, budget_name=part))
             if self.kv_disk is not None and self.kv_disk_budget is not None:
-                tiers.append(
-                    DiskTier(self.kv_disk, _bytes_of("kv_disk_budget", self.kv_disk_budget), record_bytes=record_bytes)
-                )
+                size_bytes = _bytes_of(name := "kv_disk_budget", self.kv_disk_budget)
+                tiers.append(DiskTier(self.kv_disk, size_bytes, record_bytes=record_bytes, budget_name=name))
             if self.kv_store is not None:
                 tiers.append(open_store(self.kv_store, record_bytes=record_bytes))
         except BaseException:

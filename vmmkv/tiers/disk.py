@@ -70,18 +70,27 @@ class DiskTier(ThreadedTier):
     used record is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied
     for that. Several processes of a host can open one path, with the same budget: what one stores the others load, and the
     record that none of them has used for the longest time is evicted first. Only the owner may read the files. Close it after
-    its caches. A disk of which a read or write has not ended after 10 s is left alone, until it answers again.
+    its caches. A disk of which a read or write has not ended after 10 s is left alone, until it answers again. Errors call the
+    budget `budget_name`.
     Raises: TierUnavailable if no file can be written there, or a process has it open with another budget, or it has records of
     another size; BudgetError if it does not fit on the disk, naming what fits; OSError.
     """
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str], budget_bytes: int, *, record_bytes: int = RECORD_BYTES) -> None:
-        num_slots = whole("budget_bytes", budget_bytes) // checked_record_bytes(record_bytes)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget_bytes: int,
+        *,
+        record_bytes: int = RECORD_BYTES,
+        budget_name: str = "budget_bytes",
+    ) -> None:
+        num_slots = whole(budget_name, budget_bytes) // checked_record_bytes(record_bytes)
         if num_slots < 1:
-            raise BudgetError(f"budget_bytes={budget_bytes} of a disk tier is below one record, {format_bytes(record_bytes)}")
+            raise BudgetError(f"{budget_name}={budget_bytes} of a disk tier is below one record, {format_bytes(record_bytes)}")
         super().__init__(num_slots * record_bytes, record_bytes)
+        self._budget_name: Final = budget_name
         self.path: Final = Path(path)
         sized = b"" if record_bytes == RECORD_BYTES else b", records of %d bytes" % record_bytes
         self._header: Final = (_MAGIC + sized).ljust(_HEADER_BYTES, b"\0")
@@ -313,8 +322,8 @@ class DiskTier(ThreadedTier):
         self._check_record_bytes()
         if (there := os.fstat(self._fd).st_size) != self.budget_bytes:
             raise TierUnavailable(
-                f"{self.path} is open in another process with budget_bytes={there}, and this one has {self.budget_bytes}; give "
-                "both the same, or another directory"
+                f"{self.path} is open in another process with {self._budget_name}={there}, and this one has "
+                f"{self.budget_bytes}; give both the same, or another directory"
             )
         self._use_direct_io()
         shared.join()
@@ -361,7 +370,7 @@ class DiskTier(ThreadedTier):
             most_bytes = (disk.f_bavail * disk.f_frsize + taken_bytes) * 95 // 100 // self.record_bytes * self.record_bytes
             raise BudgetError(
                 f"a disk tier of {format_bytes(self.budget_bytes)} does not fit in {self.path}: {error.strerror}; at most "
-                f"budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
+                f"{self._budget_name}={most_bytes} ({format_bytes(most_bytes)}) works"
             ) from None
 
     def _use_direct_io(self) -> None:
