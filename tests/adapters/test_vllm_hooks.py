@@ -44,8 +44,9 @@ def differences(packages: Path) -> list[str]:
 def test_the_connector_works_in_each_recorded_version(version, tmp_path, capsys):
     unpack(recorded(version), tmp_path)
     assert main(["doctor", "vllm", "--path", str(tmp_path)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, trial, *lines = capsys.readouterr().out.splitlines()
     assert first == f"vLLM {version} in {tmp_path}/vllm"
+    assert trial.startswith("  vmmkv has not run in it, but" if version == "0.33.0" else "  vmmkv has run in it, on a ")
     answers = {line[2:22].strip(): (line[23:26].strip(), line[28:]) for line in lines}
     old = version == "0.25.1"
     assert [answer for answer, _ in answers.values()] == ["yes", *["no" if old else "yes"] * 2, "yes", "yes"]
@@ -76,6 +77,15 @@ def test_each_name_of_the_tables_is_used_by_the_adapter():
     for names, used in ((hooks.CONNECTOR | hooks.HYBRID, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])):
         words = {*re.findall(r"\w+", " ".join(used)), "kv_connector", "get_tier_class"}
         assert {re.match(r"\w+", each)[0] for members in names.values() for each in members} <= words
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.32.1", True), ("0.32", True), ("0.321.0", False), ("0.25.2", False)])
+def test_a_version_that_was_not_tried_is_told_though_its_names_match(version, is_known, tmp_path, capsys):
+    parts = recorded("0.32.0")
+    parts["vllm/_version.py"] = parts["vllm/_version.py"].replace("0.32.0", version)
+    assert main(["doctor", "vllm", "--path", str(unpack(parts, tmp_path))]) == 0
+    _, trial, connector, *_ = capsys.readouterr().out.splitlines()
+    assert ("vmmkv has not been tried with it" in trial) != is_known and "KV connector         yes" in connector
 
 
 # a vLLM that differs

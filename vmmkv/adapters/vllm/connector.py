@@ -18,7 +18,7 @@ import torch
 from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
-from vmmkv.adapters.vllm.hooks import refuse_unknown
+from vmmkv.adapters.vllm.hooks import refuse_unknown, trial_of
 from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
@@ -26,6 +26,7 @@ from vmmkv.tiers import Store
 
 refuse_unknown()  # before the imports of what may not be there
 
+from vllm import __version__  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -123,6 +124,8 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counted, self._counted_s = Changes(), 0.0
         if role is KVConnectorRole.WORKER:
             return
+        if trial_of(__version__) is None:
+            log.warning("vmmkv has not been tried with vLLM %s; see `vmmkv doctor vllm`", __version__)
         self._directory: Final = Directory(self._tiers, num_ranks, len(groups))
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)

@@ -192,6 +192,19 @@ WAYS: Final = (
 _TABLES: Final = [names for way in WAYS for names, _ in way.needs]
 
 
+_TRIALS: Final = {
+    "0.25.1": "vmmkv has run in it, on a GPU",
+    "0.32": "vmmkv has run in it, on a CPU",
+    "0.33": "vmmkv has not run in it, but its sources were read",
+}
+"""Trials of vmmkv by version of vLLM, or by its first two numbers."""
+
+
+def trial_of(version: str) -> str | None:
+    """The trial of vmmkv in a version of vLLM, as a sentence; None if there was none."""
+    return next((text for known, text in _TRIALS.items() if re.match(rf"{re.escape(known)}(?![0-9])", version)), None)
+
+
 class Verdict(NamedTuple):
     """Judgement of a use of vmmkv: does it work, and how, or why not?"""
 
