@@ -12,6 +12,7 @@ from tests.stores import redis_server, until
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
+from vmmkv.adapters.vllm.namespaces import Namespaces
 from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import PlannedLoad, Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
@@ -93,6 +94,33 @@ def test_parts_of_groups_and_ranks_have_keys_of_their_own():
 def test_a_cache_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"shape \(5, 2\) has no dimension of 6 blocks"):
         BlockMemory([torch.zeros(5, 2)], 6)
+
+
+# adapters
+
+
+def test_an_adapter_is_told_by_its_name_and_files_and_one_that_may_change_is_not_kept(tmp_path, caplog):
+    def request(name, path, **options):
+        adapter = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(path), load_inplace=False)
+        adapter.__dict__.update(options)
+        return SimpleNamespace(cache_salt="salt", lora_request=adapter)
+
+    for name, weights in (("one", b"1"), ("copy", b"1"), ("other", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(weights * 10_000)
+    of = Namespaces().of
+    assert of(SimpleNamespace(cache_salt="salt", lora_request=None)) == ("salt",)
+    assert of(request("a", tmp_path / "one")) == of(request("a", tmp_path / "copy"))
+    assert (
+        len({of(request("a", tmp_path / "one")), of(request("b", tmp_path / "one")), of(request("a", tmp_path / "other"))}) == 3
+    )
+    before = of(request("a", tmp_path / "one"))
+    (tmp_path / "one" / "adapter_config.json").write_text('{"r": 8}')
+    assert of(request("a", tmp_path / "one")) == before != Namespaces().of(request("a", tmp_path / "one"))
+    assert of(request("a", "org/adapter")) is None and "org/adapter is no directory here" in caplog.text
+    assert of(request("a", tmp_path / "one", load_inplace=True)) is None
+    assert of(request("a", tmp_path / "one")) is None, "it was loaded over the other"
 
 
 # which records there are

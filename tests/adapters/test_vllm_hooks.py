@@ -19,6 +19,7 @@ from vmmkv.cli.main import main
 VERSIONS = ("0.25.1", "0.32.0", "0.33.0")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASS = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
+USERS = ("connector", "namespaces", "statistics", "plugin")
 HMA_CLASS = BASE_CLASS.replace("KVConnectorBase_V1", "SupportsHMA")
 CONNECTORS = (hooks.CONNECTOR, hooks.CROSS_LAYERS, hooks.HYBRID)
 SECONDARY = ROOT / "vmmkv/adapters/vllm/secondary.py"
@@ -73,7 +74,7 @@ def test_the_secondary_tiers_methods_have_the_parameters_of_the_table():
 
 
 def test_each_name_of_the_tables_is_used_by_the_adapter():
-    texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in ("connector", "statistics", "plugin")]
+    texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in USERS]
     for names, used in ((hooks.CONNECTOR | hooks.HYBRID, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])):
         words = {*re.findall(r"\w+", " ".join(used)), "kv_connector", "get_tier_class"}
         assert {re.match(r"\w+", each)[0] for members in names.values() for each in members} <= words

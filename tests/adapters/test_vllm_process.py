@@ -1,5 +1,6 @@
 """The connector in vLLM itself, on the CPU: tokens are those of plain vLLM, whatever comes from a tier, damaged or not."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.sources import SOURCE_ROOTS
@@ -54,12 +56,20 @@ def answers(folder: Path) -> Callable[..., Answers]:
         )
     ).save_pretrained(folder / "windows")  # fmt: skip
 
-    def run(kv_bytes: int = AMPLE, ranks: int = 1, kv_role: str = "kv_both", model: str = "model", **options: str) -> Answers:
+    def run(
+        kv_bytes: int = AMPLE,
+        ranks: int = 1,
+        kv_role: str = "kv_both",
+        model: str = "model",
+        adapters: tuple[str, ...] = (),
+        **options: str,
+    ) -> Answers:
         result = folder / "result.json"
         done = subprocess.run(
             [PYTHON, PROCESS, folder / model, result, json.dumps(options)],
             env=os.environ
             | {"KV_BYTES": str(kv_bytes), "RANKS": str(ranks), "KV_ROLE": kv_role}
+            | {"ADAPTERS": json.dumps([str(folder / each) for each in adapters])}
             | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,6 +131,35 @@ def test_what_one_engine_puts_in_a_store_another_loads(answers: Callable[..., An
     assert all(turn["tokens"] == tokens for turn in (*one, *other))
     assert all(min(turn["cached"]) >= 2 * RECORD_TOKENS for turn in (one[1], *other))
     assert other[1]["metrics"]["vllm:vmmkv_loaded_tokens_total redis"] >= 2 * RECORD_TOKENS
+
+
+def make_adapter(path: Path, seed: int) -> None:
+    """Write a LoRA adapter of the model, with weights that change tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    path.mkdir(exist_ok=True)
+    targets = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
+    config = {"r": 8, "lora_alpha": 16, "target_modules": [*targets], "bias": "none", "peft_type": "LORA"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    weights = {}
+    for layer, (name, size) in itertools.product(range(4), targets.items()):
+        module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{module}.lora_A.weight"] = 0.2 * torch.randn(8, 256, generator=generator)
+        weights[f"{module}.lora_B.weight"] = 0.2 * torch.randn(size, 8, generator=generator)
+    save_file(weights, path / "adapter_model.safetensors")
+
+
+def test_adapters_have_records_of_their_own_also_if_their_files_change(answers: Callable[..., Answers], folder: Path) -> None:
+    adapters, disk = ("one", "two"), {"kv_disk": str(folder / "adapters"), **DISK}
+    wanted = []
+    for seeds in ((1, 2), (1, 3)):
+        for name, seed in zip(adapters, seeds, strict=True):
+            make_adapter(folder / name, seed)
+        plain, _ = answers(adapters=adapters)
+        first, second = answers(adapters=adapters, **disk)
+        assert first["tokens"] == second["tokens"] == plain["tokens"] and min(second["cached"]) >= 2 * RECORD_TOKENS
+        wanted.append(plain["tokens"])
+    assert first["cached"][0] >= 2 * RECORD_TOKENS > first["cached"][1] == 0, "one has stayed as it was, and two has not"
+    assert wanted[0][::2] == wanted[1][::2] and wanted[0][1] != wanted[1][1]
 
 
 def test_each_rank_of_an_engine_keeps_its_part(answers: Callable[..., Answers], folder: Path) -> None:

@@ -19,6 +19,7 @@ from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
 from vmmkv.adapters.vllm.hooks import refuse_unknown, trial_of
+from vmmkv.adapters.vllm.namespaces import Namespaces
 from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
@@ -134,6 +135,7 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config),
             [(repr(group.kv_cache_spec), group.layer_names) for group in groups],
         )
+        self._namespaces: Final = Namespaces()
         self._schedule: Final = Schedule(
             repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
             block_tokens=spec.block_size,
@@ -148,10 +150,13 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Count the tokens that tiers have behind those on the device; None to be asked again. See KVConnectorBase_V1."""
+        namespace = self._namespaces.of(request)
+        if namespace is None:
+            return 0, False
         found = self._schedule.matched(
             request.request_id,
             request.all_token_ids,
-            request.cache_salt,
+            namespace,
             num_computed_tokens,
             may_load=not request.skip_reading_prefix_cache,
         )
@@ -332,7 +337,6 @@ def _unserved(vllm_config: Any, specs: Sequence[Any]) -> dict[str, bool]:
         f"layers of {' and '.join(kinds)} before vLLM 0.32, unless it has --disable-hybrid-kv-cache-manager": not (
             _has_one_table(specs) or hasattr(KVConnectorBase_V1, "get_transfer_results")
         ),
-        "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
         "models of images or sound": bool(model.is_multimodal_model),
         "prompts as embeddings": bool(model.enable_prompt_embeds),

@@ -78,7 +78,7 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.config.KVTransferConfig": ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
     "vllm.config.VllmConfig": (
         *("kv_transfer_config", "model_config", "cache_config", "device_config", "parallel_config"),
-        *("lora_config", "speculative_config"),
+        "speculative_config",
     ),
     "vllm.config.ModelConfig": (
         *("model", "revision", "hf_config", "dtype", "quantization", "is_multimodal_model", "enable_prompt_embeds"),
@@ -97,9 +97,10 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": (*("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),),
     "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving"),
-    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt"),
+    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt", "lora_request"),
+    "vllm.lora.request.LoRARequest": ("lora_int_id", "lora_name", "lora_path", "load_inplace"),
 }
-"""Names that connector.py, statistics.py and plugin.py use."""
+"""Names that connector.py, namespaces.py, statistics.py and plugin.py use."""
 
 SECONDARY_TIER: Final[Names] = {
     f"{_OFFLOAD}.tiering.factory.SecondaryTierFactory": ("get_tier_class reading 'module_path'",),
