@@ -18,8 +18,7 @@ from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
         ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
         ({"kv_host_budget": "16 gigs"}, "kv_host_budget='16 gigs': "),
         ({"kv_disk": "/kv", "kv_disk_budget": "much"}, "kv_disk_budget='much': "),
-        ({"kv_store": "rediss:host"}, "no store has the scheme ''; there are .*redis://"),
-        ({"kv_store": "redis://:secret@["}, "this is no URL of a Redis server"),
+        ({"kv_store": "rediss:host"}, "no store has the scheme ''; "),
     ],
 )
 def test_options_that_are_not_understood_are_refused_by_name(given, said):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
-from tests.stores import redis_server, until
+from tests.stores import until
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
@@ -17,7 +17,8 @@ from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import PlannedLoad, Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
-from vmmkv.tiers import HostTier, RedisTier
+from vmmkv.tiers import HostTier
+from vmmkv.tiers.shared import SharedTier
 
 # options
 
@@ -136,22 +137,43 @@ def test_a_record_is_there_when_each_rank_has_reported_its_part():
     assert directory.lookup([key]) == [""]
 
 
+class Dictionary(SharedTier):
+    """A store in this process."""
+
+    name = "dictionary"
+
+    def __init__(self, values):
+        super().__init__("a dictionary", timeout_s=60.0, record_bytes=4096)
+        self.values = values
+
+    def ask(self, names):
+        return [name in self.values for name in names]
+
+    def get(self, name):
+        return self.values[name]
+
+    def put(self, name, header, record):
+        self.values[name] = header + bytes(record)
+
+    def remove(self, name):
+        self.values.pop(name, None)
+
+
 def test_a_record_that_a_worker_has_put_into_a_store_is_there_though_the_store_has_lacked_it():
-    with redis_server() as redis:
-        tiers = [RedisTier(redis.url, record_bytes=4096) for _ in range(2)]
-        directory, changes, key = Directory(tiers[:1], 1), [], KeyChain("m", every=1).of([1]).keys()[0]
-        listen_to(tiers[1:], changes.append)
-        until(lambda: directory.lookup([key]) == [""])
-        with Store(tiers[1:]) as store:
-            mover = BlockMover(store, BlockMemory([torch.ones(1, 1024, dtype=torch.int32)], 1))
-            mover.after_step(StepPlan(stores=[(key, [0])]))
-            until(lambda: mover.go_on(computes=True) or not mover.is_busy)
-        assert changes == [("redis", key, True)], "it is reported before the worker has nothing more to do"
-        directory.learn(changes, is_busy=False)
-        assert directory.lookup([key]) == ["redis"]
-        directory.close()
-        for tier in tiers:
-            tier.close()
+    tiers = [Dictionary(values := {}), Dictionary(values)]
+    directory, changes, key = Directory(tiers[:1], 1), [], KeyChain("m", every=1).of([1]).keys()[0]
+    listen_to(tiers[1:], changes.append)
+    until(lambda: directory.lookup([key]) == [""])
+    with Store(tiers[1:]) as store:
+        mover = BlockMover(store, BlockMemory([torch.ones(1, 1024, dtype=torch.int32)], 1))
+        mover.after_step(StepPlan(stores=[(key, [0])]))
+        until(lambda: mover.go_on(computes=True) or not mover.is_busy)
+    assert changes == [("dictionary", key, True)], "it is reported before the worker has nothing more to do"
+    directory.learn(changes, is_busy=False)
+    assert directory.lookup([key]) == ["dictionary"]
+    directory.close()
+    for tier in tiers:
+        tier.close()
 
 
 # requests
