@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,26 @@ def test_what_comes_from_one_tier_is_brought_to_those_that_lack_it(host, disk):
         assert host.lookup(KEYS[:1]) == [False]
         assert store.get(KEYS[0], spans(block(9))) and store.flush()
         assert host.lookup(KEYS[:1]) == [True]
+
+
+def test_a_poll_brings_one_record_to_another_tier_when_its_time_is_over(host, disk):
+    given = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(4)]
+    with Store([disk]) as store:
+        for start in (0, 4):
+            store.put(KEYS[start : start + 4], spans(given))
+        store.flush()
+    with Store([host, disk]) as store:
+        for start, ends in ((0, True), (4, False)):  # the second time the store is closed meanwhile
+            get, held = store.get(KEYS[start : start + 4], spans(given)), [host.stats().stored_bytes]
+            while not get.done:
+                store.poll(0)
+            assert get.found and host.stats().stored_bytes <= held[0] + SIZE, "the get waits for none of them"
+            while ends and not store.is_idle:
+                store.poll(0)
+                held.append(host.stats().stored_bytes)
+            assert {after - before for before, after in itertools.pairwise(held)} <= {0, SIZE}
+        assert 4 * SIZE <= host.stats().stored_bytes <= 5 * SIZE
+    disk.close()
 
 
 def test_a_record_that_a_tier_misses_comes_from_another(host, disk):
