@@ -53,11 +53,13 @@ class Room:
     lines: tuple[Line, ...]
     """Its registration, in files that stay."""
     functions: tuple[str, ...] = ()
-    """Its functions in files that stay, as `file::function`."""
+    """Its functions, methods and classes in files that stay, as `file::function` and `file::Class.method`."""
     tests: tuple[str, ...]
-    """Tests of it, or of it with others: files, folders, or `file::function` in a file that stays."""
+    """Tests of it, or of it with others: files, folders, or definitions in a file that stays, named as `functions`."""
     neighbours: tuple[str, ...]
     """Tests of the rooms that meet it, as pytest names them; they pass without it."""
+    serves: bool = True
+    """Does `vmmkv serve` work without it?"""
 
 
 class Outcome(NamedTuple):
@@ -159,6 +161,11 @@ def feature(
     )
 
 
+def others(folder: str, *names: str) -> tuple[str, ...]:
+    """The modules of a folder of tests but for these."""
+    return tuple(f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("*.py")) if path.stem not in names)
+
+
 def suite(name: str, *lines: Line, path: str = "", tests: tuple[str, ...] = ()) -> Room:
     """A suite of bench, with more `lines` than that of `SUITES`; `path` and `tests` if they are not named like it."""
     return Room(
@@ -186,6 +193,7 @@ ELASTIC_LINES = (
 ELASTIC_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_elastic", "test_elastic_process", "elastic_process", "elastic_pool")),
     *("tests/laws/test_elastic_machine.py", "tests/gpu/test_elastic_cuda.py"),
+    *("tests/adapters/test_kept_process.py", "tests/laws/test_kept_machine.py", "tests/gpu/test_kept_cuda.py"),
     *("tests/unit/test_bench_engines.py", "tests/adapters/test_vllm_hooks.py"),
 )
 """With those of the names that it uses of vLLM, and of the suite that measures it."""
@@ -196,8 +204,56 @@ VLLM_TESTS = (
     *("tests/gpu/test_blocks_cuda.py", "tests/kernels/test_gather.py"),
     *ELASTIC_TESTS,
 )
-SGLANG_TESTS = tuple(
-    f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")
+BATCH, TRANSFORMERS = (f"vmmkv/adapters/transformers/{name}.py" for name in ("batch", "cache"))
+FAILURES, INTERRUPTS, TIERS_CUDA = (
+    "tests/laws/test_failures.py",
+    "tests/laws/test_interrupts.py",
+    "tests/gpu/test_tiers_cuda.py",
+)
+SAVED_LINES = tuple(Line(f"vmmkv/{name}.py", "from vmmkv import saved\n") for name in ("cache", "sequence"))
+SAVED_METHODS = ("vmmkv/cache.py::KVCache.restore", "vmmkv/sequence.py::Sequence.save")
+SAVED_IN_TESTS = (
+    Line(FAILURES, "from vmmkv.saved import Offloaded\n"),
+    *(Line(FAILURES, f'    "{name}": of_prefixes(OffloadWorld.') for name in ("offload", "come_back")),
+    Line("tests/unit/test_prefix.py", '"adopt", "restore")', '"adopt")'),
+)
+HOLDER_LINES = (
+    Line("vmmkv/memory/pool.py", "    from vmmkv.holder.source import open_source\n"),
+    Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
+    Line("vmmkv/prefix/cache.py", "from vmmkv.holder.borrowed import BorrowedPrefixes", "pass"),
+    Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
+    Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
+    Line("vmmkv/prefix/cache.py", "prefix.restored import RestoredPrefixes\n"),
+    Line("vmmkv/prefix/cache.py", "None if holder is None else RestoredPrefixes(slots, self.index, self._attacher)", "None"),
+)
+TIERS_LINES = (
+    Line("vmmkv/prefix/cache.py", "from vmmkv.tiers.transfers import Transfers", "pass"),
+    Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
+    Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
+    Line("vmmkv/__init__.py", "    from vmmkv.tiers import"),
+    Line("vmmkv/__init__.py", '    "tiers": ('),
+    *(Line("vmmkv/__init__.py", f'    "{name}",\n') for name in ("DiskTier", "HostTier", "KeyChain", "Store")),
+)
+"""Registration of these rooms in the library's core."""
+CORE_UNIT = (
+    *("conftest", "support", "test_pool", "test_cache", "test_prefix", "test_radix_tree", "test_copy_rows"),
+    *("test_dlpack", "test_null_page", "test_storage", "test_units", "test_fake_driver", "test_driver_host"),
+    "test_driver_cuda_unavailable",
+)
+CORE_LAWS = (
+    *("machine", "model", "simulated_driver", "driver_laws", "test_order", "test_failures", "test_stress"),
+    *(f"test_{name}_machine" for name in ("cache", "prefix", "radix")),
+)
+"""Tests of the library's core, and what they stand on."""
+FETCH_FAILS = """\
+    "fetch": of_prefixes(
+        lambda world: world.prefix.fetch([*PROMPT, 7], namespace="red"), TierWorld.store, world=TierWorld, evicts=True
+    ),
+"""
+OFFLOAD = f"{FAILURES}::OffloadWorld"
+SGLANG_TESTS = (
+    *(f"tests/adapters/{name}.py" for name in ("host_pool", "test_sglang", "test_sglang_process", "sglang_process")),
+    *("tests/adapters/sglang_engine.py", "tests/gpu/test_sglang_cuda.py"),
 )
 
 ROOMS: tuple[Room, ...] = (
@@ -426,13 +482,10 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="holder",
-        paths=("vmmkv/holder", "vmmkv/cli/hold.py", "vmmkv/cli/resize.py", ELASTIC),
+        paths=("vmmkv/holder", "vmmkv/prefix/restored.py", "vmmkv/cli/hold.py", "vmmkv/cli/resize.py", ELASTIC),
         lines=(
             *ELASTIC_LINES,
-            Line("vmmkv/memory/pool.py", "    from vmmkv.holder.source import open_source\n"),
-            Line("vmmkv/memory/pool.py", "    return open_source(", "    raise NotImplementedError("),
-            Line("vmmkv/prefix/cache.py", "        from vmmkv.holder.borrowed import follow\n"),
-            Line("vmmkv/prefix/cache.py", "        return follow(", "        raise NotImplementedError("),
+            *HOLDER_LINES,
             Line(f"{ENGINE}/loading.py", "from vmmkv.holder import check_there\n"),
             Line(
                 f"{ENGINE}/loading.py",
@@ -464,15 +517,11 @@ ROOMS: tuple[Room, ...] = (
         ),
         lines=(
             *VLLM_LINES,
-            Line("vmmkv/prefix/cache.py", "        from vmmkv.tiers.transfers import follow_tree\n"),
-            Line("vmmkv/prefix/cache.py", "        return follow_tree(", "        raise NotImplementedError("),
+            *TIERS_LINES,
             Line(f"{ENGINE}/loading.py", "    from vmmkv_server.engine.tiers import opened\n"),
             Line(f"{ENGINE}/loading.py", "    return opened(", "    raise NotImplementedError("),
             Line(f"{ENGINE}/loading.py", "                from vmmkv_server.engine.tiers import mirror\n"),
             Line(f"{ENGINE}/loading.py", "                mirror(", "                raise NotImplementedError("),
-            Line("vmmkv/__init__.py", "    from vmmkv.tiers import"),
-            Line("vmmkv/__init__.py", '    "tiers": ('),
-            *(Line("vmmkv/__init__.py", f'    "{name}",\n') for name in ("DiskTier", "HostTier", "KeyChain", "Store")),
             *(Line("pyproject.toml", f'{scheme} = "vmmkv.tiers.contrib') for scheme in ("mooncake", "redis", "rediss")),
             listed("tiers"),
             Line(HOST, '        ("tokens that a tier has", _time_fetch'),
@@ -507,6 +556,46 @@ ROOMS: tuple[Room, ...] = (
         neighbours=("tests/adapters/test_vllm.py", "tests/adapters/test_vllm_jobs.py", "tests/unit/test_holder.py"),
     ),
     Room(
+        name="saved",
+        paths=("vmmkv/saved.py", "vmmkv/adapters/transformers/saved.py"),
+        lines=(
+            *SAVED_LINES,
+            Line(BATCH, "from vmmkv.saved import Offloaded\n"),
+            Line(BATCH, "self._offloaded: Offloaded | None", "self._offloaded: Any"),
+            Line(BATCH, "self._offloaded = Offloaded(", "raise NotImplementedError("),
+            Line(TRANSFORMERS, "attention, registry, saved\n", "attention, registry\n"),
+            Line(TRANSFORMERS, "self._restore_file(", "raise NotImplementedError("),
+            *SAVED_IN_TESTS,
+            *(Line(file, "from vmmkv.saved import Offloaded\n") for file in (INTERRUPTS, TIERS_CUDA)),
+            Line(INTERRUPTS, 'lambda world: world.cache.restore("saved"'),
+            Line(INTERRUPTS, 'live.sequence.save("saved")', "pass"),
+            Line("tests/adapters/test_transformers_batch.py", "            ours.offload()\n"),
+            Line("tests/adapters/test_transformers_cache.py", ", cache.offload):", "):"),
+        ),
+        functions=(
+            *SAVED_METHODS,
+            *(f"{TRANSFORMERS}::VmmCache.{name}" for name in ("save", "_restore_file")),
+        ),
+        tests=(
+            *(
+                "tests/unit/test_saved.py",
+                "tests/unit/test_fuzz_files.py::test_a_saved_sequence_is_restored_as_it_was_or_refused",
+            ),
+            *(f"tests/adapters/test_transformers_{name}.py" for name in ("offload", "saved")),
+            OFFLOAD,
+            f"{INTERRUPTS}::test_host_memory_goes_behind_the_copy_whatever_comes_after_its_launch",
+            *(
+                f"{TIERS_CUDA}::test_{name}"
+                for name in ("a_saved_sequence_is_restored", "offloaded_sequences_come_back_to_their_addresses")
+            ),
+            "tests/adapters/test_transformers_cuda.py::test_offloaded_rows_come_back_after_others_wrote_their_memory",
+        ),
+        neighbours=(
+            *(FAILURES, "tests/laws/test_cache_machine.py", "tests/unit/test_cache.py", "tests/unit/test_fuzz_tiers.py"),
+            *(f"tests/adapters/test_transformers_{name}.py" for name in ("batch", "cache")),
+        ),
+    ),
+    Room(
         name="eviction",
         paths=("vmmkv/eviction", f"{ENGINE}/features/compaction.py", "bench/suites/streaming.py"),
         lines=(
@@ -531,6 +620,41 @@ ROOMS: tuple[Room, ...] = (
             *("tests/kernels/test_turn.py", "tests/unit/test_sampling.py", "tests/unit/test_bench_registered.py"),
             *("tests/adapters/test_transformers_cache.py", "tests/adapters/test_transformers_saved.py"),
         ),
+    ),
+    Room(
+        name="all_but_the_core",
+        paths=(
+            *("server", "bench", "examples", "vmmkv/__main__.py", "vmmkv/cli", "vmmkv/adapters"),
+            *("vmmkv/tiers", "vmmkv/holder", "vmmkv/eviction", "vmmkv/saved.py", "vmmkv/prefix/restored.py"),
+            *(f"vmmkv/{name}.py" for name in ("config", "kv_policy", "model_config", "rate", "unmodified")),
+            "vmmkv/memory/memory_map.py",
+        ),
+        lines=(
+            *(*HOLDER_LINES, *TIERS_LINES, *SAVED_LINES, *SAVED_IN_TESTS),
+            Line("vmmkv/layout.py", "from vmmkv.model_config import"),
+            Line("vmmkv/cache.py", "from vmmkv.memory.memory_map import"),
+            Line("vmmkv/cache.py", "states import SlotMap, SlotState", "states import SlotState"),
+            Line("vmmkv/testing/__main__.py", "        *adapted_kernels(),\n"),
+            Line(FAILURES, "DriverError, HostTier, KVCache", "DriverError, KVCache"),
+            *(Line(FAILURES, f'    "{name}": of_prefixes(') for name in ("store", "load")),
+            Line(FAILURES, FETCH_FAILS),
+        ),
+        functions=(
+            *("vmmkv/layout.py::KVLayout.from_config", "vmmkv/testing/__main__.py::adapted_kernels", *SAVED_METHODS),
+            "vmmkv/cache.py::KVCache.slot_maps",
+            *(f"vmmkv/memory/states.py::{name}" for name in ("RunState", "MappedRun", "SlotMap")),
+        ),
+        tests=(
+            *(f"tests/{name}" for name in ("adapters", "end_to_end", "engine", "gpu", "server", "structured_output", "tools")),
+            *("tests/kernels", "tests/deletable.py", "tests/mutants.py", "tests/stores.py"),
+            *(*others("tests/unit", *CORE_UNIT), *others("tests/laws", *CORE_LAWS)),
+            *("tests/conftest.py::smollm2", "tests/unit/conftest.py::host", OFFLOAD, f"{FAILURES}::TierWorld"),
+        ),
+        neighbours=(
+            *(f"tests/unit/{name}.py" for name in CORE_UNIT if name.startswith("test_")),
+            *(f"tests/laws/{name}.py" for name in CORE_LAWS if name.startswith("test_")),
+        ),
+        serves=False,
     ),
     suite("driver_calls"),
     suite("append", Line("Makefile", "bench append memory_efficiency", "bench memory_efficiency")),
@@ -613,7 +737,8 @@ def attempt(room: Room) -> Outcome:
             dangling(tree, gone)
             run(tree, "-c", IMPORTS, *sorted(modules(tree)))
             num_passed = passed(run(tree, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *room.neighbours))
-            run(tree, "-c", SERVES, str(Path(folder) / "model"))
+            if room.serves:
+                run(tree, "-c", SERVES, str(Path(folder) / "model"))
         except Broken as error:
             failure = str(error)
     return Outcome(room.name, num_lines, len(gone), len(touched), num_passed, time.monotonic() - began_s, failure)
@@ -650,11 +775,11 @@ def change(room: Room, tree: Path) -> None:
     for each in functions_of(room):
         file, _, name = each.partition("::")
         path = tree / file
-        path.write_text(without_function(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
+        path.write_text(without_definition(name, path.read_text(encoding="utf-8"), file), encoding="utf-8")
 
 
 def functions_of(room: Room) -> list[str]:
-    """Functions that a room has in files that stay, tests included."""
+    """Functions, methods and classes that a room has in files that stay, tests included."""
     return [each for each in (*room.functions, *room.tests) if "::" in each]
 
 
@@ -669,14 +794,19 @@ def without(line: Line, text: str) -> str:
     return text[:start] + text[end + 1 :]
 
 
-def without_function(name: str, text: str, file: str) -> str:
-    """A file's text without a function at its top level, and its decorators. Raises: Broken."""
-    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name == name]
+def without_definition(name: str, text: str, file: str) -> str:
+    """A file's text without a function or class, or a method named `Class.method`, and its decorators. Raises: Broken."""
+    found: list[ast.AST] = [ast.parse(text)]
+    for part in name.split("."):
+        inner = (each for outer in found for each in ast.iter_child_nodes(outer))
+        found = [each for each in inner if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == part]
     if len(found) != 1:
-        raise Broken(f"{file} has {len(found)} functions {name}; wanted one")
-    start = min(node.lineno for node in (found[0], *found[0].decorator_list)) - 1
+        raise Broken(f"{file} has {len(found)} definitions of {name}; wanted one")
+    (definition,) = found
+    assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
+    start = min(node.lineno for node in (definition, *definition.decorator_list)) - 1
     lines = text.splitlines(keepends=True)
-    return "".join(lines[:start] + lines[found[0].end_lineno :])
+    return "".join(lines[:start] + lines[definition.end_lineno :])
 
 
 def modules(tree: Path) -> dict[str, Path]:

@@ -5,10 +5,15 @@ import json
 import operator
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from vmmkv.errors import LayoutError
+
+MAX_LAYERS: Final = 65_536
+"""Most layers of a model; a wrong number would fill the memory with lists of layers."""
 
 
 def whole(name: str, value: Any, *, error: type[Exception] = TypeError) -> int:
@@ -65,3 +70,9 @@ def wholes(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}={values!r} are not whole numbers but {array.dtype}; give ints")
     return array.astype(np.int64, copy=False)
+
+
+def check_num_layers(num_layers: Any) -> None:
+    """Check a number of layers before anything is made for each. Raises: LayoutError."""
+    if isinstance(num_layers, int) and not 1 <= num_layers <= MAX_LAYERS:
+        raise LayoutError(f"layers={num_layers}; a model has at least 1 layer, and at most {MAX_LAYERS}")

@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from vmmkv.arguments import whole
+from vmmkv.arguments import check_num_layers, whole
 from vmmkv.errors import LayoutError
-from vmmkv.model_config import Attention, beside_rows, check_num_layers, described, read
+from vmmkv.model_config import Attention, beside_rows, described, read
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
 if TYPE_CHECKING:

@@ -24,11 +24,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
-from vmmkv.arguments import whole
+from vmmkv.arguments import check_num_layers, whole
 from vmmkv.errors import LayoutError
-
-MAX_LAYERS: Final = 65_536
-"""Most layers of a model; a wrong number would fill the memory with lists of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,12 +534,6 @@ def _by_transformers(family: str, config: Mapping[str, Any], own: Mapping[str, A
         by = ", ".join(sorted(name for name in _KINDS_OF_LAYERS if own.get(name))) or "its type's default, not its own pattern"
         raise LayoutError(f"the configuration ({family}) has {num_layers} layers, and says a kind for {made} by {by}")
     return read
-
-
-def check_num_layers(num_layers: Any) -> None:
-    """Check a number of layers before anything is made for each. Raises: LayoutError."""
-    if isinstance(num_layers, int) and not 1 <= num_layers <= MAX_LAYERS:
-        raise LayoutError(f"layers={num_layers}; a model has at least 1 layer, and at most {MAX_LAYERS}")
 
 
 # the layers

@@ -5,6 +5,7 @@
     first     the first token of a long prompt, in the same three ways
     restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before
     elastic   the requests of nano with elastic memory and without; seconds to give memory back, and to take it again
+    conversations   four times as many tokens as vLLM's own cache has, also with vLLM's own offloading to the host
 
 vLLM's own cache is emptied by `reset_prefix_cache`, when the tiers have what they were given.
 """
@@ -13,10 +14,11 @@ import multiprocessing
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ import numpy as np
 from bench.figures import Drawing, Question
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, synchronize
 from bench.systems import lacks_vllm
+from bench.systems.conversations import SHARE, Conversations, in_rounds
 from bench.systems.models import ServedModel, model_of
 from bench.systems.outside import Vllm
 from bench.systems.runs import ServedRun
@@ -31,10 +34,15 @@ from bench.workloads import Workload, at_once, uniform
 from vmmkv.units import GIB, format_bytes
 from vmmkv_server.console import end
 
-PARTS: Final = ("nano", "shared", "first", "restart", "elastic")
-ALONE, TIERED, ELASTIC = "vLLM", "vLLM, vmmkv's tiers", "vLLM, elastic memory"
+PARTS: Final = ("nano", "shared", "first", "restart", "conversations", "elastic")
+ALONE, TIERED, OFFLOADING = "vLLM", "vLLM, vmmkv's tiers", "vLLM, its own offloading"
+ELASTIC: Final = "vLLM, elastic memory"
 QUESTIONS: Final = (
     Question("vLLM with tiers that nobody needs, against vLLM alone", "throughput", ALONE, ours=TIERED, part="nano"),
+    *(
+        Question(f"Conversations beyond vLLM's memory, {TIERED}", "throughput", other, ours=TIERED, part="conversations")
+        for other in (ALONE, OFFLOADING)
+    ),
     Question("vLLM with elastic memory, against vLLM alone", "throughput", ALONE, ours=ELASTIC, part="nano"),
 )
 FIGURES: Final = (
@@ -47,7 +55,8 @@ _CONNECTOR: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-_HOST_BUDGET, _DISK_BUDGET = "32GiB", "16GiB"
+_HOST_GIB: Final = 32
+_HOST_BUDGET, _DISK_BUDGET = f"{_HOST_GIB}GiB", "16GiB"
 _SHARED_TOKENS, _OWN_TOKENS, _LONG_TOKENS = 4096, 64, 8192
 _OUT_TOKENS: Final = 32
 _SHARING: Final = 128
@@ -77,16 +86,16 @@ class Measured(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A process of vLLM: what it measures, and its tiers, if any."""
+    """A process of vLLM: what it measures, its tiers, if any, and further options of `vllm.LLM`."""
 
     parts: tuple[Callable[..., Iterator[Measured]], ...]
     tiers: dict[str, str]
-    is_elastic: bool = False
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:
     """The systems, for each part."""
-    return {**dict.fromkeys(PARTS, (ALONE, TIERED)), "elastic": (ALONE, ELASTIC)}
+    return {**dict.fromkeys(PARTS, (ALONE, TIERED)), "conversations": (ALONE, TIERED, OFFLOADING), "elastic": (ALONE, ELASTIC)}
 
 
 def check(settings: Settings) -> None:
@@ -98,7 +107,7 @@ def check(settings: Settings) -> None:
 def run(recorder: Recorder) -> None:
     """Each system, in a process of its own: vLLM takes all memory, and gives none back before its process ends."""
     settings = recorder.settings
-    for system in recorder.track([each for each in (ALONE, TIERED, ELASTIC) if settings.wants_case(each)]):
+    for system in recorder.track([each for each in (ALONE, TIERED, OFFLOADING, ELASTIC) if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
             for kind in processes_of(system, settings):
                 with TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder:
@@ -115,15 +124,26 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
     wanted = tuple(parts[part] for part in parts if settings.wants(part))
     if system == ELASTIC:
         if settings.wants("elastic"):
-            yield (Process((measure_nano, measure_resizes), {}, is_elastic=True),)
+            yield (Process((measure_nano, measure_resizes), {}, {"additional_config": {"vmmkv_elastic": {}}}),)
         return
     if system == ALONE and settings.wants("elastic") and measure_nano not in wanted:
         wanted = (measure_nano, *wanted)
-    if wanted:
+    if wanted and system != OFFLOADING:
         yield (Process(wanted, host if system == TIERED else {}),)
     if system == TIERED and settings.wants("restart"):
         disk = {**host, "kv_disk": "kv", "kv_disk_budget": _DISK_BUDGET}
         yield Process((measure_before_restart,), disk), Process((measure_behind_restart,), disk)
+    if settings.wants("conversations"):
+        own = {"kv_offloading_size": _HOST_GIB} if system == OFFLOADING else {}
+        little = {"kv_cache_memory_bytes": _quarter_bytes(settings)}
+        yield (Process((measure_conversations,), host if system == TIERED else {}, {**little, **own}),)
+
+
+def _quarter_bytes(settings: Settings) -> int:
+    """Memory for a quarter of the conversations."""
+    sizes = Conversations.of(small=settings.small)
+    num_tokens = sizes.num_tokens(sizes.drawn(settings.seed, 1, model_of(settings.shape.name, tiny=settings.small).prompt_ids))
+    return num_tokens * settings.shape.layout.row_bytes // SHARE
 
 
 def _measured_apart(settings: Settings, process: Process, folder: Path) -> Iterator[Measured]:
@@ -153,10 +173,9 @@ def _measure(sender: Any, settings: Settings, process: Process, folder: Path) ->
         tiers = process.tiers | ({"kv_disk": str(folder / process.tiers["kv_disk"])} if "kv_disk" in process.tiers else {})
         extra = {"kv_connector_extra_config": {**tiers, "fingerprint": "bench"}}
         options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
-        if process.is_elastic:
+        if "additional_config" in process.options:
             import_module("vmmkv.adapters.vllm.elastic").install()  # where vmmkv is on the path and not installed
-            options["additional_config"] = {"vmmkv_elastic": {}}
-        vllm = Vllm(model, settings, load_format="dummy", **options)
+        vllm = Vllm(model, settings, load_format="dummy", **process.options, **options)
         for part in process.parts:
             for measured in part(vllm, model, settings, bool(process.tiers)):
                 sender.send(measured)
@@ -291,6 +310,17 @@ def _served_again(vllm: Vllm, model: ServedModel, settings: Settings, way: str) 
         first_ms.append(1e3 * long_prompt.served[0].first_s)
     yield Measured(f"{name}: {_SHARED_TEXT}, {way}", "total", "s", seconds[1:])
     yield Measured(f"{name}: a prompt of {_LONG_TOKENS}, {way}", "first token", "ms", first_ms[1:])
+
+
+def measure_conversations(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+    """Conversations in rounds, other ones in each run."""
+    sizes = Conversations.of(small=settings.small)
+    talks = [sizes.drawn(settings.seed, number, model.prompt_ids) for number in range(1 + settings.repeat)]
+    runs = [in_rounds(vllm, talk, sizes.out) for talk in talks][1:]
+    name = f"{model.name} conversations: {sizes.text(talks[1])}"
+    num_out = sizes.count * sizes.turns * sizes.out
+    yield Measured(name, "throughput", "tok/s", [num_out / run.seconds for run in runs])
+    yield Measured(name, "tokens cached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
 
 
 def _three_ways(vllm: Vllm, workload: Workload, has_tiers: bool) -> Iterator[tuple[str, ServedRun]]:

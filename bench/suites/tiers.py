@@ -17,7 +17,7 @@ import random
 import shutil
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ import torch
 from bench.figures import Drawing, Question
 from bench.harness import MODEL_SHAPES, Recorder, Settings, Shape, WrongNumbers, release_memory, started, synchronize
 from bench.systems import Context, lacks_vllm
+from bench.systems.conversations import SHARE, Conversations, Talks, in_rounds
 from bench.systems.engine import EngineSystem, Options, Said, params_of
 from bench.systems.models import Weights, prefill_s
 from bench.systems.runs import LIKELIEST, LogProbs, ServedRun, share_off, share_same
@@ -348,27 +349,15 @@ def _measure_first(context: Context, engine: _Engine, name: str, length: int, ti
 
 
 def _working_set(context: Context, shape: Shape) -> None:
-    """Conversations in rounds: in each of them every conversation says something more."""
+    """Conversations that take four times the device's memory, in rounds."""
     settings = context.settings
-    count, turns, begin, more, out = (
-        (8, 2, (1030, 1100), (300, 400), 4) if settings.small else (64, 4, (1600, 2400), (200, 400), 64)
-    )
-
-    def drawn(number: int) -> Talks:
-        rng = np.random.default_rng((settings.seed, 12, number))
-        vocabulary = context.model.prompt_ids
-        lengths = [rng.integers(least, most + 1, count) for least, most in [begin] + [more] * (turns - 1)]
-        return [[rng.integers(0, vocabulary, length, dtype=np.int32) for length in of_turn] for of_turn in lengths]
-
-    talks = [drawn(number) for number in range(1 + settings.repeat)]
-    num_tokens = sum(len(new) + out for of_turn in talks[1] for new in of_turn)
-    max_tokens = begin[1] + (turns - 1) * more[1] + turns * out
+    sizes = Conversations.of(small=settings.small)
+    talks = [sizes.drawn(settings.seed, number, context.model.prompt_ids) for number in range(1 + settings.repeat)]
     with closing(Weights(context.model, settings)) as weights:
-        pages = ceil_div(num_tokens * weights.source.layout.row_bytes, PAGE_BYTES)
-        budget_bytes, most = pages // 4 * PAGE_BYTES, 2 if settings.small else 64
-        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": max_tokens, "max_num_seqs": most}
-        text = f"{count} conversations of {turns} turns, {num_tokens // count} tokens each, a quarter of them on the device"
-        name = context.name("working_set", text)
+        pages = ceil_div(sizes.num_tokens(talks[1]) * weights.source.layout.row_bytes, PAGE_BYTES)
+        budget_bytes, most = pages // SHARE * PAGE_BYTES, 2 if settings.small else 64
+        limits = {"kv_budget_bytes": budget_bytes, "max_tokens": sizes.max_tokens, "max_num_seqs": most}
+        name = context.name("working_set", sizes.text(talks[1]))
         systems = {
             "none": ("no tier", {}),
             "host": ("host tier", {"host": pages * PAGE_BYTES}),
@@ -378,7 +367,7 @@ def _working_set(context: Context, shape: Shape) -> None:
         def serve(engine: _Engine) -> list[ServedRun]:
             if engine.tiers:
                 _check(context, engine, talks[0][0][:2])
-            return [_rounds(engine, talk, out) for talk in talks[1:]]
+            return [in_rounds(engine, talk, sizes.out) for talk in talks[1:]]
 
         if served := compare_tiers(context, name, weights, limits, systems, serve):
             with engine_over(context, weights, limits, {}) as alone:
@@ -395,32 +384,9 @@ def _working_set(context: Context, shape: Shape) -> None:
             vllm = Vllm(context.model, settings, kv_cache_memory_bytes=budget_bytes, kv_offloading_size=host_gib)
             with closing(vllm):
                 _check(context, vllm, talks[0][0][:2])
-                runs = [_rounds(vllm, talk, out) for talk in talks[1:]]
+                runs = [in_rounds(vllm, talk, sizes.out) for talk in talks[1:]]
                 _add_runs(context.recorder, name, f"{vllm.name}, offloading to the host", runs)
         release_memory(settings.device)
-
-
-Talks = list[list[TokenIds]]
-"""By turn and conversation, what is said."""
-
-
-def _rounds(engine: "_Engine | Vllm", talks: Talks, num_out: int) -> ServedRun:
-    """All turns as one run, in which all requests of a round arrive together, when the round before has ended."""
-    engine.forget()
-    so_far = [np.empty(0, np.int32)] * len(talks[0])
-    whole = ServedRun([], 0.0)
-    for news in talks:
-        prompts = [np.concatenate(parts) for parts in zip(so_far, news, strict=True)]
-        run = engine.run(at_once(prompts, num_out), keep=True)
-        so_far = [np.array([*prompt, *each.tokens], np.int32) for prompt, each in zip(prompts, run.served, strict=True)]
-        cached = Counter(whole.cached_by_source) + Counter(run.cached_by_source)
-        whole = ServedRun(
-            whole.served + run.served,
-            whole.seconds + run.seconds,
-            cached_tokens=whole.cached_tokens + run.cached_tokens,
-            cached_by_source=cached,
-        )
-    return whole
 
 
 def _compare_with_alone(context: Context, name: str, system: str, engine: _Engine, talks: Talks, run: ServedRun) -> None:

@@ -5,8 +5,7 @@ Blocks that are handed out are written: without memory that would end the proces
 
 import random
 import sys
-
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from types import SimpleNamespace
 
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, aligned
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
@@ -34,8 +33,8 @@ def walk(chance: random.Random) -> None:
                         tensor[run.offset_bytes + block.block_id * run.stride_bytes :][: run.stride_bytes] = 1
                     if chance.random() < 0.5:
                         hashes += 1
-                        key = make_block_hash_with_group_id(hashes.to_bytes(32, "big"), 0)
-                        pool._insert_block_hash(key, block, num_tokens=16)
+                        request = SimpleNamespace(block_hashes=[hashes.to_bytes(32, "big")])
+                        pool.cache_full_blocks(request, [block], 0, 1, block_size=16, kv_cache_group_id=0)
         elif action < 0.65 and requests:
             pool.free_blocks(reversed(requests.pop(chance.randrange(len(requests)))))
         elif action < 0.75:

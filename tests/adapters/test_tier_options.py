@@ -1,7 +1,9 @@
 """Options of the adapters for vLLM and SGLang: which tiers there are, and a name for the weights."""
 
 import pytest
+import torch
 
+from vmmkv import BudgetError
 from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
 
 
@@ -14,6 +16,9 @@ from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
         ({"kv_disk": "kv", "kv_disk_budget": "1GiB"}, "kv_disk='kv' depends on the folder that an engine starts in"),
         ({"kv_host": "1GiB"}, "has no 'kv_host'; there are .*kv_host_budget"),
         ({"kv_host_budget": 1 << 30}, "kv_host_budget=1073741824 is no text"),
+        ({"kv_host_budget": "16 gigs"}, "kv_host_budget='16 gigs': "),
+        ({"kv_disk": "/kv", "kv_disk_budget": "much"}, "kv_disk_budget='much': "),
+        ({"kv_store": "rediss:host"}, "no store has the scheme ''; "),
     ],
 )
 def test_options_that_are_not_understood_are_refused_by_name(given, said):
@@ -44,8 +49,22 @@ def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
     assert fingerprint_of("org/model", "abc") == "org/model@abc"
 
 
-def test_a_home_directory_is_that_of_the_user_and_a_size_that_is_none_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_host_budget": "1MiB"}, "kv_host_budget/2=524288 of host memory is below one record"),
+        ({"kv_host_budget": "4096GiB"}, r"at most kv_host_budget/2=\d+ .* works"),
+        ({"kv_disk_budget": "1MiB"}, "kv_disk_budget=1048576 of a disk tier is below one record"),
+        ({"kv_disk_budget": "4096TiB"}, r"at most kv_disk_budget=\d+ .* works"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_by_the_name_of_its_option(given, said, tmp_path):
+    options = TierOptions.of({"kv_disk": str(tmp_path), "kv_disk_budget": "8MiB", **given})
+    with pytest.raises(BudgetError, match=said):
+        for tier in options.tiers(2 << 20, has_host=True, num_ranks=2):
+            tier.open(torch.device("cpu"))
+
+
+def test_a_home_directory_is_that_of_the_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert TierOptions.of({"kv_disk": "~/kv", "kv_disk_budget": "1MiB"}).kv_disk == str(tmp_path / "kv")
-    with pytest.raises(ValueError, match="kv_host_budget='16 gigs': "):
-        TierOptions.of({"kv_host_budget": "16 gigs"}).tiers(1 << 16, has_host=True)

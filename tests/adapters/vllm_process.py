@@ -18,10 +18,13 @@ PREFIX, NUM_PROMPTS = 1040, 6
 
 def main(model: str, result: str, options: str) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    adapters = json.loads(os.environ["ADAPTERS"])
 
     transfer = {
         "kv_connector": "VmmkvConnector",
-        "kv_role": "kv_both",
+        "kv_role": os.environ["KV_ROLE"],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": json.loads(options),
     }
@@ -38,15 +41,18 @@ def main(model: str, result: str, options: str) -> None:
         tensor_parallel_size=int(os.environ["RANKS"]),
         seed=0,
         disable_log_stats=False,
+        **({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} if adapters else {}),
         **({"kv_transfer_config": transfer} if json.loads(options) else {}),
     )
     chance = random.Random(0)
     prefix = [chance.randint(3, 500) for _ in range(PREFIX)]
     prompts = [{"prompt_token_ids": prefix + [chance.randint(3, 500) for _ in range(50)]} for _ in range(NUM_PROMPTS)]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    loras = [LoRARequest(str(number), number, path) for number, path in enumerate(adapters, 1)] or [None]
+    of_prompts = [loras[number % len(loras)] for number in range(NUM_PROMPTS)]
     turns = []
     for _ in range(2):  # of the second, vLLM's own cache has been emptied
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=of_prompts)
         turns.append(
             {
                 "tokens": [list(each.outputs[0].token_ids) for each in outputs],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, wide_rows, windowed
+from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.prefix.radix_tree import num_common
 from vmmkv_server.engine import waiting
@@ -266,3 +266,13 @@ def test_prompts_that_wait_for_a_running_one_are_compared_with_it_once(
     assert running(one) == ["0"] and compared == [1000, 1000, 1000]
     one.run()
     assert all(one.tokens(str(index)) == one.expected([*stem, 1 + index], 4) for index in range(4))
+
+
+def test_a_request_without_room_does_not_try_again_in_every_step() -> None:
+    one = Harness(tiny_model(), share=True, budget_pages=3, step_tokens=4096)
+    one.ask("large", prompt_of(4000), 40)
+    one.ask("waits", prompt_of(3000, 5), 2)
+    one.run()
+    assert not one.failures()
+    assert sum(one.prefix.stats().attached.values()) <= 4  # each once, and once or twice in vain
+    one.close()

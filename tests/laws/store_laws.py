@@ -151,6 +151,12 @@ class StoreLaws:
         until(lambda: is_left_alone(tier) and tier.stats().errors and "does not answer" in caplog.text)
         assert not tier.stats().held_bytes
 
+    def test_what_another_process_has_put_is_found_at_once_by_a_tier_that_is_told(self, make, server):
+        tier, other = make(server.url), make(server.url)
+        assert found(tier, 1) == [False]
+        other.on_kept = lambda keys, is_held: tier.learn(keys)
+        assert store(other, 1) and found(tier, 1, 2) == [True, False] and load(tier, 1)
+
     def test_a_client_that_is_missing_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setattr(shared.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"no {name}")))
         with pytest.raises(TierUnavailable, match=rf"in a checkout: pip install '\.\[{self.scheme}\]'"):

@@ -21,7 +21,7 @@ from tests.laws.faulty_tier import index_entry
 from tests.laws.test_tiers import CPU, NUM_RECORDS, ROOT, found, key_of, load, payload, store
 from tests.stores import until
 from vmmkv import DiskTier, TierUnavailable
-from vmmkv.tiers import Transfer
+from vmmkv.tiers import Transfer, disk
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
 
 
@@ -72,6 +72,18 @@ def test_what_nobody_has_used_for_the_longest_time_is_evicted_whoever_stores(ope
     for tier in (one, other):
         assert [number for number in range(NUM_RECORDS) if found(tier, number) == [True]] == [0, 1, 2, 5, 6, 7]
     assert (one.stats().evicted_records, other.stats().evicted_records) == (1, 1)
+
+
+def test_a_path_that_another_host_has_open_is_refused(tmp_path, monkeypatch):
+    """Over a network file system, where locks hold and mappings do not."""
+    with contextlib.closing(DiskTier(tmp_path, RECORD_BYTES)):
+        DiskTier(tmp_path, RECORD_BYTES).close()
+        monkeypatch.setattr(disk, "host_now", lambda: b"other".ljust(37))
+        with pytest.raises(TierUnavailable, match=r"disk tier of another host, .* share a store such as redis"):
+            DiskTier(tmp_path, RECORD_BYTES)
+    DiskTier(tmp_path, RECORD_BYTES).close()
+    monkeypatch.undo()
+    DiskTier(tmp_path, RECORD_BYTES).close()
 
 
 def test_the_last_that_closes_keeps_the_order_of_all_uses(opened):

@@ -25,6 +25,9 @@ class StandIn:
         self.remembers, self.drifts = remembers, drifts
         self.asked = []
 
+    def forget(self):
+        self.asked.append("forgets")
+
     def connector_counts(self):
         return "what was counted"
 
@@ -75,9 +78,27 @@ def test_without_vllm_it_says_what_is_missing():
 
 def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own():
     kinds = [*engines.processes_of(engines.TIERED, SMALL)]
-    assert [len(processes) for processes in kinds] == [1, 2] and all("kv_disk" in each.tiers for each in kinds[1])
-    ((alone,),) = engines.processes_of(engines.ALONE, SMALL)
-    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {}, False)
+    assert [len(processes) for processes in kinds] == [1, 2, 1] and all("kv_disk" in each.tiers for each in kinds[1])
+    (alone,), _ = engines.processes_of(engines.ALONE, SMALL)
+    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {}, {})
+
+
+def test_conversations_get_a_quarter_of_their_memory_in_each_system_and_one_uses_vllms_own_offloading():
+    found = {
+        system: [*engines.processes_of(system, SMALL)][-1] for system in (engines.ALONE, engines.TIERED, engines.OFFLOADING)
+    }
+    assert {len(processes) for processes in found.values()} == {1}
+    options = {system: process.options for system, (process,) in found.items()}
+    assert len({each["kv_cache_memory_bytes"] for each in options.values()}) == 1
+    assert [system for system, each in options.items() if "kv_offloading_size" in each] == [engines.OFFLOADING]
+    assert [system for system, (process,) in found.items() if process.tiers] == [engines.TIERED]
+
+
+def test_conversations_are_forgotten_before_each_run_and_go_on_in_rounds():
+    vllm = StandIn()
+    measured = [*engines.measure_conversations(vllm, MODEL, SMALL, True)]
+    assert [(each.metric, len(each.samples)) for each in measured] == [("throughput", 1), ("tokens cached", 1)]
+    assert vllm.asked == ["forgets", (8, True), (8, True)] * 2
 
 
 def test_behind_a_restart_the_same_prompts_are_served_again():
@@ -91,9 +112,9 @@ def test_behind_a_restart_the_same_prompts_are_served_again():
 def test_elastic_memory_is_measured_beside_vllm_alone():
     settings = replace(SMALL, parts=("elastic",))
     ((elastic,),) = engines.processes_of(engines.ELASTIC, settings)
-    assert elastic.is_elastic and elastic.parts == (engines.measure_nano, engines.measure_resizes)
+    assert elastic.options and elastic.parts == (engines.measure_nano, engines.measure_resizes)
     ((alone,),) = engines.processes_of(engines.ALONE, settings)
-    assert not alone.is_elastic and alone.parts == (engines.measure_nano,)
+    assert not alone.options and alone.parts == (engines.measure_nano,)
     assert not [*engines.processes_of(engines.TIERED, settings)]
 
 

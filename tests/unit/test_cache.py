@@ -531,16 +531,6 @@ def test_forks_and_cuts_know_which_tokens_their_rows_hold(cache):
     assert sequence.positions().tolist() == [1, 9, 19]
 
 
-def test_a_restored_sequence_knows_which_tokens_its_rows_hold(cache, tmp_path):
-    sequence = written(cache, 20)
-    sequence.compact([1, 9])
-    sequence.advance()
-    sequence.save(tmp_path / "one")
-    restored = cache.restore(tmp_path / "one")
-    assert (restored.positions().tolist(), restored.position, restored.length) == ([1, 9, 20], 21, 3)
-    assert restored.k(0)[:2, 0, 0].tolist() == [1, 9]
-
-
 @pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
 def test_no_row_is_written_before_it_is_read(pool, monkeypatch, chunk_rows):
     monkeypatch.setattr("vmmkv.memory.sharing.CHUNK_BYTES", chunk_rows * ROW_BYTES)

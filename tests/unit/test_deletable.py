@@ -22,7 +22,8 @@ def test_what_is_deleted_is_there(room: Room) -> None:
     assert [path for path in every if not (ROOT / path).exists()] == []
     for each in deletable.functions_of(room):
         file, _, name = each.partition("::")
-        assert f"def {name}(" not in deletable.without_function(name, text_of(file), file)
+        with pytest.raises(deletable.Broken, match="has 0 definitions"):
+            deletable.without_definition(name, deletable.without_definition(name, text_of(file), file), file)
 
 
 @rooms
@@ -70,11 +71,13 @@ def test_whole_lines_go_unless_they_are_replaced() -> None:
     assert deletable.without(Line("file", "second, ", ""), text) == "first\n  third\nlast\n"
 
 
-def test_a_function_goes_with_its_decorators() -> None:
-    text = "import this\n\n@wraps\n@other(\n    1\n)\ndef gone() -> None:\n    pass\n\ndef stays() -> None:\n    pass\n"
-    assert deletable.without_function("gone", text, "file") == "import this\n\n\ndef stays() -> None:\n    pass\n"
-    with pytest.raises(deletable.Broken, match="file has 0 functions missing"):
-        deletable.without_function("missing", text, "file")
+def test_a_definition_goes_with_its_decorators() -> None:
+    text = "import this\n\n@wraps\n@other(\n    1\n)\ndef gone() -> None:\n    pass\n\nclass Stays:\n    def gone(self): ...\n"
+    assert deletable.without_definition("gone", text, "file") == "import this\n\n\nclass Stays:\n    def gone(self): ...\n"
+    assert deletable.without_definition("Stays", text, "file") == text[: text.index("class")]
+    assert deletable.without_definition("Stays.gone", text, "file") == text[: text.index("    def gone(self)")]
+    with pytest.raises(deletable.Broken, match="file has 0 definitions of missing"):
+        deletable.without_definition("missing", text, "file")
 
 
 def test_only_modules_of_other_packages_may_be_missing(tmp_path: Path) -> None:

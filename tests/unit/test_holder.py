@@ -604,6 +604,19 @@ def test_preparing_goes_on_behind_requests_of_all_kinds(left, num_pieces):
         assert engine.prefix.attach([*tokens[:-1], 300]).method is AttachMethod.ADOPT
 
 
+def test_what_goes_while_a_prefix_is_prepared_is_not_copied(left):
+    """The rows behind the last whole page are in pages of the branches below, and one branch goes."""
+    branches = [[*PROMPT, *[branch] * 120] for branch in (251, 252)]  # too long for one to adopt the other
+    engine = left(*((tokens, None) for tokens in branches))
+    (shared,) = engine.prefix.index.tree.match(None, PROMPT).path
+    engine.prefix.index.restored[:] = [shared]
+    assert engine.prefix.prepare(0)
+    engine.prefix.evict(1)
+    assert engine.serve([0] * 101, "other") == (0, 0)  # in the memory of what has gone
+    engine.prepare_all()
+    assert engine.serve([*PROMPT, 0]) == (len(PROMPT), 0)
+
+
 def test_what_is_prepared_gives_way_to_what_runs(left):
     engine = left((PROMPT, None), (LONG, None))
     engine.prefix.prepare(0)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, prompt_of, tiny_model
 from tests.unit.support import LAYOUT, Calls, assert_reads
 from vmmkv import Closed, DriverError, GraphCapture, KVCache, KVLayout, OutOfPages, SequenceTooLong
 from vmmkv.errors import BudgetError
@@ -117,24 +116,6 @@ def test_a_close_can_be_repeated_whichever_of_its_calls_fails(driver, pool):
         if not has_failed:
             break
     assert number > 2
-
-
-def test_what_goes_while_a_prefix_is_prepared_is_not_copied(prefix, cache):
-    """The rows behind the last whole page are in pages of the branches below, and the first branch goes."""
-    for branch in (251, 252):
-        prompt = [*PROMPT, *[branch] * 20]
-        prefix.release(begin(prefix, prompt, method=AttachMethod.COMPUTE), prompt)
-    cache.drain()
-    (shared,) = prefix.index.tree.match(None, PROMPT).path
-    prefix.index.restored.append(shared)
-    assert prefix.prepare(0)
-    prefix.evict(1)
-    other = prefix.attach([0] * 101, namespace="other").sequence  # in the memory of what has gone
-    other.grow(100)
-    other.k(0)[:100] = 0
-    while prefix.prepare(0):
-        pass
-    assert_reads(prefix.attach([*PROMPT, 0]).sequence, range(100))
 
 
 @pytest.mark.parametrize("num_tokens", [29, 33])
@@ -852,16 +833,6 @@ def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_p
     driver.fail_at = set()
     long_prefix.cache.check()
     long_prefix.cache.drain()
-
-
-def test_a_request_without_room_does_not_try_again_in_every_step():
-    one = Harness(tiny_model(), share=True, budget_pages=3, step_tokens=4096)
-    one.ask("large", prompt_of(4000), 40)
-    one.ask("waits", prompt_of(3000, 5), 2)
-    one.run()
-    assert not one.failures()
-    assert sum(one.prefix.stats().attached.values()) <= 4  # each once, and once or twice in vain
-    one.close()
 
 
 def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(pool, windowed_prefix):

@@ -2,17 +2,22 @@
 
 import contextlib
 import ctypes
+import itertools
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.laws.faulty_tier import FaultyTier
+from vmmkv.driver import open_driver
 from vmmkv.driver.base import DONE
 from vmmkv.tiers import DiskTier, HostTier, KeyChain, Put, Refusal, Store
+from vmmkv.tiers.mover import Run
+from vmmkv.tiers.store import BufferCopier
 
 SIZE = 3 * 4096
 KEYS = KeyChain("model", every=16).of(range(16 * 40)).keys()
@@ -76,6 +81,26 @@ def test_what_comes_from_one_tier_is_brought_to_those_that_lack_it(host, disk):
         assert host.lookup(KEYS[:1]) == [False]
         assert store.get(KEYS[0], spans(block(9))) and store.flush()
         assert host.lookup(KEYS[:1]) == [True]
+
+
+def test_a_poll_brings_one_record_to_another_tier_when_its_time_is_over(host, disk):
+    given = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(4)]
+    with Store([disk]) as store:
+        for start in (0, 4):
+            store.put(KEYS[start : start + 4], spans(given))
+        store.flush()
+    with Store([host, disk]) as store:
+        for start, ends in ((0, True), (4, False)):  # the second time the store is closed meanwhile
+            get, held = store.get(KEYS[start : start + 4], spans(given)), [host.stats().stored_bytes]
+            while not get.done:
+                store.poll(0)
+            assert get.found and host.stats().stored_bytes <= held[0] + SIZE, "the get waits for none of them"
+            while ends and not store.is_idle:
+                store.poll(0)
+                held.append(host.stats().stored_bytes)
+            assert {after - before for before, after in itertools.pairwise(held)} <= {0, SIZE}
+        assert 4 * SIZE <= host.stats().stored_bytes <= 5 * SIZE
+    disk.close()
 
 
 def test_a_record_that_a_tier_misses_comes_from_another(host, disk):
@@ -238,6 +263,19 @@ def test_what_one_tier_gives_is_brought_to_others_before_its_memory_goes_back(ho
         host.store = store_while_lent
         store.get(KEYS[0], spans(block(2)))
         assert store.flush() and host.lookup(KEYS[:1]) == [True]
+
+
+def test_few_bytes_are_copied_to_the_host_at_once_and_loads_go_on(monkeypatch):
+    copier = BufferCopier(open_driver("cpu"))
+    ended = []
+    monkeypatch.setattr(copier.driver, "fence", lambda: SimpleNamespace(done=lambda: bool(ended)))
+    nothing = SimpleNamespace(size_bytes=0, copy=lambda driver, runs, *, is_load: None)
+    for _ in range(2):
+        assert copier.has_room(is_load=False)
+        copier.copy(nothing, [Run(0, 0, 32 << 20)], is_load=False)
+    assert not copier.has_room(is_load=False) and copier.has_room(is_load=True)
+    ended.append(True)
+    assert copier.has_room(is_load=False)
 
 
 def test_threads_share_a_store(host, disk):

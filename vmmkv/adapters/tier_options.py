@@ -34,7 +34,10 @@ class TierOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, where: str = "kv_connector_extra_config") -> Self:
-        """Options out of what an engine was given, `where`. Raises: ValueError for unknown ones, or ones that do not fit."""
+        """Options out of what an engine was given, `where`.
+
+        Raises: ValueError for unknown ones, or ones that do not fit; TierUnavailable for a store whose client is missing.
+        """
         names = cls.__dataclass_fields__
         if unknown := sorted(set(given) - set(names)):
             raise ValueError(
@@ -54,6 +57,11 @@ class TierOptions:
             raise ValueError(f"{where}: a disk tier needs both kv_disk, a directory, and kv_disk_budget")
         if not (options.kv_host_budget or options.kv_disk or options.kv_store):
             raise ValueError(f"{where} names no tier; give kv_host_budget, kv_disk with kv_disk_budget, or kv_store")
+        for name in ("kv_host_budget", "kv_disk_budget"):
+            if (text := getattr(options, name)) is not None:
+                _bytes_of(name, text)
+        if options.kv_store is not None:
+            open_store(options.kv_store).close()  # which neither needs its server nor asks it
         return options
 
     def tiers(self, record_bytes: int, *, has_host: bool, num_ranks: int = 1) -> list[Tier]:
@@ -64,11 +72,12 @@ class TierOptions:
         tiers: list[Tier] = []
         try:
             if has_host and self.kv_host_budget is not None:
-                tiers.append(HostTier(_bytes_of("kv_host_budget", self.kv_host_budget) // num_ranks, record_bytes=record_bytes))
+                size_bytes = _bytes_of(name := "kv_host_budget", self.kv_host_budget) // num_ranks
+                part = f"{name}/{num_ranks}" if num_ranks > 1 else name
+                tiers.append(HostTier(size_bytes, record_bytes=record_bytes, budget_name=part))
             if self.kv_disk is not None and self.kv_disk_budget is not None:
-                tiers.append(
-                    DiskTier(self.kv_disk, _bytes_of("kv_disk_budget", self.kv_disk_budget), record_bytes=record_bytes)
-                )
+                size_bytes = _bytes_of(name := "kv_disk_budget", self.kv_disk_budget)
+                tiers.append(DiskTier(self.kv_disk, size_bytes, record_bytes=record_bytes, budget_name=name))
             if self.kv_store is not None:
                 tiers.append(open_store(self.kv_store, record_bytes=record_bytes))
         except BaseException:
@@ -87,7 +96,7 @@ def _bytes_of(name: str, text: str) -> int:
 
 
 def fingerprint_of(model: str, revision: str | None) -> str:
-    """A name for a model's weights: of a directory its configuration, and names, sizes and samples of its files of weights.
+    """A name for the weights of a model or adapter: of a directory its configuration, and names, sizes, samples of weights.
 
     Raises: OSError. Cost: some reads of 4 KiB for each file.
     """
@@ -96,7 +105,7 @@ def fingerprint_of(model: str, revision: str | None) -> str:
         return f"{model}@{revision}"
     state = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
-        if path.name == "config.json":
+        if path.name in ("config.json", "adapter_config.json"):
             state.update(path.read_bytes())
         elif path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             size_bytes = path.stat().st_size

@@ -25,7 +25,7 @@ def run(
     ] = None,
 ) -> int:
     """Print a line for each use of vmmkv in an engine."""
-    from vmmkv.adapters.vllm.hooks import examine, packages_with_vllm, version_of
+    from vmmkv.adapters.vllm.hooks import examine, packages_with_vllm, trial_of, version_of
 
     if path is not None and not (path / engine).is_dir():
         raise typer.BadParameter(f"{path} has no folder {engine}; give a folder of packages, such as site-packages")
@@ -33,7 +33,9 @@ def run(
     if packages is None:
         raise ValueError("this Python has no vLLM; run it in vLLM's environment, or give --path a folder of packages")
     verdicts = examine(packages)
-    print(f"vLLM {version_of(packages)} in {packages / engine}")
+    version = version_of(packages)
+    print(f"vLLM {version} in {packages / engine}")
+    print(f"  {trial_of(version) or 'vmmkv has not been tried with it: a yes says that its names match'}")
     for each in verdicts:
         print(f"  {each.name:20} {'yes' if each.works else 'no':4} {each.reason}")
     return 0 if verdicts[0].works else 1

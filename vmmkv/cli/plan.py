@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from vmmkv.arguments import json_object
+from vmmkv.arguments import check_num_layers, json_object
 from vmmkv.errors import VmmkvError
 from vmmkv.layout import KV_KIND_ALIASES, KV_KINDS, KV_SCALES, Group, KVLayout, KVType, Plane, kv_planes
 from vmmkv.model_config import (
@@ -21,7 +21,6 @@ from vmmkv.model_config import (
     Part,
     SharedRows,
     State,
-    check_num_layers,
     has_transformers,
     read,
 )  # fmt: skip

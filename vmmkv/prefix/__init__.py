@@ -3,6 +3,7 @@
 cache        PrefixCache: match, attach, insert, park, pin, evict; read this first
 attach       how a new sequence gets the rows of a known prefix: by a parked slot, by alias or by copy
 index        which extents and slots hold the rows of which tokens, and what is evicted first
+restored     what an earlier process left, parked ahead of use
 tiered       what it knows of tiers; vmmkv.tiers.transfers copies to and from them
 radix_tree   the tree over token ids; it knows nothing of memory
 """

@@ -20,20 +20,17 @@ import contextlib
 import enum
 import functools
 import itertools
-import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from vmmkv.driver.base import retried
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
-from vmmkv.memory import sharing
 from vmmkv.memory.extents import SIZE_CLASSES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.memory.slots import ParkedSlot, Slots
-from vmmkv.memory.states import SlotState
 from vmmkv.prefix.index import MOST_LOOKED_AT, Placed, PrefixIndex, pieces_below
 from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.sequence import Sequence
@@ -42,9 +39,6 @@ from vmmkv.units import PAGE_BYTES
 MOST_LOST_PAGES: Final = SIZE_CLASSES[0]
 """Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, and one with more of them than
 are matched, so that a new conversation with the same system prompt does not overwrite another."""
-
-_PREPARED_AT_ONCE: Final = 8
-"""Extents that are imported and mapped between two looks at the time: some 0.5 ms."""
 
 
 class AttachMethod(enum.Enum):
@@ -162,9 +156,6 @@ class Attacher:
         self.windows = Windows(self._memory)
         """Windows through which extents are read that no slot has."""
         self._row_bytes = slots.layout.row_bytes
-        self._preparing: Iterator[bool] | None = None
-        """The path that `prepare` has begun, see `_prepare`; its slot until that has all rows."""
-        self._begun: ParkedSlot | None = None
 
     def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, end: int) -> Attached:
         """Attach by the rule, or by `method` if that is possible. See `PrefixCache.attach`, also for errors."""
@@ -245,7 +236,7 @@ class Attacher:
             return None
         aliased = hit.extents.aliased
         memory.table.begin(slot, hit.starts, hit.extents.firsts)
-        with self._reading(hit):
+        with self.reading(hit):
             live = slots.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
             if hit.resident in slots.parked_slots:
                 try:
@@ -255,81 +246,8 @@ class Attacher:
                     raise
         return Attached(Sequence(live), hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
 
-    # ahead of need
-
-    def prepare(self, budget_us: float, free_slots: int) -> bool:
-        """Park paths that an earlier process left, ahead of use. See `PrefixCache.prepare`."""
-        end_ns, restored = time.perf_counter_ns() + min(budget_us, 1e12) * 1e3, self._index.restored
-        has_worked = False
-        while restored or self._preparing:
-            self._preparing = self._preparing or self._prepare(restored.pop(), free_slots)
-            has_worked, goes_on = True, False
-            try:
-                goes_on = next(self._preparing, False)
-            finally:
-                if not goes_on:
-                    self._stop_preparing()
-            if time.perf_counter_ns() > end_ns:
-                break
-        return has_worked
-
-    def _stop_preparing(self) -> None:
-        parked, self._preparing, self._begun = self._begun, None, None
-        if parked is not None and self._slots.parked_slots.get(parked.slot) is parked:
-            self._slots.evict(parked)
-
-    def _prepare(self, node: Node[Placed], free_slots: int) -> Iterator[bool]:
-        """Park the path of a node in a free slot. Yields after each few extents."""
-        slots, memory, index = self._slots, self._memory, self._index
-        hit = None if node.parent is None else self.hit(Match(node.path(), node.end), node.end)
-        if hit is None or hit.resident is not None:
-            return
-        if memory.table.num(SlotState.FREE) <= free_slots:
-            index.restored.clear()
-            return
-        namespace, slot = index.tree.namespace_of(node), slots.clear_run(1)
-        parked = self._begun = slots.park_bare(slot, namespace, hit.starts, node.stamp)
-        aliased = [(group, *each) for group, pages in enumerate(hit.extents.aliased) for each in pages.items()]
-        known = _state_of(node)
-        for first in range(0, len(aliased), _PREPARED_AT_ONCE):
-            some = aliased[first : first + _PREPARED_AT_ONCE]
-            if not self._could_import(extent for _, _, extent in some):
-                return
-            given = [{page: extent for at, page, extent in some if at == group} for group in range(len(memory.arenas))]
-            with slots.mapping_under(parked):
-                sharing.alias(memory, slot, given)
-            yield True
-            if slots.parked_slots.get(slot) is not parked or _state_of(node) != known:
-                index.restored.append(node)  # begin again
-                return
-        aliased_before, hit = hit.extents.aliased, self.hit(Match(node.path(), node.end), node.end)
-        if hit is None or hit.extents.aliased != aliased_before:  # what lies below the path can have gone
-            index.restored.append(node)
-            return
-        if not self._could_import(hit.all_extents()):
-            return
-        memory.table.begin(slot, hit.starts, hit.extents.firsts)
-        with contextlib.suppress(OutOfPages), self._reading(hit), slots.mapping_under(parked):
-            sharing.take(memory, slot, hit.num_tokens, hit.extents.aliased, hit.copy)
-            parked.length = hit.num_tokens
-        if parked.length:
-            end = hit.node
-            if end.end > hit.num_tokens:
-                end = index.tree.split(end, hit.num_tokens)
-            for each in end.path():
-                each.add_resident(slot)
-            index.keep(slot, end)
-            self._begun = None
-
-    def _could_import(self, extents: Iterable[Extent]) -> bool:
-        """False if rows were lost, or the process may open no more files: a prompt that attaches them makes room."""
-        try:
-            return self._index.import_extents(extents)
-        except OutOfPages:
-            return False
-
     @contextlib.contextmanager
-    def _reading(self, hit: Hit) -> Iterator[None]:
+    def reading(self, hit: Hit) -> Iterator[None]:
         """Making room evicts nothing of a hit within: neither a slot with these rows, nor extents of nodes below."""
         index, pool, node = self._index, self._slots.pool, hit.node
         tails = [tail.extent for tail in hit.extents.tails if tail is not None]
@@ -343,11 +261,6 @@ class Attacher:
             index.tree.unlock(node)
             for extent in tails:
                 pool.drop(extent)
-
-
-def _state_of(node: Node[Placed]) -> list[tuple[Node[Placed], tuple[Piece[Placed], ...], bool]]:
-    """State of a node's path that decides a hit on it. Cost: a comparison of two is quick while they are the same."""
-    return [(each, each.pieces, bool(each.residents)) for each in node.path()]
 
 
 _ByPage: TypeAlias = dict[int, list[Piece[Placed]]]

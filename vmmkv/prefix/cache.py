@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,20 +30,18 @@ from vmmkv.memory.states import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
-from vmmkv.prefix.tiered import Fetch, PrefixListener, TieredPrefixes
+from vmmkv.prefix.restored import RestoredPrefixes
+from vmmkv.prefix.tiered import Fetch, PrefixListener
 from vmmkv.sequence import Sequence, live_slot
 from vmmkv.tier import Tier, TierStats
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
+if TYPE_CHECKING:
+    from vmmkv.holder.borrowed import BorrowedPrefixes
+    from vmmkv.tiers.transfers import Transfers
+
 _LENDER: Final = "lender"
 """The other engine, where tokens are counted by their source."""
-
-
-class Lent(Protocol):
-    """Prefixes that another engine lends."""
-
-    def borrow(self, namespace: Hashable, tokens: npt.NDArray[np.int32], known: int, room_pages: int) -> tuple[int, int]:
-        """Take what it has of some tokens past the first `known` into the tree. Returns the tokens of both, and the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +134,7 @@ class PrefixCache:
             self.index: Final = PrefixIndex(slots)
             """Tree of prefixes, and the parked slots that keep them."""
             self._attacher = Attacher(slots, self.index)
+            self._restored = None if holder is None else RestoredPrefixes(slots, self.index, self._attacher)
             self.transfers: Final = self._follow_tiers(tiers, fingerprint)
             """Stores and loads of tiers; None without tiers."""
             self._attached: Counter[AttachMethod] = Counter()
@@ -146,7 +145,7 @@ class PrefixCache:
             identity = cache.layout.identity(fingerprint)
             self._borrowed = self._follow_holder(identity)
 
-    def _follow_tiers(self, tiers: Seq[Tier], fingerprint: str) -> TieredPrefixes | None:
+    def _follow_tiers(self, tiers: Seq[Tier], fingerprint: str) -> "Transfers | None":
         """Store in tiers what is inserted, and load from them what is fetched."""
         if not tiers:
             return None
@@ -154,7 +153,7 @@ class PrefixCache:
 
         return follow_tree(self._slots, self.index, self._attacher.windows, tiers, fingerprint)
 
-    def _follow_holder(self, identity: bytes) -> Lent | None:
+    def _follow_holder(self, identity: bytes) -> "BorrowedPrefixes | None":
         """Take what the pool's holder process has kept, and keep what is inserted there; or what its lender lends."""
         pool = self.cache.pool
         if pool.holder is None and pool.lender is None:
@@ -405,7 +404,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             self._slots.check_open()
             self._slots.check_capture()
-            return self._attacher.prepare(budget_us, free_slots)
+            return self._restored is not None and self._restored.prepare(budget_us, free_slots)
 
     # pins, and the rest
 

@@ -106,7 +106,7 @@ class PrefixIndex(RowKeeper, Reclaimer):
         self.followers: list[IndexFollower] = []
         """Transfers to tiers, and what outlives this process."""
         self.restored: list[Node[Placed]] = []
-        """Leaves that an earlier process left, the last used ones last, until `Attacher.prepare` has taken them."""
+        """Leaves that an earlier process left, the last used ones last, until `RestoredPrefixes` has parked them."""
         self.source: int | None = None
         """The parked slot that rows are being copied from: it is not evicted."""
         self.held_bytes = 0

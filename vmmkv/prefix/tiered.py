@@ -1,4 +1,4 @@
-"""Tiers as a prefix cache knows them: its stores and loads, and what a listener hears. `vmmkv.tiers.transfers` has them."""
+"""Loads from tiers as a prefix cache knows them, and what a listener hears. `vmmkv.tiers.transfers` stores and loads."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vmmkv.layout import KVLayout
 from vmmkv.prefix.radix_tree import TreeListener
-from vmmkv.tier import ListenedTier, TierStats
+from vmmkv.tier import ListenedTier
 
 
 class Fetch:
@@ -46,47 +46,6 @@ class Fetch:
 
     def __repr__(self) -> str:
         return f"<Fetch of {self.size_bytes} bytes for {self.num_tokens} tokens, {'done' if self.done else 'under way'}>"
-
-
-class TieredPrefixes(Protocol):
-    """Prefixes that tiers keep. The caller holds the pool's lock, but for `flush`."""
-
-    fetched_tokens: int
-    """Tokens that came back from tiers."""
-
-    @property
-    def errors(self) -> int:
-        """Calls of tiers that raised."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Is there nothing to go on with?"""
-
-    def fetch(
-        self,
-        namespace: Hashable,
-        tokens: npt.NDArray[np.int32],
-        known: int,
-        least_tokens: int,
-        room_pages: int,
-        worth: Callable[[Fetch], bool] | None,
-    ) -> Fetch | None:
-        """Load what is needed to attach `least_tokens` more than are `known`. See PrefixCache.fetch."""
-
-    def poll(self, budget_us: float) -> None:
-        """Go on with stores and loads for about `budget_us`; do one piece of work at least, if there is any."""
-
-    def flush(self, poll: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `poll` has nothing left to do, and tiers keep what they were given; False if the time is over first."""
-
-    def stats(self) -> tuple[TierStats, ...]:
-        """Counts of the tiers that answer."""
-
-    def store_if(self, worth: Callable[[str], bool]) -> None:
-        """Ask, by a tier's name, whether to store a path there. See PrefixCache.store_if."""
-
-    def listen(self, listener: "PrefixListener") -> None:
-        """Tell a listener which records the tiers have, of those that know when they go. See PrefixCache.listen."""
 
 
 class PathKeys(Protocol):

@@ -3,6 +3,7 @@
     records   | slot 0 | slot 1 | slot 2 | ...       a record each, written with O_DIRECT where the file system takes it
     index     | header | entry 0 | entry 1 | ...     an entry has the key, generation and checksum of its slot's record
     shared    what the processes that have the tier open tell each other: see `SharedSlots`
+    host      the host of these processes: by a network file system, others would not see their changes
 
 To overwrite a record, its entry is cleared; then the slot is written, and its new entry last. So whenever a process is killed,
 each entry describes what its slot holds; the checksum tells it when the record is read. If two entries have one key, that of
@@ -70,18 +71,27 @@ class DiskTier(ThreadedTier):
     used record is evicted first. With a smaller budget than before, the records that were used last are kept; some are copied
     for that. Several processes of a host can open one path, with the same budget: what one stores the others load, and the
     record that none of them has used for the longest time is evicted first. Only the owner may read the files. Close it after
-    its caches. A disk of which a read or write has not ended after 10 s is left alone, until it answers again.
-    Raises: TierUnavailable if no file can be written there, or a process has it open with another budget, or it has records of
-    another size; BudgetError if it does not fit on the disk, naming what fits; OSError.
+    its caches. A disk of which a read or write has not ended after 10 s is left alone, until it answers again. Errors call the
+    budget `budget_name`.
+    Raises: TierUnavailable if no file can be written there, or a process has it open with another budget or on another host, or
+    it has records of another size; BudgetError if it does not fit on the disk, naming what fits; OSError.
     """
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str], budget_bytes: int, *, record_bytes: int = RECORD_BYTES) -> None:
-        num_slots = whole("budget_bytes", budget_bytes) // checked_record_bytes(record_bytes)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget_bytes: int,
+        *,
+        record_bytes: int = RECORD_BYTES,
+        budget_name: str = "budget_bytes",
+    ) -> None:
+        num_slots = whole(budget_name, budget_bytes) // checked_record_bytes(record_bytes)
         if num_slots < 1:
-            raise BudgetError(f"budget_bytes={budget_bytes} of a disk tier is below one record, {format_bytes(record_bytes)}")
+            raise BudgetError(f"{budget_name}={budget_bytes} of a disk tier is below one record, {format_bytes(record_bytes)}")
         super().__init__(num_slots * record_bytes, record_bytes)
+        self._budget_name: Final = budget_name
         self.path: Final = Path(path)
         sized = b"" if record_bytes == RECORD_BYTES else b", records of %d bytes" % record_bytes
         self._header: Final = (_MAGIC + sized).ljust(_HEADER_BYTES, b"\0")
@@ -301,6 +311,7 @@ class DiskTier(ThreadedTier):
         self._use_direct_io()
         self._read_index()
         self._shorten()
+        self._host(host_now())
         shared.begin(self._num_slots, len(self._records))
         self._write_index(self._records)
         for slot in self._records.values():
@@ -309,17 +320,32 @@ class DiskTier(ThreadedTier):
         self._num_seen = len(self._records)
 
     def _join(self, shared: SharedSlots) -> None:
-        """Open the tier beside other processes. Raises: TierUnavailable if theirs is another one."""
+        """Open the tier beside other processes. Raises: TierUnavailable if theirs is another one, or on another host."""
         self._check_record_bytes()
+        if self._host() != host_now():
+            raise TierUnavailable(
+                f"{self.path} is the disk tier of another host, over a network: hosts do not see what the others write there; "
+                "name a directory of this host's own, or share a store such as redis://host"
+            )
         if (there := os.fstat(self._fd).st_size) != self.budget_bytes:
             raise TierUnavailable(
-                f"{self.path} is open in another process with budget_bytes={there}, and this one has {self.budget_bytes}; give "
-                "both the same, or another directory"
+                f"{self.path} is open in another process with {self._budget_name}={there}, and this one has "
+                f"{self.budget_bytes}; give both the same, or another directory"
             )
         self._use_direct_io()
         shared.join()
         self._records, self._keys, self._num_seen = {}, {}, -1
         self._catch_up(shared)
+
+    def _host(self, new: bytes | None = None) -> bytes:
+        """The host whose processes have the tier open, once it is set to `new`, if that is given."""
+        fd = self._open_file("host")
+        try:
+            if new is not None:
+                os.pwrite(fd, new, 0)
+            return os.pread(fd, 64, 0)
+        finally:
+            os.close(fd)
 
     def _check_record_bytes(self) -> None:
         header = os.pread(self._index_fd, _HEADER_BYTES, 0)
@@ -361,7 +387,7 @@ class DiskTier(ThreadedTier):
             most_bytes = (disk.f_bavail * disk.f_frsize + taken_bytes) * 95 // 100 // self.record_bytes * self.record_bytes
             raise BudgetError(
                 f"a disk tier of {format_bytes(self.budget_bytes)} does not fit in {self.path}: {error.strerror}; at most "
-                f"budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
+                f"{self._budget_name}={most_bytes} ({format_bytes(most_bytes)}) works"
             ) from None
 
     def _use_direct_io(self) -> None:
@@ -572,6 +598,11 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def host_now() -> bytes:
+    """A number of this host since it started, the same in its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _entry_at(number: int) -> int:

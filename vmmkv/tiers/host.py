@@ -29,18 +29,20 @@ class HostTier:
     """A tier of `budget_bytes` of host memory, for `PrefixCache(cache, tiers=[...])` or a `Store`.
 
     All memory is allocated when the first cache opens the tier, pinned if that is on a GPU. A record has `record_bytes`, 2 MiB
-    for a PrefixCache; the least recently used one is evicted first. Close the tier after its caches.
+    for a PrefixCache; the least recently used one is evicted first. Close the tier after its caches. Errors call the budget
+    `budget_name`.
     Cost: pinning takes 0.3 s for each GiB, once; a call takes a microsecond for each record.
     Raises: BudgetError for a budget below one record, or above the memory that this process may take, naming what fits.
     """
 
     name = "host"
 
-    def __init__(self, budget_bytes: int, *, record_bytes: int = RECORD_BYTES) -> None:
+    def __init__(self, budget_bytes: int, *, record_bytes: int = RECORD_BYTES, budget_name: str = "budget_bytes") -> None:
         self.record_bytes = checked_record_bytes(record_bytes)
-        self.budget_bytes: Final = whole("budget_bytes", budget_bytes) // record_bytes * record_bytes
+        self.budget_bytes: Final = whole(budget_name, budget_bytes) // record_bytes * record_bytes
+        self._budget_name: Final = budget_name
         if self.budget_bytes <= 0:
-            raise BudgetError(f"budget_bytes={budget_bytes} of host memory is below one record, {format_bytes(record_bytes)}")
+            raise BudgetError(f"{budget_name}={budget_bytes} of host memory is below one record, {format_bytes(record_bytes)}")
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
@@ -61,7 +63,8 @@ class HostTier:
             if self.budget_bytes > most_bytes:
                 raise BudgetError(
                     f"a host tier of {format_bytes(self.budget_bytes)} does not fit: this process, in its control group, may "
-                    f"take {format_bytes(free_bytes)}; at most budget_bytes={most_bytes} ({format_bytes(most_bytes)}) works"
+                    f"take {format_bytes(free_bytes)}; at most {self._budget_name}={most_bytes} ({format_bytes(most_bytes)}) "
+                    "works"
                 )
             memory = host_memory(self.budget_bytes, device)
             first = memory.data_ptr()

@@ -106,6 +106,8 @@ class Load(Generic[B]):
     """Records that are loaded into a buffer: one after the other, each from a tier that is thought to have it."""
 
     deadline_s = math.inf
+    is_promoted = False
+    """Are its records brought to other tiers, when they are in the buffer?"""
 
     def __init__(self, buffer: B, sources: list[tuple[Tier, bytes]]) -> None:
         self.buffer = buffer
@@ -121,8 +123,8 @@ class Load(Generic[B]):
         """Keys of records that their tier had not, when it was asked."""
         self.failed = False
 
-    def copied(self, move: "Move") -> None:
-        """Hear that a record is in the buffer, and still in the memory that a tier has lent."""
+    def promote(self, move: "Move") -> None:
+        """Bring a record to other tiers, which is in the buffer, and still in the memory that a tier has lent."""
 
     def ended(self) -> None:
         """Hear that nothing of the load is under way any more. It may have failed."""
@@ -176,7 +178,9 @@ class Mover(Generic[B]):
         """Loads that wait for records, in order."""
         self._copies: deque[_Launched[B]] = deque()
         """Copies under way, the oldest first."""
-        self._turns = [self._search, self._load, self._store]
+        self._promotions: deque[tuple[Load[B], Move]] = deque()
+        """Records that are in their buffers, and that other tiers are to have too, in memory that a tier has lent."""
+        self._turns = [self._search, self._load, self._store, self._promote]
         """Kinds of work of the next poll, in order. They change places, so that none takes the time of all polls."""
         self._end_ns = 0.0
         """The end of this poll's time, of time.perf_counter_ns."""
@@ -267,6 +271,12 @@ class Mover(Generic[B]):
                 self._forget(stores, source)
         return [copy.fence for copy in self._copies]
 
+    def drop_promotions(self) -> None:
+        """Bring no more records to other tiers, and give back their memory."""
+        while self._promotions:
+            _, move = self._promotions.popleft()
+            self.ask(None, move.tier.finished, move.transfer)
+
     @property
     def is_storing(self) -> bool:
         """Is anything queued to be stored?"""
@@ -275,12 +285,18 @@ class Mover(Generic[B]):
     @property
     def is_idle(self) -> bool:
         """Is there nothing to go on with?"""
-        return not (self.is_storing or self._copies or self._searches or self._loads)
+        return not (self.is_storing or self._copies or self._searches or self._loads or self._promotions)
+
+    @property
+    def is_kept(self) -> bool:
+        """Have all tiers written what they were given, or failed to? Does not wait."""
+        return all(self.ask(True, tier.flush, 0.0) for tier in self.tiers)
 
     def transfers_under_way(self) -> Iterator[Transfer]:
         """Transfers whose memory tiers have lent, and that will be finished or dropped."""
         for moves in (*(copy.moves for copy in self._copies), *(load.coming for load in self._loads)):
             yield from (move.transfer for move in moves)
+        yield from (move.transfer for _, move in self._promotions)
 
     def oldest_fence(self) -> Fence | None:
         """Fence of the oldest copies; None if none are under way."""
@@ -319,7 +335,7 @@ class Mover(Generic[B]):
             is_more = poll()
             with lock:
                 fence = oldest_fence()
-                if not is_more and all(self.ask(True, tier.flush, 0.0) for tier in self.tiers):
+                if not is_more and self.is_kept:
                     return True
             if time.monotonic() > until_s:
                 return False
@@ -332,16 +348,29 @@ class Mover(Generic[B]):
         """Give back the memory of tiers behind copies that have ended."""
         for copy in [copy for copy in self._copies if copy.fence.done()]:
             self._copies.remove(copy)
-            try:
-                for move in copy.moves if not copy.failed else ():
-                    copy.of.copied(move)
-            finally:
-                for move in copy.moves:
-                    self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
-                copy.of.num_under_way -= 1
-                if isinstance(copy.of, Load):
-                    copy.of.failed |= copy.failed
-                    self._end_if_over(copy.of)
+            if isinstance(copy.of, Load):
+                self._finish_load(copy, copy.of)
+            else:
+                self._finish_source(copy, copy.of)
+
+    def _finish_load(self, copy: _Launched[B], load: Load[B]) -> None:
+        for move in copy.moves:
+            if load.is_promoted and not copy.failed:
+                self._promotions.append((load, move))
+            else:
+                self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
+        load.num_under_way -= 1
+        load.failed |= copy.failed
+        self._end_if_over(load)
+
+    def _finish_source(self, copy: _Launched[B], source: Source[B]) -> None:
+        try:
+            for move in copy.moves if not copy.failed else ():
+                source.copied(move)
+        finally:
+            for move in copy.moves:
+                self.ask(None, move.tier.drop if copy.failed else move.tier.finished, move.transfer)
+            source.num_under_way -= 1
 
     @property
     def _is_over(self) -> bool:
@@ -406,6 +435,16 @@ class Mover(Generic[B]):
     def _end_if_over(self, load: Load[B]) -> None:
         if load not in self._loads and not load.num_under_way:
             load.ended()
+
+    def _promote(self) -> None:
+        """Bring records that were loaded to other tiers, one after the other."""
+        while self._promotions and not (self._has_worked and self._is_over):
+            self._has_worked = True
+            load, move = self._promotions.popleft()
+            try:
+                load.promote(move)
+            finally:
+                self.ask(None, move.tier.finished, move.transfer)
 
     # storing
 

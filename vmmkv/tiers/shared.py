@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from vmmkv.errors import TierUnavailable, did_you_mean
-from vmmkv.tier import Tier, Transfer
+from vmmkv.tier import RecordListener, Tier, Transfer
 from vmmkv.tiers.answering import Answering
 from vmmkv.tiers.record import RECORD_BYTES, checksum_of
 from vmmkv.tiers.threaded import MissedError, ThreadedTier, missed
@@ -90,6 +90,8 @@ class SharedTier(ThreadedTier):
         """Records that are not there, and until when that is believed."""
         self._asked: set[bytes] = set()
         """Keys that the store is being asked for, or will be."""
+        self.on_kept: RecordListener = lambda keys, is_held: None
+        """Hears of each record that this tier has put into the store; from a thread."""
         self._to_ask: list[bytes] = []
         """Keys of its next question: all that are looked up while it answers the last one."""
         self.answering: Final = Answering(
@@ -158,6 +160,10 @@ class SharedTier(ThreadedTier):
                 self.answering.submit(self._ask)
             return None
 
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """Believe that the store has these records, which another process has put there, whatever it has answered before."""
+        self._learn(keys, [True] * len(keys))
+
     def load(self, key: bytes) -> Transfer | None:
         """Begin to load a record into a buffer. A miss while the store is left alone; None if no buffer is free."""
         return missed(key) if self.answering.is_left_alone else super().load(key)
@@ -175,6 +181,7 @@ class SharedTier(ThreadedTier):
             self._count("refused_records", 1)
             raise
         self._learn([key], [True])
+        self.on_kept([key], True)
 
     def read(self, key: bytes, data: memoryview) -> None:
         """Fill `data` with a record of the store; called from a thread. A value that is not the record is removed.

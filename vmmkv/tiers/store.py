@@ -11,6 +11,7 @@ copy them, as a `Buffer`.
 import ctypes
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 
@@ -24,6 +25,9 @@ from vmmkv.tiers.record import KEY_BYTES
 if TYPE_CHECKING:
     import torch
 
+
+_MOST_STORING_BYTES: Final = 64 << 20
+"""Bytes of stores under way from which on no more are launched: what an engine copies to the host itself waits behind them."""
 
 Spans: TypeAlias = Sequence[tuple[int, int]]
 """Bytes of an engine: addresses, of its device, of pinned host memory or of a tensor, and how many bytes from there on."""
@@ -67,16 +71,23 @@ class BufferCopier:
     def __init__(self, driver: Driver) -> None:
         self.driver: Final = driver
         self._streams = driver.new_stream(), driver.new_stream()
+        self._stores = deque[tuple[Fence, int]]()
+        """Fence and bytes of each store under way, the oldest first."""
 
     def has_room(self, *, is_load: bool) -> bool:
-        """Always: a copy between addresses takes nothing else."""
-        return True
+        """For a load always: requests wait for it. For a store while few bytes of others are under way."""
+        while self._stores and self._stores[0][0].done():
+            self._stores.popleft()
+        return is_load or sum(size_bytes for _, size_bytes in self._stores) < _MOST_STORING_BYTES
 
     def copy(self, buffer: Buffer, runs: Sequence[Run], *, is_load: bool) -> Fence:
         """Launch copies of records into the buffer, or out of it. Returns a fence behind them. See Copier.copy."""
         with self.driver.on(self._streams[is_load]):
             buffer.copy(self.driver, runs, is_load=is_load)
-            return self.driver.fence()
+            fence = self.driver.fence()
+        if not is_load:
+            self._stores.append((fence, sum(run.size_bytes for run in runs)))
+        return fence
 
     def fence(self, *, is_load: bool) -> Fence:
         """A fence behind all copies that were launched in a direction."""
@@ -135,6 +146,7 @@ class Get(Load[Buffer]):
 
     def __init__(self, store: "Store", keys: Sequence[bytes], buffer: Buffer, free: Fence, deadline_s: float) -> None:
         super().__init__(buffer, [])
+        self.is_promoted = len(store.tiers) > 1
         self.found: bool | None = None
         """Are their bytes in the buffer, all of them? None until nothing is under way any more. If False, what it holds is
         undefined."""
@@ -145,6 +157,11 @@ class Get(Load[Buffer]):
         """Tiers that may have a record, by its key."""
         self._tiers: dict[bytes, Tier] = {}
         """Tier that has a record, by its key."""
+
+    @property
+    def num_missing(self) -> int:
+        """Number of records that no tier gave; all of those of a get that took too long."""
+        return len(self.missed.union(key for key in self.keys if key not in self._tiers)) or len(self.keys)
 
     @property
     def done(self) -> bool:
@@ -170,8 +187,8 @@ class Get(Load[Buffer]):
             self.found = False
         return self.found is None
 
-    def copied(self, move: Move) -> None:
-        """Bring a record to the other tiers, if they have room at once."""
+    def promote(self, move: Move) -> None:
+        """Bring a record to the other tiers, if they have room at once. See Load.promote."""
         for tier in self._store.tiers_worth_it():
             answer = self._store.ask(None, tier.store, move.transfer.key)
             if isinstance(answer, Transfer):
@@ -206,8 +223,9 @@ class Store(Mover[Buffer]):
         put = store.put(keys, [(address, size_bytes), ...])     several records, one behind the other in the spans
 
     Keys have 32 bytes, as those of a `KeyChain`. Each tier takes what is put when it has room, the oldest first; of more than
-    1,024 puts that wait for one, the oldest is given up. What one tier gives is copied to those that lack it. `store.worth`, if
-    set, is asked by a tier's name whether it is worth it to store a record there; not of tiers that other engines load from.
+    1,024 puts that wait for one, the oldest is given up. What one tier gives is copied to those that lack it when the get is
+    done, a record at a time. `store.worth`, if set, is asked by a tier's name whether it is worth it to store a record there;
+    not of tiers that other engines load from.
     Threads may share a store: every operation but `lookup` and `stats` takes its lock, behind which signal handlers wait, as
     behind a pool's (`vmmkv.memory.transaction`). The caller closes the tiers, after the store.
     Cost: opening the tiers.
@@ -287,6 +305,7 @@ class Store(Mover[Buffer]):
             fence.wait()
         with self.lock:
             self.finish()
+            self.drop_promotions()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from vmmkv.errors import BudgetError
 from vmmkv.tier import Tier
 from vmmkv.tiers import DiskTier, HostTier, open_store
 from vmmkv.units import format_bytes
@@ -25,12 +24,9 @@ def opened(config: EngineConfig, device: torch.device, undo: contextlib.ExitStac
         ("kv_disk_budget_bytes", functools.partial(DiskTier, config.kv_disk or "")),
     ):
         if (budget_bytes := getattr(config, field)) is not None:
-            try:
-                tier = open_tier(budget_bytes)
-                undo.callback(tier.close)
-                tier.open(device)
-            except BudgetError as error:
-                raise BudgetError(str(error).replace("budget_bytes", field)) from error
+            tier = open_tier(budget_bytes, budget_name=field)
+            undo.callback(tier.close)
+            tier.open(device)
             tiers.append(tier)
             stats = tier.stats()
             log.info(

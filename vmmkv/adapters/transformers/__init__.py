@@ -4,7 +4,7 @@ cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
 policy      PolicyCache, which drops rows by a policy
 batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
 calls       did the model's call that wrote a pass return?
-saved       the header of a file with a batch
+saved       a batch in a file
 registry    numbers of caches, for graphs and keys
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """

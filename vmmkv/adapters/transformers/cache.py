@@ -50,7 +50,6 @@ from vmmkv.errors import Closed, LayoutError
 from vmmkv.lifetime import Closing
 from vmmkv.memory.pool import Pool
 from vmmkv.model_config import WITH_SINKS, Attention, Latent, ModelConfig, beside_rows, described, read
-from vmmkv.saved import fill_batches, read_batches_header, save_batches
 from vmmkv.units import counted
 
 _UNFINISHED: Final = (
@@ -362,8 +361,7 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
             raise ValueError(f"save({str(path)!r}): the cache has no tokens yet")
         self.batch.follow_stream()
         self.batch.restore()
-        header = saved.header(self._config, self.batch)
-        save_batches([rows.live_slots for rows in self.batch.groups], Path(path), fingerprint, header)
+        saved.save(self.batch, self._config, Path(path), fingerprint)
 
     def restore(self, path: str | os.PathLike[str] | None = None, *, fingerprint: str = "") -> None:
         """Bring rows back: offloaded ones to the same addresses, or with `path` those that `save` wrote to a file.
@@ -385,13 +383,11 @@ class VmmCache(Cache, Closing, AttendedCache):  # type: ignore[misc]
         if num_tokens := self.batch.num_tokens:
             raise ValueError(f"restore({str(path)!r}): the cache has {counted(num_tokens, 'token')}; reset() it first")
         self._end()  # a first pass may have failed
-        with open(path, "rb") as file:
-            batch = saved.read(read_batches_header(file, path), path, self._config, self.batch.groups)
-            try:
-                self.batch.fill(batch, lambda slots: fill_batches(file, path, slots, fingerprint))
-            except BaseException:
-                self._end()
-                raise
+        try:
+            saved.restore(self.batch, self._config, path, fingerprint)
+        except BaseException:
+            self._end()
+            raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch goes on from row `beam_idx[i]`. Rows that the two do not share are copied before the next token.

@@ -1,4 +1,4 @@
-"""A batch in a file: the header before its sequences, written and read.
+"""A batch in a file: written and read back, with a header before its sequences.
 
 The file may come from anywhere: each field is checked against what a batch of this model can be.
 
@@ -15,6 +15,7 @@ import torch
 
 from vmmkv import model_config
 from vmmkv.adapters.transformers.batch import BatchRows, Lineage, SavedBatch, SavedWindow, WindowRows
+from vmmkv.saved import fill_batches, read_batches_header, save_batches
 
 _DTYPES: Final = {
     str(dtype): dtype
@@ -24,6 +25,18 @@ _DTYPES: Final = {
 
 _MOST_ROWS: Final = 65_536
 """Most rows of a batch in a file."""
+
+
+def save(batch: BatchRows, config: Any, path: Path, fingerprint: str) -> None:
+    """Write the batch of a model with that configuration to a file. See VmmCache.save."""
+    save_batches([rows.live_slots for rows in batch.groups], path, fingerprint, header(config, batch))
+
+
+def restore(batch: BatchRows, config: Any, path: Path, fingerprint: str) -> None:
+    """Give a batch without tokens the rows in a file. On failure the caller ends it. See VmmCache.restore."""
+    with open(path, "rb") as file:
+        found = read(read_batches_header(file, path), path, config, batch.groups)
+        batch.fill(found, lambda slots: fill_batches(file, path, slots, fingerprint))
 
 
 def layers_digest(config: Any) -> str:

@@ -25,6 +25,9 @@ from vmmkv.tiers.record import ALIGNMENT_BYTES, RECORD_BYTES
 BATCH_BYTES: Final = 32 << 20
 """Bytes of records that are moved together. On a GPU whose layers lie apart, twice as much memory is taken for their way."""
 
+PUT_TIMEOUT_S: Final = 30.0
+"""Time after which what a tier has no room for is not stored there: a thread polls as long as something waits."""
+
 _IDLE_S: Final = 0.01
 """Time without a step after which the engine is idle."""
 
@@ -46,7 +49,9 @@ _LOOK_S: Final = 0.0001
 
 
 def of_rank(key: bytes, rank: int) -> bytes:
-    """The key of a rank's part of a record, below 65,536 of them; and of such a part's key, that of the record."""
+    """The key of a rank's part of a record, below 65,536 of them."""
+    if not rank:
+        return key
     return key[:-2] + bytes(one ^ other for one, other in zip(key[-2:], rank.to_bytes(2, "big"), strict=True))
 
 
@@ -224,7 +229,7 @@ class BlockMover:
     def __init__(self, store: Store, memory: BlockMemory, rank: int = 0) -> None:
         """`rank`: of the engine's ranks, each of which has a part of each record."""
         self.counts: Final = Counter[str]()
-        """Records: stored, loaded, failed to load, and given up, since their blocks were written before they were read."""
+        """Records that failed to load, and that were given up, since their blocks were written before they were read."""
         self._store, self._memory, self._rank = store, memory, rank
         self._loads: dict[str, list[tuple[Get, list[int]]]] = {}
         self._puts = defaultdict[int, list[Put]](list)
@@ -234,7 +239,7 @@ class BlockMover:
         """Fence behind what was launched before the step, which may use blocks that it loads; the step does not."""
         self._last_s = 0.0
         self.is_busy = False
-        """Was something under way at the end of the last step?"""
+        """Was something under way at the end of the last step, or was a tier still writing?"""
 
     def before_step(self, plan: StepPlan) -> None:
         """Let the step that is launched next write its blocks: give up stores of them, and wait for copies under way."""
@@ -258,10 +263,10 @@ class BlockMover:
         """Begin the stores of a plan, behind the step that was launched."""
         written = self._store.fence() if plan.stores else None
         for keys, blocks in self._batches([*dict(plan.stores).items()]):
-            put = self._store.put(keys, _Blocks(self._memory, blocks), written=written)
+            put = self._store.put(keys, _Blocks(self._memory, blocks), timeout_s=PUT_TIMEOUT_S, written=written)
             for block in blocks:
-                self._puts[block].append(put)
-        self.counts["stored"] += len(plan.stores)
+                if block >= 0:
+                    self._puts[block].append(put)
         if len(self._puts) > self._most_puts:
             left = {block: [put for put in puts if not put.done] for block, puts in self._puts.items()}
             self._puts = defaultdict(list, {block: puts for block, puts in left.items() if puts})
@@ -273,29 +278,32 @@ class BlockMover:
         step_us = 1e6 * (now_s - self._last_s)
         self._last_s = now_s
         share_us = min(step_us / 2, _MOST_LOADING_US) if self._loads else min(step_us / 10, _MOST_US)
-        self.is_busy = not self._store.is_idle and self._store.poll(max(share_us, _LEAST_US))
-        while not computes and self.is_busy and self._loads and not self._has_loaded:
+        if not self._store.is_idle:
+            self._store.poll(max(share_us, _LEAST_US))
+        while not computes and self._loads and not self._has_loaded:
             if time.monotonic() - now_s > _WITHOUT_FORWARD_S:
                 break
             time.sleep(_LOOK_S)
-            self.is_busy = self._store.poll(_MOST_US)
+            self._store.poll(_MOST_US)
+        self.is_busy = not (self._store.is_idle and self._store.is_kept)
 
     @property
     def _has_loaded(self) -> bool:
         """Has a load ended?"""
         return any(all(get.done for get, _ in loads) for loads in self._loads.values())
 
-    def ended_loads(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended, and the blocks that could not be loaded."""
-        ended, bad = set[str](), set[int]()
+    def ended_loads(self) -> tuple[set[str], dict[str, set[int]]]:
+        """Requests whose loads have ended, and of those that have failed the blocks that could not be loaded."""
+        ended, failed = set[str](), defaultdict[str, set[int]](set)
         for name, loads in list(self._loads.items()):
             if all(get.done for get, _ in loads):
                 del self._loads[name]
                 ended.add(name)
                 for get, blocks in loads:
-                    self.counts["loaded" if get.found else "failed"] += len(get.keys)
-                    bad.update(() if get.found else (block for block in blocks if block >= 0))
-        return ended, bad
+                    if not get.found:
+                        self.counts["failed"] += get.num_missing
+                        failed[name].update(block for block in blocks if block >= 0)
+        return ended, failed
 
     def _batches(self, records: Sequence[RecordBlocks]) -> Iterator[tuple[list[bytes], list[int]]]:
         """Keys and blocks of some records at a time."""

@@ -1,7 +1,7 @@
 """VmmkvConnector: vLLM's `KVConnectorBase_V1` over vmmkv's tiers.
 
-vLLM makes it for its scheduler and for each worker, in processes of their own. Workers have the tiers; the scheduler asks disks
-and stores by itself, and is told what the workers' host tiers hold. Of a tensor-parallel engine each rank has a part of each
+vLLM makes it for its scheduler and for each worker, in processes of their own. Workers have the tiers, and the scheduler a
+`Directory` of what they hold. Of a tensor-parallel engine each rank has a part of each
 record; what some rank lacks nobody loads.
 """
 
@@ -15,21 +15,25 @@ from typing import Any, Final
 
 import torch
 
-from vmmkv.adapters.tier_options import TierOptions, fingerprint_of
-from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
-from vmmkv.adapters.vllm.hooks import refuse_unknown
+from vmmkv.adapters.tier_options import fingerprint_of
+from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
+from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
+from vmmkv.adapters.vllm.hooks import refuse_unknown, trial_of
+from vmmkv.adapters.vllm.namespaces import Namespaces
+from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
-from vmmkv.tier import Tier
-from vmmkv.tiers import HostTier, Store
+from vmmkv.tiers import Store
 
 refuse_unknown()  # before the imports of what may not be there
 
+from vllm import __version__  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -44,8 +48,8 @@ from vmmkv.adapters.vllm.statistics import (  # noqa: E402
 
 log = logging.getLogger("vllm.vmmkv")
 
-_RECENT_S: Final = 0.02
-"""Age up to which a report of the worker tells of now."""
+_WINDOWED: Final = "SlidingWindowSpec"
+"""Class of vLLM's layers whose blocks are taken back behind a window. Others may have a window too, and keep their blocks."""
 
 _REPORT_S: Final = 1.0
 """Time between two reports of the tiers' statistics. One more is made when they have nothing left to do."""
@@ -59,57 +63,23 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class _HostReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Message of the workers to the scheduler: records that their host tiers have taken or lost, in order."""
+class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Message of the workers to the scheduler: changes of their tiers, in order."""
 
-    changes: list[tuple[int, bytes, bool]]
+    changes: list[Change]
     is_busy: bool
     """Are there others on their way?"""
     measured: int | None
     """Number of the step, if it measures the rate of prefill."""
+    failed: set[str]
+    """Requests whose loads have failed."""
 
-    def aggregate(self, other: "_HostReport") -> "_HostReport":
-        return _HostReport(self.changes + other.changes, self.is_busy or other.is_busy, self.measured)
-
-
-class _Directory:
-    """The records that there are, as the scheduler knows: of host tiers by reports, of disks and stores by asking."""
-
-    def __init__(self, tiers: Sequence[Tier], num_ranks: int) -> None:
-        self._held = [set[bytes]() for _ in range(num_ranks)]
-        """Keys of the records of which the host tier of each rank has a part."""
-        self._is_busy, self._reported_s = False, 0.0
-        self._store = Store(tiers) if tiers else None
-
-    def lookup(self, keys: Sequence[bytes]) -> list[str] | None:
-        """Name the tier of each record, "" for none; None while a store finds out, or until the workers say so in a step."""
-        found = [HostTier.name if all(key in held for held in self._held) else "" for key in keys]
-        if all(found):
-            return found
-        if self._is_busy and time.monotonic() - self._reported_s > _RECENT_S:
-            return None
-        if self._store is not None:
-            for tier in self._store.tiers:
-                answers = [self._store.lookup_in(tier, [of_rank(key, rank) for key in keys]) for rank in range(len(self._held))]
-                known = [answer for answer in answers if answer is not None]
-                if len(known) < len(answers):
-                    return None
-                found = [name or (tier.name if all(has) else "") for name, *has in zip(found, *known, strict=True)]
-        return found
-
-    def learn(self, report: _HostReport | None) -> None:
-        """Take note of the report of a step, which has just ended; None if there was nothing to say."""
-        self._is_busy, self._reported_s = report is not None and report.is_busy, time.monotonic()
-        for rank, key, is_held in () if report is None else report.changes:
-            (self._held[rank].add if is_held else self._held[rank].discard)(key)
-
-    def close(self) -> None:
-        """Close the store. Idempotent."""
-        if self._store is not None:
-            self._store.close()
+    def aggregate(self, other: "_Report") -> "_Report":
+        is_busy = self.is_busy or other.is_busy
+        return _Report(self.changes + other.changes, is_busy, self.measured, self.failed | other.failed)
 
 
-class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Prefixes of vLLM in vmmkv's tiers. `kv_connector_extra_config`: see `TierOptions`.
 
     Raises: ValueError, TierUnavailable and BudgetError at the start, for what it cannot serve, in a sentence.
@@ -128,18 +98,13 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.kv_cache_groups
-        options = TierOptions.of(transfer.kv_connector_extra_config)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ValueError(
-                'kv_load_failure_policy must be "recompute" in --kv-transfer-config: with "fail", which is vLLM\'s default, a '
-                "record that a tier has lost fails its request"
-            )
-        for feature, is_on in _unserved(vllm_config, [type(group.kv_cache_spec).__name__ for group in groups]).items():
+        options, groups = options_of(vllm_config.kv_transfer_config), kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        for feature, is_on in _unserved(vllm_config, specs).items():
             if is_on:
                 raise ValueError(f"the vmmkv connector does not serve {feature} yet: start vLLM without one of the two")
-        spec, layers = groups[0].kv_cache_spec, groups[0].layer_names
-        block_bytes = spec.page_size_bytes * len(layers)
+        spec = specs[0]
+        block_bytes = spec.page_size_bytes * max(len(group.layer_names) for group in groups)
         self._per_record: Final = blocks_of_record(block_bytes)
         self._record_bytes: Final = block_bytes * self._per_record
         self._num_blocks: Final = kv_cache_config.num_blocks
@@ -149,19 +114,28 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # the worker's
         self._store: Store | None = None
         self._mover: BlockMover | None = None
-        self._failed_blocks = set[int]()
+        self._names_blocks: Final = _has_one_table(specs)
+        """Is vLLM told which blocks could not be loaded? Else which requests."""
+        self._failed = dict[str, set[int]]()
+        """Requests whose loads have failed in this step, and blocks that could not be loaded."""
         self._poller: IdlePoller | None = None
-        self._changes = deque[tuple[int, bytes, bool]]()
+        self._changes = deque[Change]()
         self._was_busy = False
         """Has the scheduler been told that records are on their way?"""
         self._counted, self._counted_s = Changes(), 0.0
         if role is KVConnectorRole.WORKER:
             return
-        self._directory: Final = _Directory(self._tiers, num_ranks)
+        if trial_of(__version__) is None:
+            log.warning("vmmkv has not been tried with vLLM %s; see `vmmkv doctor vllm`", __version__)
+        self._directory: Final = Directory(self._tiers, num_ranks, len(groups))
         model = vllm_config.model_config
         weights = options.fingerprint or fingerprint_of(model.model, model.revision)
         configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
-        layout = getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config), repr(spec), layers
+        layout = (
+            getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config),
+            [(repr(group.kv_cache_spec), group.layer_names) for group in groups],
+        )
+        self._namespaces: Final = Namespaces()
         self._schedule: Final = Schedule(
             repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
             block_tokens=spec.block_size,
@@ -169,16 +143,20 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             lookup=self._directory.lookup,
             worth=Worth(record_tokens=spec.block_size * self._per_record, record_bytes=self._record_bytes),
             may_wait=bool(vllm_config.cache_config.enable_prefix_caching),
+            windows=[each.sliding_window if type(each).__name__ == _WINDOWED else None for each in specs],
         )
 
     # the scheduler's calls
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Count the tokens that tiers have behind those on the device; None to be asked again. See KVConnectorBase_V1."""
+        namespace = self._namespaces.of(request)
+        if namespace is None:
+            return 0, False
         found = self._schedule.matched(
             request.request_id,
             request.all_token_ids,
-            request.cache_salt,
+            namespace,
             num_computed_tokens,
             may_load=not request.skip_reading_prefix_cache,
         )
@@ -186,30 +164,32 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request has for what it loads. See KVConnectorBase_V1."""
-        self._schedule.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._schedule.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Make the plan of a step for the worker. See KVConnectorBase_V1."""
         num_new = scheduler_output.num_scheduled_tokens
+        for name in scheduler_output.preempted_req_ids or ():
+            self._schedule.preempted(name)
         for new in scheduler_output.scheduled_new_reqs:
-            self._schedule.scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, num_new[new.req_id], is_new=True)
+            self._schedule.scheduled(new.req_id, new.block_ids, new.num_computed_tokens, num_new[new.req_id], is_new=True)
         cached = scheduler_output.scheduled_cached_reqs
-        new_blocks = [() if blocks is None else blocks[0] for blocks in cached.new_block_ids]
+        new_blocks = [blocks or () for blocks in cached.new_block_ids]
         self._schedule.go_on(cached.req_ids, new_blocks, cached.num_computed_tokens, num_new, cached.resumed_req_ids)
         return _StepMetadata(self._schedule.take_plan())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note what a step has brought: reports, and requests that have loaded. See KVConnectorBase_V1."""
         report = connector_output.kv_connector_worker_meta
-        report = report if isinstance(report, _HostReport) else None
-        self._directory.learn(report)
+        report = report if isinstance(report, _Report) else None
+        self._directory.learn(() if report is None else report.changes, is_busy=report is not None and report.is_busy)
         self._schedule.worth.step_ends(None if report is None else report.measured)
-        self._schedule.failed(connector_output.invalid_block_ids)
+        self._schedule.failed(() if report is None else report.failed)
         for name in connector_output.finished_recving or ():
             self._schedule.loaded(name)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Let go of a request, whose blocks are free at once: they are read before they are written. See KVConnectorBase_V1."""
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Let go of a request, whose blocks are free at once: they are read before they are written. See SupportsHMA."""
         self._schedule.ended(request.request_id)
         return False, None
 
@@ -224,13 +204,10 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"a block has {memory.block_bytes} bytes in vLLM's tensors, and {block_bytes} by its configuration: the vmmkv "
                 "connector does not know this layout"
             )
-        rank = get_tensor_model_parallel_rank()
-        for tier in self._tiers:
-            if isinstance(tier, HostTier):
-                tier.listen(lambda keys, is_held: self._changes.extend((rank, of_rank(key, rank), is_held) for key in keys))
+        listen_to(self._tiers, self._changes.append)
         self._store = Store(self._tiers, self._device)
         self._poller = IdlePoller(self._store)
-        self._mover = BlockMover(self._store, memory, rank)
+        self._mover = BlockMover(self._store, memory, get_tensor_model_parallel_rank())
         names = ", ".join(tier.name for tier in self._tiers)
         log.info("vmmkv: tiers: %s; a record has %d blocks of tokens, %d bytes", names, self._per_record, self._record_bytes)
 
@@ -266,22 +243,26 @@ class VmmkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mover.go_on(computes=self._bound.plan.computes)
         if self._mover.is_busy:
             self._poller.stepped()
-        ended, bad = self._mover.ended_loads()
-        self._failed_blocks |= bad
+        ended, self._failed = self._mover.ended_loads()
         return None, ended or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Called at the end of each step, from vLLM 0.32 on. See KVConnectorBase_V1."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = set() if self._names_blocks else set(self._failed)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks that could not be loaded. See KVConnectorBase_V1."""
-        bad, self._failed_blocks = self._failed_blocks, set()
-        return bad
+        """Name the blocks that could not be loaded in this step. See KVConnectorBase_V1."""
+        return set().union(*self._failed.values()) if self._names_blocks else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Make the report of a step for the scheduler; None for nothing new. See KVConnectorBase_V1."""
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         was_busy, self._was_busy = self._was_busy, self._mover is not None and self._mover.is_busy
         measured = self._bound.plan.measured
-        is_news = changes or was_busy or self._was_busy or measured is not None
-        return _HostReport(changes, self._was_busy, measured) if is_news else None
+        is_news = changes or was_busy or self._was_busy or measured is not None or self._failed
+        return _Report(changes, self._was_busy, measured, set(self._failed)) if is_news else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Report what the scheduler or the worker has counted since the last report. See KVConnectorBase_V1."""
@@ -336,15 +317,26 @@ def _layout_choice(vllm_config: Any) -> str:
     return repr((os.environ.get("VLLM_KV_CACHE_LAYOUT"), str(backend), current_platform.get_device_capability()))
 
 
-def _unserved(vllm_config: Any, kinds: list[str]) -> dict[str, bool]:
-    """Features by which KV differs beyond its key, or lies elsewhere than in the blocks of one table; is each on?"""
+def _has_one_table(specs: Sequence[Any]) -> bool:
+    """Is there one table of blocks, of which vLLM takes none back? Only then it maps blocks to requests, if loads fail."""
+    return [type(spec).__name__ for spec in specs] in (["FullAttentionSpec"], ["MLAAttentionSpec"])
+
+
+def _unserved(vllm_config: Any, specs: Sequence[Any]) -> dict[str, bool]:
+    """Features by which KV differs beyond its key, or lies elsewhere than in blocks of one size; is each on?"""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    kinds = [*dict.fromkeys(type(spec).__name__ for spec in specs)]
+    is_kept = _has_one_table(specs) or {*kinds} <= {"FullAttentionSpec", _WINDOWED}
+    is_even = len({(spec.block_size, spec.page_size_bytes) for spec in specs}) == 1
     return {
         "pipeline or context parallelism": parallel.world_size != parallel.tensor_parallel_size
         or getattr(parallel, "decode_context_parallel_size", 1) != 1,
         "an engine over several machines": getattr(parallel, "nnodes", 1) != 1,
-        f"layers of {' and '.join(kinds)}": kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]),
-        "LoRA": vllm_config.lora_config is not None,
+        f"layers of {' and '.join(kinds)}": not is_kept,
+        f"layers of {' and '.join(kinds)} with blocks of several sizes": not is_even,
+        f"layers of {' and '.join(kinds)} before vLLM 0.32, unless it has --disable-hybrid-kv-cache-manager": not (
+            _has_one_table(specs) or hasattr(KVConnectorBase_V1, "get_transfer_results")
+        ),
         "speculative decoding": vllm_config.speculative_config is not None,
         "models of images or sound": bool(model.is_multimodal_model),
         "prompts as embeddings": bool(model.enable_prompt_embeds),

@@ -51,7 +51,6 @@ CONNECTOR: Final[Names] = METRICS | {
         "update_state_after_alloc(self, request, blocks, num_external_tokens)",
         "build_connector_meta(self, scheduler_output)",
         "update_connector_output(self, connector_output)",
-        "request_finished(self, request, block_ids)",
         "reset_cache(self)",
         # the worker's
         "register_kv_caches(self, kv_caches)",
@@ -67,17 +66,19 @@ CONNECTOR: Final[Names] = METRICS | {
         "shutdown(self)",
         *_REPORTS,
     ),
+    f"{_V1}.base.SupportsHMA": ("request_finished_all_groups(self, request, block_ids)",),
     f"{_V1}.base.KVConnectorMetadata": (),
     f"{_V1}.base.KVConnectorWorkerMetadata": ("aggregate(self, other)",),
     f"{_V1}.base.KVConnectorRole": ("SCHEDULER", "WORKER"),
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": (
         "register_connector(cls, name, module_path, class_name)",
+        "get_connector_class(cls, kv_transfer_config)",
     ),
     "vllm.distributed.parallel_state": ("get_tensor_model_parallel_rank without arguments",),
-    "vllm.config.KVTransferConfig": ("kv_connector", "kv_connector_extra_config", "kv_load_failure_policy"),
+    "vllm.config.KVTransferConfig": ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
     "vllm.config.VllmConfig": (
         *("kv_transfer_config", "model_config", "cache_config", "device_config", "parallel_config"),
-        *("lora_config", "speculative_config"),
+        "speculative_config",
     ),
     "vllm.config.ModelConfig": (
         *("model", "revision", "hf_config", "dtype", "quantization", "is_multimodal_model", "enable_prompt_embeds"),
@@ -90,13 +91,16 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.v1.kv_cache_interface.FullAttentionSpec": ("block_size", "page_size_bytes"),
     "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("block_size", "page_size_bytes"),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": ("get_block_ids without arguments",),
-    "vllm.v1.core.sched.output.SchedulerOutput": (*("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),),
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        *("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "preempted_req_ids"),
+    ),
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": (*("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),),
-    "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "invalid_block_ids", "finished_recving"),
-    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt"),
+    "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving"),
+    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt", "lora_request"),
+    "vllm.lora.request.LoRARequest": ("lora_int_id", "lora_name", "lora_path", "load_inplace"),
 }
-"""Names that connector.py, statistics.py and plugin.py use."""
+"""Names that connector.py, namespaces.py, statistics.py and plugin.py use."""
 
 SECONDARY_TIER: Final[Names] = {
     f"{_OFFLOAD}.tiering.factory.SecondaryTierFactory": ("get_tier_class reading 'module_path'",),
@@ -131,6 +135,13 @@ SECONDARY_TIER: Final[Names] = {
     f"{_OFFLOAD}.config.OffloadingParallelConfig": ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"),
 }
 """Names that secondary.py uses."""
+
+HYBRID: Final[Names] = {
+    _BASE: ("get_transfer_results(self, finished_req_ids)",),
+    f"{_V1}.base.KVConnectorTransferResults": ("failed_recving",),
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec": ("block_size", "page_size_bytes", "sliding_window"),
+}
+"""Names by which requests fail to load that have blocks of several groups of layers, from vLLM 0.32."""
 
 LAYOUT: Final[Names] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_cache_layout",),
@@ -220,6 +231,7 @@ ELASTIC_TENSORS: Final[Names] = ELASTIC | {
 
 EXTENDED: Final = frozenset(
     (
+        f"{_V1}.base.SupportsHMA",
         *(_BASE, f"{_V1}.base.KVConnectorMetadata", f"{_V1}.base.KVConnectorWorkerMetadata"),
         *(f"{_V1}.metrics.KVConnectorStats", f"{_V1}.metrics.KVConnectorPromMetrics"),
         f"{_OFFLOAD}.tiering.base.SecondaryTierManager",
@@ -239,6 +251,7 @@ class Way(NamedTuple):
 WAYS: Final = (
     Way("KV connector", ((CONNECTOR, 'by "kv_connector": "VmmkvConnector"'),)),
     Way("secondary tier", ((SECONDARY_TIER, 'by "module_path": "vmmkv.adapters.vllm.secondary", on a GPU'),)),
+    Way("sliding windows", ((HYBRID, "layers with a window may have blocks of their own beside those of full attention"),)),
     Way(
         "layers side by side",
         (
@@ -258,6 +271,19 @@ WAYS: Final = (
 """The uses; the connector is the first."""
 
 _TABLES: Final = [names for way in WAYS for names, _ in way.needs]
+
+
+_TRIALS: Final = {
+    "0.25.1": "vmmkv has run in it, on a GPU",
+    "0.32": "vmmkv has run in it, on a CPU",
+    "0.33": "vmmkv has not run in it, but its sources were read",
+}
+"""Trials of vmmkv by version of vLLM, or by its first two numbers."""
+
+
+def trial_of(version: str) -> str | None:
+    """The trial of vmmkv in a version of vLLM, as a sentence; None if there was none."""
+    return next((text for known, text in _TRIALS.items() if re.match(rf"{re.escape(known)}(?![0-9])", version)), None)
 
 
 class Verdict(NamedTuple):

@@ -5,11 +5,15 @@
 
 A *record* is the KV of `record_tokens` tokens, a whole number of the engine's blocks; its key hashes all tokens up to its end.
 While one request loads or computes a record, others that need it next wait: the engine's own prefix cache has it then.
+
+Layers of an engine may be in groups, each with blocks of its own for the same tokens. Those of a group with a window see no
+tokens before it, and the engine takes their blocks back. A record has a part for each group, under a key of its own. It is
+there if all parts are; of groups with a window only the last window of what is loaded is loaded.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -19,7 +23,15 @@ from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers.keys import KeyChain
 
 RecordBlocks = tuple[bytes, list[int]]
-"""Key of a record, and its blocks; -1 for one that the device has already."""
+"""Key of a group's part of a record, and its blocks; -1 for one that is not moved."""
+
+GroupBlocks = Sequence[Sequence[int]]
+"""Blocks of each group, one for each `block_tokens` tokens. Those that the engine has taken back may be any."""
+
+
+def of_group(key: bytes, group: int) -> bytes:
+    """The key of a group's part of a record, below 256 of them."""
+    return key[:-3] + bytes([key[-3] ^ group]) + key[-2:]
 
 
 class PlannedLoad(NamedTuple):
@@ -36,7 +48,7 @@ class StepPlan:
 
     loads: list[PlannedLoad] = field(default_factory=list)
     stores: list[RecordBlocks] = field(default_factory=list)
-    """Records whose last token the step computes."""
+    """Parts of records whose last token the step computes."""
     written: list[int] = field(default_factory=list)
     """Blocks that were allocated for the step: what they held before must have been read."""
     computes: bool = False
@@ -59,13 +71,15 @@ class _Request:
 
     tokens: Tokens
     chain: KeyChain
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     num_on_device: int = 0
     """Tokens that the device had when the engine asked last."""
     num_stored: int = 0
     """Records that are stored, or being stored, or were loaded."""
     found: list[str] = field(default_factory=list)
     """Tiers of the records that it may load next, one for each."""
+    loading: list[str] = field(default_factory=list)
+    """Tiers of the records that it loads, one for each."""
     has_declined: bool = False
     """Has it left records out, since it is faster to compute them?"""
     claims: list[bytes] = field(default_factory=list)
@@ -78,7 +92,8 @@ class Schedule:
     """Plans of what requests load, store and wait for.
 
     `lookup` names the tier that has each record, "" for none, or is None while it finds out. `may_wait`: whether the engine
-    shares what it has computed; else each request computes for itself.
+    shares what it has computed; else each request computes for itself. `windows`: tokens that layers of each group see, the
+    one that is computed among them; None for all.
     """
 
     def __init__(
@@ -90,6 +105,7 @@ class Schedule:
         lookup: Callable[[Sequence[bytes]], list[str] | None],
         worth: Worth,
         may_wait: bool = True,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.block_tokens: Final = block_tokens
         self.record_tokens: Final = record_tokens
@@ -98,13 +114,11 @@ class Schedule:
         self.counts: Final = Counter[str]()
         """Questions of requests that had to wait, requests that load, and requests that compute what is slower to load."""
         self.loaded_tokens: Final = Counter[str]()
-        """Tokens that requests have begun to load, by tier."""
-        self._lookup, self._may_wait = lookup, may_wait
+        """Tokens that requests have loaded, by tier."""
+        self._lookup, self._may_wait, self._windows = lookup, may_wait, windows
         self._prompt_tokens = self._number = 0
         """Tokens of the step that are computed several at a time, for one request; number of the step."""
         self._requests: dict[str, _Request] = {}
-        self._loading: dict[str, set[int]] = {}
-        """Blocks that are being loaded, by request."""
         self._claimed: dict[bytes, str] = {}
         """Request that loads or computes a record, by its key."""
         self._plan = StepPlan()
@@ -140,51 +154,52 @@ class Schedule:
             self.counts["declined"] += 1
         return max(0, (first + len(request.found)) * self.record_tokens - num_on_device) if request.found else 0
 
-    def allocated(self, name: str, blocks: Sequence[int], num_tokens: int) -> None:
+    def allocated(self, name: str, blocks: GroupBlocks, num_tokens: int) -> None:
         """The engine has given a request blocks, for so many tokens that are to be loaded behind those on the device."""
         if num_tokens <= 0:
             return
         request = self._requests[name]
         first, last = (tokens // self.record_tokens for tokens in (request.num_on_device, request.num_on_device + num_tokens))
-        num_kept, per_record = request.num_on_device // self.block_tokens, self.record_tokens // self.block_tokens
+        num_kept = request.num_on_device // self.block_tokens
         keys = request.chain.keys()
-        loads = [
-            (keys[number], [block if at >= num_kept else -1 for at, block in self._blocks_of(blocks, number, per_record)])
-            for number in range(first, last)
-        ]
-        self._plan.loads.append(PlannedLoad(name, loads, self.worth.timeout_s(len(loads))))
-        self._plan.written += blocks[num_kept:]
-        self._loading[name] = {block for _, blocks in loads for block in blocks}
-        self.worth.load_begins(name, request.found[: last - first])
+        loads: list[RecordBlocks] = []
+        for group, of_this in enumerate(blocks):
+            seen = max(num_kept, self._first_seen(group, last))
+            for number in range(max(first, seen * self.block_tokens // self.record_tokens), last):
+                loads.append((of_group(keys[number], group), self._blocks_of(of_this, number, seen)))
+            self._plan.written += of_this[num_kept:]
+        self._plan.loads.append(PlannedLoad(name, loads, self.worth.timeout_s(last - first)))
         self.counts["loads"] += 1
-        for tier in request.found[: last - first]:
-            self.loaded_tokens[tier] += self.record_tokens
+        request.loading = request.found[: last - first]
+        self.worth.load_begins(name, request.loading)
         request.num_stored = last
         self._claim(name, request, keys[first:last])
 
-    def scheduled(self, name: str, new_blocks: Sequence[int], num_computed: int, num_new: int, *, is_new: bool) -> None:
+    def scheduled(self, name: str, new_blocks: GroupBlocks, num_computed: int, num_new: int, *, is_new: bool) -> None:
         """A step computes `num_new` tokens of a request behind `num_computed`. `is_new`: its blocks are these alone."""
         self._plan.computes = True
-        self._plan.written += new_blocks[num_computed // self.block_tokens :] if is_new else new_blocks  # others have tokens
+        for new in new_blocks:
+            self._plan.written += new[num_computed // self.block_tokens :] if is_new else new  # others have tokens
         self._prompt_tokens += num_new if num_new > 1 else 0
         request = self._requests.get(name)
         if request is None:
             return
         if is_new:
-            request.blocks = []
+            request.blocks = [[] for _ in self._windows]
             request.num_stored = num_computed // self.record_tokens  # loaded, or computed by a request that stored it
-        request.blocks += new_blocks
+        for blocks, new in zip(request.blocks, new_blocks, strict=False):  # a step that gets no blocks has no groups
+            blocks += new
         end = min(num_computed + num_new, len(request.tokens))
         num_whole = end // self.record_tokens
         if is_new and self._may_wait:
             self._claim(name, request, self._keys(request, len(request.tokens))[num_whole:])
         if num_whole <= request.num_stored:
             return
-        keys, per_record = self._keys(request, end), self.record_tokens // self.block_tokens
+        keys = self._keys(request, end)
         for number in range(request.num_stored, num_whole):
-            self._plan.stores.append(
-                (keys[number], [block for _, block in self._blocks_of(request.blocks, number, per_record)])
-            )
+            for group, blocks in enumerate(request.blocks):
+                seen = self._first_seen(group, number + 1)
+                self._plan.stores.append((of_group(keys[number], group), self._blocks_of(blocks, number, seen)))
         request.num_stored = num_whole
         while request.claims and request.claims[-1] in keys[:num_whole]:
             self._claimed.pop(request.claims.pop(), None)
@@ -192,7 +207,7 @@ class Schedule:
     def go_on(
         self,
         names: Sequence[str],
-        new_blocks: Sequence[Sequence[int]],
+        new_blocks: Sequence[GroupBlocks],
         num_computed: Sequence[int],
         num_new: Mapping[str, int],
         resumed: Collection[str],
@@ -218,21 +233,28 @@ class Schedule:
         self._prompt_tokens = 0
         return plan
 
-    def failed(self, blocks: Set[int]) -> None:
-        """Blocks could not be loaded: requests that load them compute when they are loaded, and ask no tier again."""
-        for name, loading in self._loading.items() if blocks else ():
-            self._requests[name].has_failed |= not loading.isdisjoint(blocks)
+    def failed(self, names: Iterable[str]) -> None:
+        """Loads of these requests have failed: they compute when they are loaded, and ask no tier again."""
+        for name in names:
+            if (request := self._requests.get(name)) is not None:
+                request.has_failed = True
 
     def loaded(self, name: str) -> None:
         """The worker has loaded a request's records, or failed to: requests that wait for it are asked again."""
-        self._loading.pop(name, None)
         if (request := self._requests.get(name)) is not None:
             self.worth.load_ends(name, has_failed=request.has_failed)
+            for tier in request.loading if not request.has_failed else ():
+                self.loaded_tokens[tier] += self.record_tokens
+            request.loading = []
+            self._give_up_claims(request)
+
+    def preempted(self, name: str) -> None:
+        """The engine has taken back the blocks of a request that ran: others need not wait for what it was to compute."""
+        if (request := self._requests.get(name)) is not None:
             self._give_up_claims(request)
 
     def ended(self, name: str) -> None:
         """The engine has ended a request."""
-        self._loading.pop(name, None)
         if (request := self._requests.pop(name, None)) is not None:
             self.worth.given_up(name)
             self._give_up_claims(request)
@@ -248,10 +270,15 @@ class Schedule:
             request.chain = grown
         return request.chain.keys()[:num_records]
 
-    def _blocks_of(self, blocks: Sequence[int], record: int, per_record: int) -> list[tuple[int, int]]:
-        """Places and numbers of a record's blocks."""
-        places = range(record * per_record, (record + 1) * per_record)
-        return [(at, blocks[at]) for at in places]
+    def _first_seen(self, group: int, num_records: int) -> int:
+        """The first block of a group that the token behind so many records sees."""
+        window = self._windows[group]
+        return 0 if window is None else max(0, num_records * self.record_tokens - window + 1) // self.block_tokens
+
+    def _blocks_of(self, blocks: Sequence[int], record: int, first: int) -> list[int]:
+        """Blocks of a record in a group; -1 for those before block `first`."""
+        per_record = self.record_tokens // self.block_tokens
+        return [blocks[at] if at >= first else -1 for at in range(record * per_record, (record + 1) * per_record)]
 
     def _claim(self, name: str, request: _Request, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -16,7 +16,7 @@ OF_TIERS: Final = {
     "missed_records": "Loads of records that a tier had not, or not any more.",
     "refused_records": "Stores for which a tier had no room.",
     "errors": "Stores and loads of a tier that failed, damaged records among them.",
-    "loaded_tokens": "Prompt tokens that requests began to load from a tier.",
+    "loaded_tokens": "Prompt tokens that requests loaded from a tier.",
 }
 """Counters with the label `tier`, by name, and what each counts."""
 
@@ -24,7 +24,7 @@ OF_REQUESTS: Final = {
     "loads": "Requests that began to load from tiers.",
     "waits": "Questions of requests that had to wait for another request, or for a tier.",
     "declined": "Requests that computed tokens which tiers have, since that is faster.",
-    "failed": "Records that could not be loaded, and were computed.",
+    "failed": "Records that could not be loaded. They are computed.",
     "given_up": "Records that were not stored, since their blocks were needed first.",
 }
 """Counters without a label."""

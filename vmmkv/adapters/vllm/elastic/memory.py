@@ -53,7 +53,7 @@ class _Part:
 
 
 class HandleSource(Protocol):
-    """Where the memory of groups comes from: the driver, or another process that owns it."""
+    """Source of the memory of groups: the driver, or another process that owns it."""
 
     @property
     def creates_zeroed(self) -> bool:
