@@ -286,10 +286,19 @@ def _pack(config: Any) -> None:
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     spec, tensors = config.kv_cache_groups[0].kv_cache_spec, config.kv_cache_tensors
-    if not spec.indexes_kv_by_block_stride:
-        raise ValueError("elastic memory of vmmkv does not work with an attention backend that keeps keys and values apart")
-    page_bytes, is_padded = spec.page_size_bytes, spec.page_size_padded is not None
-    if is_padded or get_kv_cache_layout() != "NHD" or any(tensor.size != config.num_blocks * page_bytes for tensor in tensors):
+    takes_strides, page_bytes, is_padded = (
+        spec.indexes_kv_by_block_stride,
+        spec.page_size_bytes,
+        spec.page_size_padded is not None,
+    )
+    if not takes_strides and type(spec).__name__ != "MLAAttentionSpec":
+        raise ValueError("elastic memory of vmmkv does not work with an attention backend that may keep keys and values apart")
+    if (
+        not takes_strides
+        or is_padded
+        or get_kv_cache_layout() != "NHD"
+        or any(tensor.size != config.num_blocks * page_bytes for tensor in tensors)
+    ):
         return
     for index, tensor in enumerate(tensors):
         tensor.offset, tensor.block_stride = index * page_bytes, len(tensors) * page_bytes
