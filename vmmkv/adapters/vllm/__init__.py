@@ -7,8 +7,8 @@
 connector   VmmkvConnector: what vLLM calls, in its scheduler and in its worker
 plugin      the connector's name, for vLLM, and elastic memory
 statistics  counters in vLLM's log and its `/metrics`
-secondary   VmmkvSecondaryTier: the same tiers behind vLLM's own OffloadingConnector; these four, and two modules of elastic/, import
-            vLLM, and no others do
+secondary   VmmkvSecondaryTier: the same tiers behind vLLM's own OffloadingConnector; these four, and two modules
+            of elastic/, import vLLM, and no others do
 jobs        ChunkJobs: a thread that moves records between a Store and memory of the host; for `secondary`
 schedule    Schedule: which requests load, store and wait, by their tokens; in the scheduler
 worth       Worth: what is faster to load than to compute
