@@ -553,7 +553,7 @@ ROOMS: tuple[Room, ...] = (
         paths=(ELASTIC,),
         lines=ELASTIC_LINES,
         tests=ELASTIC_TESTS,
-        neighbours=("tests/adapters/test_vllm.py", "tests/adapters/test_vllm_jobs.py", "tests/unit/test_holder.py"),
+        neighbours=("tests/adapters/test_vllm.py", "tests/adapters/test_vllm_jobs.py"),
     ),
     Room(
         name="saved",

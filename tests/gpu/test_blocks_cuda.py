@@ -45,7 +45,7 @@ def test_what_is_stored_from_some_blocks_is_loaded_into_others_and_no_more(layou
             blocks_of(tensor)[[1, 4]] = 0
         mover.begin(StepPlan(loads=[PlannedLoad("request", [(keys[0], [4, -1]), (keys[1], [-1, 1])], 9.0)]))
         assert store.flush(10)
-        assert mover.ended_loads() == ({"request"}, set())
+        assert mover.ended_loads() == ({"request"}, {})
     tier.close()
     for tensor, old in zip(tensors, before, strict=True):
         old[4], old[1] = old[0], old[3]

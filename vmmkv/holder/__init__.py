@@ -8,6 +8,10 @@ client       an engine's connection to it
 source       a holder as the source of a pool's extents
 log          the log of sealed extents, in memory that both map
 sealed       the prefix tree's extents that the next engine takes from there; it follows the tree
+arbiter      shares of one budget, of engines that map memory of their own: the policy, as plain data
+sharing      an engine's connection for its share
+control      the client of `vmmkv resize`
+listening    sockets at a path, of one process at a time
 borrowed     what another engine on this host has sealed, for the prefix tree
 
 `Pool(device, budget_bytes, holder=PATH)` takes its extents from there; `PrefixCache` has `sealed` and `borrowed` made.

@@ -125,15 +125,16 @@ class ElasticEngine:
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
         if kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]) or len(config.kv_cache_groups) != 1:
             raise ValueError(f"elastic memory of vmmkv does not work with layers of {' and '.join(kinds)}")
-        runner = sys.modules[_V1_RUNNER]
-        if hasattr(runner, "allocate_kv_cache"):
-            for module in (runner, sys.modules.get(_V2_RUNNER)):
-                if module is not None:
-                    self._intercept(module, "allocate_kv_cache", self._allocate)
+        runners = {name: sys.modules[name] for name in (_V1_RUNNER, _V2_RUNNER) if name in sys.modules}
+        if any(hasattr(runner, "allocate_kv_cache") for runner in runners.values()):
+            for runner in runners.values():
+                self._intercept(runner, "allocate_kv_cache", self._allocate)
         else:
             _pack(config)
-            self._intercept(runner.GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
-            self._intercept(sys.modules[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
+            if _V1_RUNNER in runners:
+                self._intercept(runners[_V1_RUNNER].GPUModelRunner, "_allocate_kv_cache_tensors", self._allocate_tensors)
+            if _V2_RUNNER in runners:
+                self._intercept(runners[_V2_RUNNER], "_allocate_kv_cache", self._allocate_tensors_v2)
         return original(kv_cache_configs)
 
     def _allocate(self, original: _Allocate, config: Any, device: torch.device, layout: Any, *arguments: Any) -> Any:
@@ -333,10 +334,19 @@ def _pack(config: Any) -> None:
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     spec, tensors = config.kv_cache_groups[0].kv_cache_spec, config.kv_cache_tensors
-    if not spec.indexes_kv_by_block_stride:
-        raise ValueError("elastic memory of vmmkv does not work with an attention backend that keeps keys and values apart")
-    page_bytes, is_padded = spec.page_size_bytes, spec.page_size_padded is not None
-    if is_padded or get_kv_cache_layout() != "NHD" or any(tensor.size != config.num_blocks * page_bytes for tensor in tensors):
+    takes_strides, page_bytes, is_padded = (
+        spec.indexes_kv_by_block_stride,
+        spec.page_size_bytes,
+        spec.page_size_padded is not None,
+    )
+    if not takes_strides and type(spec).__name__ != "MLAAttentionSpec":
+        raise ValueError("elastic memory of vmmkv does not work with an attention backend that may keep keys and values apart")
+    if (
+        not takes_strides
+        or is_padded
+        or get_kv_cache_layout() != "NHD"
+        or any(tensor.size != config.num_blocks * page_bytes for tensor in tensors)
+    ):
         return
     for index, tensor in enumerate(tensors):
         tensor.offset, tensor.block_stride = index * page_bytes, len(tensors) * page_bytes
