@@ -3,7 +3,7 @@
     nano      requests without reuse: what tiers cost that nobody needs, in throughput, and in the host's time for each step
     shared    requests that share a prefix: computed, out of vLLM's own cache, and with that emptied, out of the host tier
     first     the first token of a long prompt, in the same three ways
-    restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before
+    restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before, or a holder's memory
     elastic   the requests of nano with elastic memory and without; seconds to give memory back, and to take it again
     conversations   four times as many tokens as vLLM's own cache has, also with vLLM's own offloading to the host
 
@@ -12,9 +12,12 @@ vLLM's own cache is emptied by `reset_prefix_cache`, when the tiers have what th
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +34,7 @@ from bench.systems.models import ServedModel, model_of
 from bench.systems.outside import Vllm
 from bench.systems.runs import ServedRun
 from bench.workloads import Workload, at_once, uniform
-from vmmkv.units import GIB, format_bytes
+from vmmkv.units import GIB, format_bytes, parse_bytes
 from vmmkv_server.console import end
 
 PARTS: Final = ("nano", "shared", "first", "restart", "conversations", "elastic")
@@ -55,6 +58,7 @@ _CONNECTOR: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+_HOLDER, _HELD = "holder", "16GiB"
 _HOST_GIB: Final = 32
 _HOST_BUDGET, _DISK_BUDGET = f"{_HOST_GIB}GiB", "16GiB"
 _SHARED_TOKENS, _OWN_TOKENS, _LONG_TOKENS = 4096, 64, 8192
@@ -95,7 +99,8 @@ class Process(NamedTuple):
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:
     """The systems, for each part."""
-    return {**dict.fromkeys(PARTS, (ALONE, TIERED)), "conversations": (ALONE, TIERED, OFFLOADING), "elastic": (ALONE, ELASTIC)}
+    others = {"restart": (TIERED, ELASTIC), "conversations": (ALONE, TIERED, OFFLOADING), "elastic": (ALONE, ELASTIC)}
+    return dict.fromkeys(PARTS, (ALONE, TIERED)) | others
 
 
 def check(settings: Settings) -> None:
@@ -110,7 +115,10 @@ def run(recorder: Recorder) -> None:
     for system in recorder.track([each for each in (ALONE, TIERED, OFFLOADING, ELASTIC) if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
             for kind in processes_of(system, settings):
-                with TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder:
+                with (
+                    TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder,
+                    _holder(kind, settings, Path(folder)),
+                ):
                     for process in kind:
                         for measured in _measured_apart(settings, process, Path(folder)):
                             recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
@@ -125,6 +133,10 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
     if system == ELASTIC:
         if settings.wants("elastic"):
             yield (Process((measure_nano, measure_resizes), {}, {"additional_config": {"vmmkv_elastic": {}}}),)
+        if settings.wants("restart"):
+            option = {"holder": _HOLDER, "budget": _HELD, "fingerprint": "bench"}
+            held = {"kv_cache_memory_bytes": parse_bytes(_HELD), "additional_config": {"vmmkv_elastic": option}}
+            yield Process((measure_before_restart,), {}, held), Process((measure_behind_restart,), {}, held)
         return
     if system == ALONE and settings.wants("elastic") and measure_nano not in wanted:
         wanted = (measure_nano, *wanted)
@@ -137,6 +149,37 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
         own = {"kv_offloading_size": _HOST_GIB} if system == OFFLOADING else {}
         little = {"kv_cache_memory_bytes": _quarter_bytes(settings)}
         yield (Process((measure_conversations,), host if system == TIERED else {}, {**little, **own}),)
+
+
+@contextmanager
+def _holder(processes: tuple[Process, ...], settings: Settings, folder: Path) -> Iterator[None]:
+    """A holder process for those that want one. Raises: WrongNumbers if it does not start."""
+    if not any("holder" in each.options.get("additional_config", {}).get("vmmkv_elastic", {}) for each in processes):
+        yield
+        return
+    path = folder / _HOLDER
+    command = [
+        sys.executable,
+        "-m",
+        "vmmkv",
+        "hold",
+        "--socket",
+        str(path),
+        "--budget",
+        _HELD,
+        "--device",
+        str(settings.device),
+    ]
+    with subprocess.Popen(command) as holder:
+        try:
+            until_s = time.monotonic() + _END_S
+            while not path.is_socket():
+                if holder.poll() is not None or time.monotonic() > until_s:
+                    raise WrongNumbers("the holder does not start")
+                time.sleep(0.1)
+            yield
+        finally:
+            holder.terminate()
 
 
 def _quarter_bytes(settings: Settings) -> int:
@@ -173,9 +216,12 @@ def _measure(sender: Any, settings: Settings, process: Process, folder: Path) ->
         tiers = process.tiers | ({"kv_disk": str(folder / process.tiers["kv_disk"])} if "kv_disk" in process.tiers else {})
         extra = {"kv_connector_extra_config": {**tiers, "fingerprint": "bench"}}
         options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
-        if "additional_config" in process.options:
+        options |= process.options
+        if elastic := options.get("additional_config", {}).get("vmmkv_elastic"):  # which has a holder
+            options["additional_config"] = {"vmmkv_elastic": {**elastic, "holder": str(folder / _HOLDER)}}
+        if "additional_config" in options:
             import_module("vmmkv.adapters.vllm.elastic").install()  # where vmmkv is on the path and not installed
-        vllm = Vllm(model, settings, load_format="dummy", **process.options, **options)
+        vllm = Vllm(model, settings, load_format="dummy", **options)
         for part in process.parts:
             for measured in part(vllm, model, settings, bool(process.tiers)):
                 sender.send(measured)
@@ -292,12 +338,13 @@ def measure_before_restart(vllm: Vllm, model: ServedModel, settings: Settings, h
         for workload in _of_restart(model, settings, number):
             vllm.run(workload, keep=True)
     yield from _served_again(vllm, model, settings, "vLLM's own cache, before it")
-    flush_tiers()
+    if has_tiers:
+        flush_tiers()
 
 
 def measure_behind_restart(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
-    """Serve the same prompts, which the disk tier has."""
-    yield from _served_again(vllm, model, settings, "disk tier")
+    """Serve the same prompts, which the disk tier has, or a holder."""
+    yield from _served_again(vllm, model, settings, "disk tier" if has_tiers else "memory of a holder")
 
 
 def _served_again(vllm: Vllm, model: ServedModel, settings: Settings, way: str) -> Iterator[Measured]:

@@ -83,6 +83,18 @@ def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own(
     assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {}, {})
 
 
+def test_a_restart_over_a_holder_keeps_its_memory_and_needs_no_tiers():
+    (both,) = engines.processes_of(engines.ELASTIC, replace(SMALL, parts=("restart",)))
+    assert [each.parts for each in both] == [(engines.measure_before_restart,), (engines.measure_behind_restart,)]
+    assert both[0].options == both[1].options and not both[0].tiers and not both[1].tiers
+    vllm = StandIn()
+    measured = [
+        *engines.measure_before_restart(vllm, MODEL, SMALL, False),
+        *engines.measure_behind_restart(vllm, MODEL, SMALL, False),
+    ]
+    assert [each.workload.rpartition(", ")[2] for each in measured[2:]] == ["memory of a holder"] * 2
+
+
 def test_conversations_get_a_quarter_of_their_memory_in_each_system_and_one_uses_vllms_own_offloading():
     found = {
         system: [*engines.processes_of(system, SMALL)][-1] for system in (engines.ALONE, engines.TIERED, engines.OFFLOADING)

@@ -2,6 +2,7 @@
 
 memory   ElasticBlocks: addresses for all blocks, memory for groups of them under a budget; read this first
 pool     ElasticBlockPool: vLLM's pool of blocks over it
+kept     KeptBlocks: cached blocks in a holder's memory, for the next engine
 control  BudgetControl: a thread by which `vmmkv resize` and an arbiter change the budget
 options  what the option says
 engine   what changes in an engine of vLLM that has the option
