@@ -185,7 +185,7 @@ VLLM_LINES = (
     Line("vmmkv/cli/main.py", ", doctor)", ")"),
 )
 """Registration of the connector, and of `vmmkv doctor`, which looks at vLLM alone."""
-ELASTIC = "vmmkv/adapters/vllm/elastic"
+ELASTIC = "vmmkv/adapters/vllm/elastic", "deploy/vllm-one-gpu.sh"
 ELASTIC_LINES = (
     Line("vmmkv/adapters/vllm/plugin.py", "    from vmmkv.adapters.vllm.elastic import install\n"),
     Line("vmmkv/adapters/vllm/plugin.py", "    install()\n"),
@@ -193,7 +193,8 @@ ELASTIC_LINES = (
 ELASTIC_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_elastic", "test_elastic_process", "elastic_process", "elastic_pool")),
     *("tests/laws/test_elastic_machine.py", "tests/gpu/test_elastic_cuda.py"),
-    *("tests/adapters/test_kept_process.py", "tests/laws/test_kept_machine.py", "tests/gpu/test_kept_cuda.py"),
+    *("tests/adapters/test_deploy_vllm.py", "tests/adapters/test_kept_process.py"),
+    *("tests/laws/test_kept_machine.py", "tests/gpu/test_kept_cuda.py"),
     *("tests/unit/test_bench_engines.py", "tests/adapters/test_vllm_hooks.py"),
 )
 """With those of the names that it uses of vLLM, and of the suite that measures it."""
@@ -482,7 +483,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="holder",
-        paths=("vmmkv/holder", "vmmkv/prefix/restored.py", "vmmkv/cli/hold.py", "vmmkv/cli/resize.py", ELASTIC),
+        paths=("vmmkv/holder", "vmmkv/prefix/restored.py", "vmmkv/cli/hold.py", "vmmkv/cli/resize.py", *ELASTIC),
         lines=(
             *ELASTIC_LINES,
             *HOLDER_LINES,
@@ -550,7 +551,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         name="elastic",
-        paths=(ELASTIC,),
+        paths=ELASTIC,
         lines=ELASTIC_LINES,
         tests=ELASTIC_TESTS,
         neighbours=("tests/adapters/test_vllm.py", "tests/adapters/test_vllm_jobs.py"),
