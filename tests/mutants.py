@@ -1041,6 +1041,17 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
             "if False:",
         ),
     },
+    ("vmmkv/adapters/vllm/elastic/kept.py", "tests/laws/test_kept_machine.py::TestKept"): {
+        "a block kept that was not written": ("while self._waiting and self._waiting[0][0].done():", "while self._waiting:"),
+        "a block kept that was evicted": ("            self._drop(_FIRST_BLOCK + block)\n", "            pass\n"),
+        "blocks of another model taken over": ("if contents.identity == self._identity:", "if True:"),
+        "a block that is cached again named twice": ("        self.dropped(block)\n", ""),
+    },
+    ("vmmkv/adapters/vllm/elastic/memory.py", "tests/laws/test_elastic_machine.py", "tests/adapters/test_elastic.py"): {
+        "memory taken from under launched work": ("                if fence.done():\n", "                if True:\n"),
+        "memory that comes with another engine's bytes": ("if not handles and not self._source.creates_zeroed:", "if False:"),
+        "more memory than the budget": ("groups = min(self._budget_groups, self.num_groups)", "groups = self.num_groups"),
+    },
     (f"{ENGINE}/loading.py", "tests/engine/test_transformers.py::test_rows_of_other_frequencies_have_another_identity"): {
         "rows of other rotary frequencies taken for the same": ("{code}{self._rotary}", "{code}"),
     },

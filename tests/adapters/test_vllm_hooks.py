@@ -19,7 +19,7 @@ from vmmkv.cli.main import main
 VERSIONS = ("0.25.1", "0.32.0", "0.33.0")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASS = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
-USERS = ("connector", "namespaces", "statistics", "plugin")
+USERS = ("connector", "namespaces", "statistics", "plugin", "identity")
 HMA_CLASS = BASE_CLASS.replace("KVConnectorBase_V1", "SupportsHMA")
 CONNECTORS = (hooks.CONNECTOR, hooks.CROSS_LAYERS, hooks.HYBRID)
 SECONDARY = ROOT / "vmmkv/adapters/vllm/secondary.py"
@@ -76,6 +76,7 @@ def test_the_secondary_tiers_methods_have_the_parameters_of_the_table():
 def test_each_name_of_the_tables_is_used_by_the_adapter():
     texts = [(ROOT / f"vmmkv/adapters/vllm/{name}.py").read_text("utf-8") for name in USERS]
     elastic = [path.read_text("utf-8") for path in (ROOT / "vmmkv/adapters/vllm/elastic").glob("*.py")]
+    elastic.append((ROOT / "vmmkv/adapters/vllm/identity.py").read_text("utf-8"))
     tables = [(hooks.CONNECTOR | hooks.HYBRID, texts), (hooks.SECONDARY_TIER, [SECONDARY.read_text("utf-8")])]
     tables += [(hooks.ELASTIC_ONE_BUFFER, elastic), (hooks.ELASTIC_TENSORS, elastic)]
     for names, used in tables:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.holder_engines import start_holder
-from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
+from vmmkv.adapters.vllm.elastic.kept import KeptBlocks, Shape
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned
 from vmmkv.driver import open_driver
 from vmmkv.holder import HolderClient
@@ -29,6 +29,7 @@ class Engine:
     def __init__(self, path: Path, gpu: torch.device, runs: list[Run], identity: bytes) -> None:
         driver = open_driver(gpu)
         self.kept = KeptBlocks(driver, HolderClient(path, driver.device), identity)
+        self.kept.find(Shape.of(runs, NUM_BLOCKS), NUM_BLOCKS * PAGE_BYTES)
         self.memory = ElasticBlocks(driver, runs, NUM_BLOCKS, source=self.kept)
         _, self.found = self.kept.restore(self.memory)
         self.runs = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.laws.machine import cases
-from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
+from vmmkv.adapters.vllm.elastic.kept import KeptBlocks, Shape
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, blocks_of_group
 from vmmkv.driver import open_driver
 from vmmkv.driver.host import HostDriver
@@ -65,6 +65,7 @@ class Engine:
         budget_bytes = (
             budget_groups * blocks_of_group(each.stride_bytes for each in runs) * sum(each.stride_bytes for each in runs)
         )
+        self.kept.find(Shape.of(runs, NUM_BLOCKS), budget_bytes)
         self.memory = ElasticBlocks(self.driver, runs, NUM_BLOCKS, budget_bytes=budget_bytes, source=self.kept)
         _, self.found = self.kept.restore(self.memory)
         self.hashes = {each.block: each.hash for each in self.found}
@@ -123,6 +124,16 @@ class KeptMachine(RuleBasedStateMachine):
         """As vLLM does for a block that several requests complete."""
         if block in self.engine.hashes:
             self.engine.kept.cached(block, self.engine.hashes[block], depth=1 + block)
+
+    @rule(block=some)
+    def fail(self, block):
+        """A block is handed out and cached for a step that fails before it is launched; steps before it are read."""
+        self.engine.kept.look()
+        memory = self.engine.memory
+        if memory.may_hand_out(block):
+            self.evict(block)
+            self.engine.kept.cached(block, b"\xfd" * 36, depth=1)
+            self.engine.kept.forget()
 
     @rule()
     def step(self):

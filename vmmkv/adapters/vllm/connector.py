@@ -6,7 +6,6 @@ record; what some rank lacks nobody loads.
 """
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
 from vmmkv.adapters.vllm.hooks import refuse_unknown, trial_of
@@ -36,8 +34,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
 
+from vmmkv.adapters.vllm.identity import identity_of  # noqa: E402
 from vmmkv.adapters.vllm.statistics import (  # noqa: E402
     Changes,
     ConnectorMetrics,
@@ -128,16 +126,9 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if trial_of(__version__) is None:
             log.warning("vmmkv has not been tried with vLLM %s; see `vmmkv doctor vllm`", __version__)
         self._directory: Final = Directory(self._tiers, num_ranks, len(groups))
-        model = vllm_config.model_config
-        weights = options.fingerprint or fingerprint_of(model.model, model.revision)
-        configuration = model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)
-        layout = (
-            getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config),
-            [(repr(group.kv_cache_spec), group.layer_names) for group in groups],
-        )
         self._namespaces: Final = Namespaces()
         self._schedule: Final = Schedule(
-            repr((weights, *configuration, *layout, self._device, self._per_record, num_ranks)),
+            repr((*identity_of(vllm_config, kv_cache_config, options.fingerprint), self._per_record, num_ranks)),
             block_tokens=spec.block_size,
             record_tokens=spec.block_size * self._per_record,
             lookup=self._directory.lookup,
@@ -309,12 +300,6 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata), "the scheduler's connector has made it"
         return metadata
-
-
-def _layout_choice(vllm_config: Any) -> str:
-    """Choices that decide the layout of a block in vLLM below 0.28, where workers alone know it. The kind of GPU is one."""
-    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    return repr((os.environ.get("VLLM_KV_CACHE_LAYOUT"), str(backend), current_platform.get_device_capability()))
 
 
 def _has_one_table(specs: Sequence[Any]) -> bool:

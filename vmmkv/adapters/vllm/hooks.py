@@ -83,7 +83,7 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.config.ModelConfig": (
         *("model", "revision", "hf_config", "dtype", "quantization", "is_multimodal_model", "enable_prompt_embeds"),
     ),
-    "vllm.config.CacheConfig": ("enable_prefix_caching",),
+    "vllm.config.CacheConfig": ("enable_prefix_caching", "cache_dtype"),
     "vllm.config.DeviceConfig": ("device_type",),
     "vllm.config.ParallelConfig": ("world_size", "tensor_parallel_size"),
     "vllm.v1.kv_cache_interface.KVCacheConfig": ("num_blocks", "kv_cache_groups"),
@@ -186,12 +186,13 @@ ELASTIC: Final[Names] = {
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": (*("block_id", "ref_cnt", "is_null", "block_hash", "next_free_block"),),
     "vllm.config.VllmConfig": (
         *("additional_config", "model_config", "cache_config", "device_config", "parallel_config"),
-        *("kv_transfer_config", "speculative_config"),
+        *("kv_transfer_config", "speculative_config", "lora_config", "scheduler_config"),
     ),
     "vllm.config.ModelConfig": (
         *("max_model_len", "enable_sleep_mode", "model", "revision", "hf_config", "dtype", "quantization"),
     ),
-    "vllm.config.CacheConfig": ("block_size", "prefix_caching_hash_algo"),
+    "vllm.config.CacheConfig": ("block_size", "prefix_caching_hash_algo", "enable_prefix_caching", "cache_dtype"),
+    "vllm.config.SchedulerConfig": ("policy",),
     "vllm.config.DeviceConfig": ("device_type",),
     "vllm.config.ParallelConfig": ("world_size", "data_parallel_size", "distributed_executor_backend"),
     "vllm.v1.kv_cache_interface.KVCacheConfig": ("num_blocks", "kv_cache_groups", "kv_cache_tensors"),

@@ -10,7 +10,9 @@ engine   what changes in an engine of vLLM that has the option
 `pool` and `engine` import vLLM, and no others do. The arbiter is in `vmmkv.holder`.
 """
 
-import logging
+from typing import Any
+
+from vmmkv.adapters.vllm.elastic.options import OPTION
 
 
 def install() -> None:
@@ -18,10 +20,20 @@ def install() -> None:
     try:
         from vmmkv.adapters.vllm.elastic.engine import install_in_vllm
     except (ImportError, AttributeError) as error:
-        logging.getLogger("vllm.vmmkv").warning(
-            "vmmkv has no elastic memory for this vLLM, and an engine with the option vmmkv_elastic goes without: %s; see "
-            "`vmmkv doctor vllm`",
-            error,
-        )
+        _refuse_engines(str(error))
         return
     install_in_vllm()
+
+
+def _refuse_engines(reason: str) -> None:
+    """Let no engine with the option start: vLLM lacks a name that elastic memory needs."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.__init__
+
+    def initialize(core: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        if OPTION in (vllm_config.additional_config or {}):
+            raise ValueError(f"vmmkv has no elastic memory for this vLLM: {reason}; see `vmmkv doctor vllm`")
+        original(core, vllm_config, *arguments, **named)
+
+    EngineCore.__init__ = initialize

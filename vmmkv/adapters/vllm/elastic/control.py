@@ -107,7 +107,8 @@ class BudgetControl:
                 _GRANT_S,
             )
             self._lacked_bytes = 0
-        self.apply()
+        if self._asked and self._asked[0] >= self._memory.state().budget_bytes:
+            self.apply()  # a lower one waits for the next step: this one may have found prefixes that would go
         if self._memory.state().budget_bytes < needed_bytes:
             self._refused_s = time.monotonic() + _GRANT_S
 

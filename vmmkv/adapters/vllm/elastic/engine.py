@@ -22,15 +22,16 @@ from unittest.mock import patch
 import torch
 import vllm
 import vllm.v1.core.kv_cache_coordinator as coordinator
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 
-from vmmkv.adapters.tier_options import fingerprint_of
 from vmmkv.adapters.vllm.elastic.control import BudgetControl
-from vmmkv.adapters.vllm.elastic.kept import KeptBlocks
+from vmmkv.adapters.vllm.elastic.kept import KeptBlocks, Shape
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
-from vmmkv.adapters.vllm.elastic.options import ElasticOptions
+from vmmkv.adapters.vllm.elastic.options import OPTION, ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
-from vmmkv.adapters.vllm.hooks import ELASTIC_ONE_BUFFER, ELASTIC_TENSORS, refuse_unknown
+from vmmkv.adapters.vllm.hooks import ELASTIC_ONE_BUFFER, ELASTIC_TENSORS, refuse_unknown, trial_of
+from vmmkv.adapters.vllm.identity import identity_of
 from vmmkv.driver import Driver, open_driver
 from vmmkv.holder import HolderClient
 from vmmkv.holder.sharing import SharedBudget
@@ -38,8 +39,6 @@ from vmmkv.units import ceil_div, format_bytes
 
 log = logging.getLogger("vllm.vmmkv")
 
-OPTION: Final = "vmmkv_elastic"
-"""Name of the option in vLLM's `additional_config`."""
 _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"
 _Allocate = Callable[..., Any]
 
@@ -67,6 +66,10 @@ class ElasticEngine:
         refuse_unknown("elastic memory of vmmkv", (ELASTIC_ONE_BUFFER, ELASTIC_TENSORS))
         if refused := [name for name, is_on in _unserved(vllm_config).items() if is_on]:
             raise ValueError(f"elastic memory of vmmkv does not work with {', '.join(refused)}")
+        if options.holder is not None and (refused := [name for name, is_on in _unkept(vllm_config).items() if is_on]):
+            raise ValueError(f"vmmkv_elastic has holder, which does not work with {', '.join(refused)}")
+        if trial_of(vllm.__version__) is None:
+            log.warning("vmmkv has not been tried with vLLM %s; see `vmmkv doctor vllm`", vllm.__version__)
         self._core, self._config, self._options = core, vllm_config, options
         self._until_ready = ExitStack()
         self._memory: ElasticBlocks | None = None
@@ -99,13 +102,20 @@ class ElasticEngine:
 
         def pool(*arguments: Any, **named: Any) -> ElasticBlockPool:
             coordinator.BlockPool = original
-            self._pool = ElasticBlockPool(memory, *arguments, **named)
-            if self._kept is not None:
-                self._adopt(self._kept, memory, self._pool)
-            if self._options.control is not None or self._shared is not None:
-                self._control = BudgetControl(memory, self._pool.settle, control=self._options.control, shared=self._shared)
-                self._pool.on_short, self._pool.on_hunger = self._control.wait_for, self._control.would_keep_more
-            return self._pool
+            try:
+                self._pool = ElasticBlockPool(memory, *arguments, **named)
+                if self._kept is not None:
+                    self._adopt(self._kept, memory, self._pool)
+                if self._options.control is not None or self._shared is not None:
+                    control, shared = self._options.control, self._shared
+                    self._control = BudgetControl(memory, self._pool.settle, control=control, shared=shared)
+                    self._pool.on_short, self._pool.on_hunger = self._control.wait_for, self._control.would_keep_more
+                return self._pool
+            except BaseException:
+                if self._shared is not None:
+                    self._shared.close()
+                self._give_back()
+                raise
 
         coordinator.BlockPool = pool
         for name in ("step", "step_with_batch_queue"):
@@ -144,7 +154,7 @@ class ElasticEngine:
                 f"elastic memory of vmmkv does not work with the layout {layout.name}, where no block is in one piece"
             )
         runs = _placed(config.kv_cache_tensors, config.num_blocks)
-        with self._reserved(device, runs, config.num_blocks, [(0, None)]) as memory:
+        with self._reserved(device, runs, config.num_blocks, [(0, None)], layout.name) as memory:
             for tensor in config.kv_cache_tensors:
                 tensor.size = memory.size_bytes
             return original(config, device, layout, *arguments)
@@ -170,7 +180,7 @@ class ElasticEngine:
 
     @contextmanager
     def _reserved(
-        self, device: torch.device, runs: list[Run], num_blocks: int, buffers: list[tuple[int, int | None]]
+        self, device: torch.device, runs: list[Run], num_blocks: int, buffers: list[tuple[int, int | None]], layout: str = ""
     ) -> Iterator[ElasticBlocks]:
         """Give addresses for the buffers, by offset and size, that vLLM asks torch for within."""
         if self._memory is not None:
@@ -178,7 +188,7 @@ class ElasticEngine:
         driver = open_driver(device)
         budget_bytes = self._checked_budget(runs, num_blocks, driver.device)
         if self._options.holder is not None:
-            self._kept = self._opened(self._options.holder, driver, runs, budget_bytes)
+            self._kept = self._opened(self._options.holder, driver, runs, num_blocks, layout, budget_bytes)
         memory = self._memory = ElasticBlocks(driver, runs, num_blocks, budget_bytes=budget_bytes, source=self._kept)
         self._until_ready.push(lambda error, *_: memory.close() if error else None)
         whole, left, others = memory.tensor(), iter(buffers), torch.zeros
@@ -217,18 +227,16 @@ class ElasticEngine:
             self._shared.wait_for(budget_bytes)
         return budget_bytes
 
-    def _opened(self, path: Path, driver: Driver, runs: list[Run], budget_bytes: int) -> KeptBlocks:
-        """Connect to the holder that owns the memory. Raises: HolderUnavailable, ValueError."""
-        hashing = self._config.cache_config.prefix_caching_hash_algo
-        if not hashing.startswith("sha256"):
-            raise ValueError(f"vmmkv_elastic has holder: --prefix-caching-hash-algo is {hashing}, and is to be sha256")
-        os.environ.setdefault("PYTHONHASHSEED", "0")  # by which vLLM's hashes begin: each process would have its own
-        model, config = self._config.model_config, self._kv_config
+    def _opened(
+        self, path: Path, driver: Driver, runs: list[Run], num_blocks: int, layout: str, budget_bytes: int
+    ) -> KeptBlocks:
+        """Connect to the holder that owns the memory, and find what it keeps. Raises: HolderUnavailable, ValueError."""
+        if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):  # below vLLM 0.32 each process has hashes of its own
+            os.environ.setdefault("PYTHONHASHSEED", "0")
         identity = (
-            self._options.fingerprint or fingerprint_of(model.model, model.revision),
-            *(model.hf_config.to_json_string(), str(model.dtype), str(model.quantization)),
-            *(repr(config.kv_cache_groups[0].kv_cache_spec), config.kv_cache_groups[0].layer_names),
-            *([run.stride_bytes for run in runs], hashing, os.environ["PYTHONHASHSEED"], vllm.__version__),
+            *(*identity_of(self._config, self._kv_config, self._options.fingerprint), layout),
+            *([run.stride_bytes for run in runs], self._config.cache_config.prefix_caching_hash_algo),
+            *(os.environ.get("PYTHONHASHSEED"), vllm.__version__),
         )
         client = HolderClient(path, driver.device)
         self._until_ready.push(lambda error, *_: client.close() if error else None)
@@ -237,7 +245,9 @@ class ElasticEngine:
                 f"the holder at {path} may own {format_bytes(client.budget_bytes)}, and this engine may map "
                 f"{format_bytes(budget_bytes)}: lower budget of vmmkv_elastic, or raise --budget of the holder"
             )
-        return KeptBlocks(driver, client, repr(identity).encode())
+        kept = KeptBlocks(driver, client, repr(identity).encode())
+        kept.find(Shape.of(runs, num_blocks), budget_bytes)
+        return kept
 
     def _adopt(self, kept: KeptBlocks, memory: ElasticBlocks, pool: ElasticBlockPool) -> None:
         """Begin with what an earlier engine has left."""
@@ -260,7 +270,12 @@ class ElasticEngine:
                 self._control.apply()
             if self._kept is not None:
                 self._kept.look()
-            return original()
+            try:
+                return original()
+            except BaseException:
+                if self._kept is not None:
+                    self._kept.forget()  # the step has cached blocks that nothing may have written
+                raise
 
     def _begin(self) -> None:
         """Map memory from now on before vLLM asks whether there are enough free blocks."""
@@ -270,9 +285,10 @@ class ElasticEngine:
         count = blocks_of.get_num_blocks_to_allocate
 
         @functools.wraps(count)
-        def get_num_blocks_to_allocate(*arguments: Any, **named: Any) -> int:
-            num_blocks: int = count(*arguments, **named)
-            pool.prepare(num_blocks)
+        def get_num_blocks_to_allocate(*, new_computed_blocks: Any, **named: Any) -> int:
+            num_blocks: int = count(new_computed_blocks=new_computed_blocks, **named)
+            found = [block for blocks in new_computed_blocks for block in blocks if not block.ref_cnt and not block.is_null]
+            pool.prepare(num_blocks - len(found), len(found))
             return num_blocks
 
         blocks_of.get_num_blocks_to_allocate = get_num_blocks_to_allocate
@@ -280,14 +296,22 @@ class ElasticEngine:
     def _shut_down(self, original: Callable[[], Any]) -> None:
         if self._control is not None:
             self._control.close()
-        original()
-        if self._memory is not None:
-            with self._memory.lock:
-                if self._kept is not None:
-                    self._kept.leave()
-                self._memory.close()
-                if self._kept is not None:
-                    self._kept.close()
+        try:
+            original()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Leave what is cached with the holder, if there is one, and give all memory back. Idempotent."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        with memory.lock:
+            if self._kept is not None:
+                self._kept.leave()
+            memory.close()
+            if self._kept is not None:
+                self._kept.close()
 
 
 def _unserved(vllm_config: Any) -> dict[str, bool]:
@@ -304,6 +328,21 @@ def _unserved(vllm_config: Any) -> dict[str, bool]:
         "sleep mode, which takes the memory away itself": bool(model.enable_sleep_mode),
         "a KV connector, which copies blocks while they are free": vllm_config.kv_transfer_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
+    }
+
+
+def _unkept(vllm_config: Any) -> dict[str, bool]:
+    """Features with which vLLM's hashes do not tell all by which bytes differ, or blocks change unseen; is each on?"""
+    cache = vllm_config.cache_config
+    return {
+        "--no-enable-prefix-caching": not cache.enable_prefix_caching,
+        f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo}, but with sha256": not (
+            cache.prefix_caching_hash_algo.startswith("sha256")
+        ),
+        "LoRA": vllm_config.lora_config is not None,
+        "weights that are sent while it runs": getattr(vllm_config, "weight_transfer_config", None) is not None,
+        "scales of KV that are computed at the start": bool(getattr(cache, "calculate_kv_scales", False)),
+        "--scheduling-policy priority": vllm_config.scheduler_config.policy == "priority",
     }
 
 

@@ -13,9 +13,9 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
-from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, blocks_of_group
 from vmmkv.driver.base import Driver, Fence, Handle
 from vmmkv.errors import HolderGone, LogDamaged
 from vmmkv.holder import HolderClient, Sealed
@@ -41,10 +41,25 @@ class KeptBlock(NamedTuple):
     """Number of blocks of the prefix up to its end."""
 
 
+class Shape(NamedTuple):
+    """Sizes of an ElasticBlocks."""
+
+    part_bytes: list[int]
+    """Bytes of a group in each run."""
+    group_blocks: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], num_blocks: int) -> Self:
+        """The sizes of one with these runs."""
+        group_blocks = blocks_of_group(run.stride_bytes for run in runs)
+        return cls([group_blocks * run.stride_bytes for run in runs], group_blocks, num_blocks)
+
+
 class KeptBlocks:
     """Handles of a holder process for an ElasticBlocks, and the blocks whose bytes in them outlive this process.
 
-    `identity` tells apart all by which the bytes of equal hashes differ. Call `restore` before any other.
+    `identity` tells apart all by which the bytes of equal hashes differ. Call `find`, make the memory, then call `restore`.
     """
 
     def __init__(self, driver: Driver, holder: HolderClient, identity: bytes) -> None:
@@ -84,14 +99,13 @@ class KeptBlocks:
 
     # from an earlier engine
 
-    def restore(self, memory: ElasticBlocks) -> tuple[list[int], list[KeptBlock]]:
-        """Map what an earlier engine has sealed; return the blocks that are mapped by it, and those of them with a prefix.
+    def find(self, shape: Shape, budget_bytes: int) -> None:
+        """Take over what an earlier engine has sealed, before there is memory for it: see `restore`.
 
-        Of groups beyond the memory's budget those sealed first are freed, and so is all that is of another identity, or
-        damaged: a line in the log says so.
-        Cost: a round trip for each 128 handles; an import and two driver calls for each. Raises: DriverError.
+        Of groups beyond the budget those sealed first are freed, and so is all that is of another identity, or damaged: a line
+        in the log says so. Room is left for group 0, which is mapped anew first.
+        Cost: a round trip for each 128 handles; an import of each. Raises: DriverError.
         """
-        self._memory = memory
         contents, held = LogContents(), dict[int, int]()
         try:
             held = self._holder.handles()
@@ -102,34 +116,41 @@ class KeptBlocks:
             pass
         parts, blocks = dict[int, dict[int, int]](), list[KeptBlock]()
         if contents.identity == self._identity:
-            parts, blocks = _read(contents, held, memory)
+            parts, blocks = _read(contents, held, shape)
         elif contents.live:
             log.warning(
                 "vmmkv: starting cold: the holder at %s has %s of another model, layout or version, and frees them",
                 *(self._holder.path, counted(len(held), "handle", ",")),
             )
-        left = [*dict.fromkeys(memory.group_of(block.block) for block in reversed(blocks))]
-        groups = [group for group in left if group][: memory.num_absent_in_budget] + [group for group in left if not group]
+        group_bytes = sum(shape.part_bytes)
+        left = [*dict.fromkeys(block.block // shape.group_blocks for block in reversed(blocks))]
+        groups = [group for group in left if group][: budget_bytes // group_bytes - 1] + [group for group in left if not group]
+        groups = groups[: self._holder.budget_bytes // group_bytes - 1]
         opened = self._import({serial: held[serial] for group in groups for serial in parts[group].values()})
-        found = {
+        self._parts = {
             group: [opened[serial] for _, serial in sorted(parts[group].items())]
             for group in groups
             if opened.keys() >= {*parts[group].values()}
         }
-        wanted = {handle for handles in found.values() for handle in handles}
+        wanted = {handle for handles in self._parts.values() for handle in handles}
         for handle in {*opened.values()} - wanted:
             self._driver.release(handle)
-        self._serials |= {handle: serial for serial, handle in opened.items() if handle in wanted}
-        self._parts = {group: [*handles] for group, handles in found.items()}
-        kept = [block for block in blocks if memory.group_of(block.block) in found]
-        self._sealed = {block.block: block for block in kept}
+        self._serials = {handle: serial for serial, handle in opened.items() if handle in wanted}
+        self._sealed = {block.block: block for block in blocks if block.block // shape.group_blocks in self._parts}
         self._rewrite()
         self._holder.release([*(held.keys() - {*self._serials.values()})])
-        if kept:
-            log.info("vmmkv: %s came back from the holder at %s", counted(len(kept), "block", ","), self._holder.path)
-        added = memory.adopt(found)
+
+    def restore(self, memory: ElasticBlocks) -> tuple[list[int], list[KeptBlock]]:
+        """Map what was found; return the blocks that are mapped by it, and those of them with a prefix.
+
+        Cost: two driver calls for each handle. Raises: DriverError.
+        """
+        self._memory = memory
+        added = memory.adopt(self._parts)
         memory.on_unmapped = self._unmapped
-        return added, kept
+        if self._sealed:
+            log.info("vmmkv: %s came back from the holder at %s", counted(len(self._sealed), "block", ","), self._holder.path)
+        return added, [*self._sealed.values()]
 
     def _import(self, sizes_bytes: dict[int, int]) -> dict[int, Handle]:
         """Import handles, as far as the holder has them."""
@@ -168,6 +189,10 @@ class KeptBlocks:
                 self._seal(block)
         if self._log.is_due:
             self._rewrite()
+
+    def forget(self) -> None:
+        """The step under way has failed: what it has cached may not be written."""
+        self._fresh.clear()
 
     def leave(self) -> None:
         """The engine ends in order: wait for what was launched, and leave all that is written with the holder."""
@@ -216,18 +241,19 @@ def _block_seal(block: KeptBlock) -> Sealed:
     return Sealed(_FIRST_BLOCK + block.block, None, words, 0, 0, block.depth, 0, _BLOCK, block.hash)
 
 
-def _read(
-    contents: LogContents, held: dict[int, int], memory: ElasticBlocks
-) -> tuple[dict[int, dict[int, int]], list[KeptBlock]]:
-    """Serials of the handles of each whole group, by run; and the blocks in these, in the order in which they were sealed."""
+def _read(contents: LogContents, held: dict[int, int], shape: Shape) -> tuple[dict[int, dict[int, int]], list[KeptBlock]]:
+    """Serials of the handles of each whole group, by run; and the blocks in these, in the order in which they were sealed.
+
+    A last group with fewer blocks is left out: an engine that may not map all its groups counts on whole ones.
+    """
     parts: defaultdict[int, dict[int, int]] = defaultdict(dict)
     blocks: list[KeptBlock] = []
-    part_bytes = memory.part_bytes
     for serial, place in contents.live.items():
         seal = contents.seals[place]
-        if seal.namespace == _PART and seal.group < len(part_bytes) and held.get(serial) == part_bytes[seal.group]:
+        if seal.namespace == _PART and seal.group < len(shape.part_bytes) and held.get(serial) == shape.part_bytes[seal.group]:
             parts[seal.page][seal.group] = serial
-        elif seal.namespace == _BLOCK and 0 <= serial - _FIRST_BLOCK < memory.num_blocks:
+        elif seal.namespace == _BLOCK and 0 <= serial - _FIRST_BLOCK < shape.num_blocks:
             blocks.append(KeptBlock(serial - _FIRST_BLOCK, seal.tokens, seal.page))
-    whole = {group: found for group, found in parts.items() if group < memory.num_groups and len(found) == len(part_bytes)}
-    return whole, [block for block in blocks if memory.group_of(block.block) in whole]
+    num_whole = shape.num_blocks // shape.group_blocks
+    whole = {group: found for group, found in parts.items() if group < num_whole and len(found) == len(shape.part_bytes)}
+    return whole, [block for block in blocks if block.block // shape.group_blocks in whole]

@@ -232,16 +232,6 @@ class ElasticBlocks:
             self._driver.order(tuple(self.streams))
         return added
 
-    @property
-    def part_bytes(self) -> list[int]:
-        """Bytes of a group in each run."""
-        return [self.group_blocks * run.stride_bytes for run in self._runs]
-
-    @property
-    def num_absent_in_budget(self) -> int:
-        """Number of groups that could be mapped under the budget."""
-        return max(0, self._budget_groups - len(self._parts))
-
     def handles_of(self, group: int) -> list[Handle]:
         """The handles of a mapped group, one for each run."""
         return [part.handle for part in self._parts[group]]

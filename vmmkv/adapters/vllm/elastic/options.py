@@ -4,9 +4,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vmmkv.units import parse_bytes
+
+OPTION: Final = "vmmkv_elastic"
+"""Name of the option in vLLM's `additional_config`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +53,6 @@ class ElasticOptions:
             raise ValueError("vmmkv_elastic needs both arbiter, a socket of `vmmkv hold`, and floor, or neither")
         if options.arbiter is not None and options.budget_bytes is not None:
             raise ValueError("vmmkv_elastic has budget and arbiter: the arbiter gives the budget, so leave one out")
+        if options.arbiter is not None and options.holder is not None:
+            raise ValueError("vmmkv_elastic has arbiter and holder: memory that a holder owns is not shared, so leave one out")
         return options

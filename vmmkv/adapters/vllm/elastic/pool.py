@@ -38,12 +38,15 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self.free_block_queue.remove(block)
         memory.take([self.null_block.block_id])
 
-    def prepare(self, num_blocks: int) -> None:
-        """Map memory for blocks that are wanted next, as far as the budget and the device let."""
+    def prepare(self, num_blocks: int, num_found: int = 0) -> None:
+        """Map memory for blocks that are wanted next, as far as the budget and the device let.
+
+        `num_found`: free blocks that cache what is wanted, and will be taken besides.
+        """
         with self.memory.lock:
             if self._grow(num_blocks):
                 return
-            missing = num_blocks - self.free_block_queue.num_free_blocks
+            missing = num_blocks + num_found - self.free_block_queue.num_free_blocks
             if missing > 0:
                 self.on_short(missing)
                 self._grow(num_blocks)
