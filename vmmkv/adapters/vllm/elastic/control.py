@@ -132,7 +132,10 @@ class BudgetControl:
         while not self._must_stop:
             is_settled = not self._asked and not self._memory.is_leaving
             for key, _ in self._selector.select(_BEAT_S if is_settled else _SETTLING_S):
-                key.data()
+                try:
+                    key.data()
+                except OSError:  # of one connection, or for want of descriptors
+                    log.exception("vmmkv: elastic memory does not hear one of its sockets")
             if (self._asked or self._memory.is_leaving) and self._memory.lock.acquire(timeout=_SETTLING_S):
                 try:
                     self.apply()

@@ -73,7 +73,7 @@ class KeptBlocks:
         """Blocks that the step under way writes, or work that was launched before."""
         self._waiting: deque[tuple[Fence, dict[int, KeptBlock]]] = deque()
         self._sealed: dict[int, KeptBlock] = {}
-        self._leaves = False
+        self._leaves = self._is_full = False
 
     # the source of an ElasticBlocks' memory
 
@@ -214,7 +214,11 @@ class KeptBlocks:
         if None in places:
             for seal in [seal for seal, place in zip(seals, places, strict=False) if place is not None]:
                 self._drop(seal.serial)
-            log.warning("vmmkv: the log of the holder at %s is full: the next engine computes a block again", self._holder.path)
+            if not self._is_full:
+                log.warning(
+                    "vmmkv: the log of the holder at %s is full: the next engine computes some blocks", self._holder.path
+                )
+            self._is_full = True
             return
         self._parts[group] = handles
         self._sealed[block.block] = block
