@@ -240,7 +240,7 @@ def test_all_works_in_an_installed_vllm_which_is_not_imported():
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "True True True True True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True True True True True True\n"), done.stderr
 
 
 @pytest.mark.nightly
