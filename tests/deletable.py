@@ -53,7 +53,7 @@ class Room:
     lines: tuple[Line, ...]
     """Its registration, in files that stay."""
     functions: tuple[str, ...] = ()
-    """Its functions, methods and classes in files that stay, as `file::function` and `file::Class.method`."""
+    """Functions, methods and classes of it in files that stay, as `file::function` and `file::Class.method`."""
     tests: tuple[str, ...]
     """Tests of it, or of it with others: files, folders, or definitions in a file that stays, named as `functions`."""
     neighbours: tuple[str, ...]
@@ -193,8 +193,7 @@ ELASTIC_LINES = (
 ELASTIC_TESTS = (
     *(f"tests/adapters/{name}.py" for name in ("test_elastic", "test_elastic_process", "elastic_process", "elastic_pool")),
     *("tests/laws/test_elastic_machine.py", "tests/gpu/test_elastic_cuda.py"),
-    *("tests/adapters/test_deploy_vllm.py", "tests/adapters/test_kept_process.py"),
-    *("tests/laws/test_kept_machine.py", "tests/gpu/test_kept_cuda.py"),
+    *("tests/adapters/test_deploy_vllm.py", "tests/laws/test_kept_machine.py", "tests/gpu/test_kept_cuda.py"),
     *("tests/unit/test_bench_engines.py", "tests/adapters/test_vllm_hooks.py"),
 )
 """With those of the names that it uses of vLLM, and of the suite that measures it."""

