@@ -20,8 +20,8 @@ from vmmkv_server.models import UnsupportedModel, check_form, from_directory
 INSTEAD: Final = "use a checkpoint in bfloat16, float16 or float32, or in FP8 by blocks (quant_method fp8)"
 """Advice on what works in place of a quantised checkpoint."""
 
-_CPU_IS_FULL: Final = "DefaultCPUAllocator: can't allocate memory"
-"""Words of torch's error for want of memory on a CPU, which has no type of its own."""
+_MEMORY_IS_FULL: Final = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Words of torch's errors for want of memory that have no type of their own: of a CPU, and of cuBLAS."""
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def refusing(what: str, instead: str | None = None) -> Iterator[None]:
     except (VmmkvError, EngineDied, OSError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        if _CPU_IS_FULL in str(error):
+        if any(words in str(error) for words in _MEMORY_IS_FULL):
             raise MemoryError(str(error)) from error
         cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UnsupportedModel(f"{what} cannot be served: {cause}{works}") from error
