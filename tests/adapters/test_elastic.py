@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv.adapters.vllm.elastic.control import BudgetControl
-from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, blocks_of_group, reserved_bytes_of
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, blocks_of_group, bytes_of_groups
 from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.cli.main import main
 from vmmkv.driver.host import HostDriver
@@ -37,17 +37,19 @@ def driver():
 
 
 @pytest.mark.parametrize(
-    ("strides", "blocks"),
+    ("strides", "blocks", "in_much"),
     [
-        ([2 * MIB], 1),  # all layers of Llama-3.1-8B, 16 tokens
-        ([64 * KIB] * 32, 32),  # its layers apart
-        ([9 * MIB // 4], 8),  # all 36 layers of Qwen3-8B
-        ([PAGE_BYTES // 4, PAGE_BYTES * 3 // 2], 4),
+        ([2 * MIB], 1, 8),  # all layers of Llama-3.1-8B, 16 tokens
+        ([64 * KIB] * 32, 32, 32),  # its layers apart
+        ([9 * MIB // 4], 8, 8),  # all 36 layers of Qwen3-8B
+        ([PAGE_BYTES // 4, PAGE_BYTES * 3 // 2], 4, 4),
     ],
 )
-def test_a_group_is_the_smallest_number_of_blocks_that_are_whole_pages(strides, blocks):
-    assert blocks_of_group(strides) == blocks
-    assert reserved_bytes_of(aligned(100, strides), 100) % (blocks * sum(strides)) == 0
+def test_a_group_is_whole_pages_and_16_mib_of_much_memory(strides, blocks, in_much):
+    assert blocks_of_group(strides, 100) == blocks
+    assert bytes_of_groups(100, aligned(100, strides), 100) % (blocks * sum(strides)) == 0
+    assert blocks_of_group(strides, (16 << 30) // sum(strides) + 1) == in_much
+    assert blocks_of_group(strides, (64 << 30) // sum(strides) + 1) == in_much
 
 
 def test_the_lowest_groups_are_mapped_first_and_zeroed(driver):

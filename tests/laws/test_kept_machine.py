@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.laws.machine import cases
 from vmmkv.adapters.vllm.elastic.kept import KeptBlocks, Shape
-from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, blocks_of_group
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned
 from vmmkv.driver import open_driver
 from vmmkv.driver.host import HostDriver
 from vmmkv.holder import HolderClient
@@ -62,9 +62,7 @@ class Engine:
         self.runs = runs
         self.driver = LateDriver()
         self.kept = KeptBlocks(self.driver, HolderClient(path, self.driver.device), identity)
-        budget_bytes = (
-            budget_groups * blocks_of_group(each.stride_bytes for each in runs) * sum(each.stride_bytes for each in runs)
-        )
+        budget_bytes = budget_groups * sum(Shape.of(runs, NUM_BLOCKS).part_bytes)
         self.kept.find(Shape.of(runs, NUM_BLOCKS), budget_bytes)
         self.memory = ElasticBlocks(self.driver, runs, NUM_BLOCKS, budget_bytes=budget_bytes, source=self.kept)
         _, self.found = self.kept.restore(self.memory)

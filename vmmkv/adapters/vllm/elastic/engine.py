@@ -27,7 +27,7 @@ from vllm.v1.engine.core import EngineCore
 
 from vmmkv.adapters.vllm.elastic.control import BudgetControl
 from vmmkv.adapters.vllm.elastic.kept import KeptBlocks, Shape
-from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, reserved_bytes_of
+from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run, aligned, bytes_of_groups
 from vmmkv.adapters.vllm.elastic.options import OPTION, ElasticOptions
 from vmmkv.adapters.vllm.elastic.pool import ElasticBlockPool
 from vmmkv.adapters.vllm.hooks import ELASTIC_ONE_BUFFER, ELASTIC_TENSORS, refuse_unknown, trial_of
@@ -209,12 +209,12 @@ class ElasticEngine:
 
     def _checked_budget(self, runs: list[Run], num_blocks: int, device: torch.device) -> int:
         """The budget at first. With an arbiter it is the floor, for which others are waited for. Raises: ValueError."""
-        options, reserved_bytes = self._options, reserved_bytes_of(runs, num_blocks)
+        options, reserved_bytes = self._options, bytes_of_groups(num_blocks, runs, num_blocks)
         given = options.floor_bytes if options.arbiter is not None else options.budget_bytes
         budget_bytes = reserved_bytes if given is None else min(given, reserved_bytes)
         block_tokens = self._config.cache_config.block_size
         longest = self._config.model_config.max_model_len
-        least_bytes = reserved_bytes_of(runs, 1 + ceil_div(longest, block_tokens))
+        least_bytes = bytes_of_groups(1 + ceil_div(longest, block_tokens), runs, num_blocks)
         if budget_bytes < least_bytes:
             name = "floor" if options.arbiter is not None else "budget"
             raise ValueError(

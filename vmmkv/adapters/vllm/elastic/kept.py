@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, runs: Sequence[Run], num_blocks: int) -> Self:
         """The sizes of one with these runs."""
-        group_blocks = blocks_of_group(run.stride_bytes for run in runs)
+        group_blocks = blocks_of_group((run.stride_bytes for run in runs), num_blocks)
         return cls([group_blocks * run.stride_bytes for run in runs], group_blocks, num_blocks)
 
 

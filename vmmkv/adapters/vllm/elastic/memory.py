@@ -1,7 +1,7 @@
 """ElasticBlocks: addresses for all blocks of a KV cache, and memory for as many as a budget lets.
 
 Nothing of vLLM is imported. A *run* is what one layer, or all layers side by side, keep of each block, at one stride. A *group*
-is the smallest number of blocks whose bytes are whole pages in each run. Memory comes and goes by groups:
+is a number of blocks whose bytes are whole pages in each run. Memory comes and goes by groups:
 
     mapped   its blocks may be handed out
     leaving  it is to go: no block of it may be handed out any more; those in use are waited for
@@ -31,6 +31,8 @@ from vmmkv.memory.address_space import wrap
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div, format_bytes, round_up
 
 _SCRATCH_BYTES: Final = 32 * MIB
+_GROUP_BYTES, _LEAST_GROUPS = 16 * MIB, 1024
+"""A group has so many bytes at least, unless a cache would have fewer groups: driver calls cost time by handle, not by byte."""
 _RETRY_S: Final = 0.1
 """Time in which memory that the device did not give is not asked for again."""
 
@@ -76,15 +78,21 @@ class State(NamedTuple):
     reserved_bytes: int
 
 
-def blocks_of_group(strides_bytes: Iterable[int]) -> int:
-    """The smallest number of blocks that are whole pages in runs of these strides."""
-    return lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, stride_bytes) for stride_bytes in strides_bytes))
+def blocks_of_group(strides_bytes: Iterable[int], num_blocks: int) -> int:
+    """Blocks of a group: whole pages in runs of these strides, of 16 MiB together, or less for a cache below 16 GiB."""
+    strides_bytes = list(strides_bytes)
+    blocks = lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, stride_bytes) for stride_bytes in strides_bytes))
+    block_bytes = sum(strides_bytes)
+    wanted_bytes = min(_GROUP_BYTES, num_blocks * block_bytes // _LEAST_GROUPS)
+    while 2 * blocks * block_bytes <= wanted_bytes:
+        blocks *= 2
+    return blocks
 
 
-def reserved_bytes_of(runs: Iterable[Run], num_blocks: int) -> int:
-    """Bytes of so many blocks in whole groups: an ElasticBlocks' `reserved_bytes`."""
+def bytes_of_groups(num_needed: int, runs: Iterable[Run], num_blocks: int) -> int:
+    """Bytes of as many whole groups as have so many blocks, of a cache of `num_blocks`."""
     strides_bytes = [run.stride_bytes for run in runs]
-    return round_up(num_blocks, blocks_of_group(strides_bytes)) * sum(strides_bytes)
+    return round_up(num_needed, blocks_of_group(strides_bytes, num_blocks)) * sum(strides_bytes)
 
 
 class ElasticBlocks:
@@ -107,10 +115,10 @@ class ElasticBlocks:
         assert num_blocks > 0 and all(run.offset_bytes % PAGE_BYTES == 0 for run in runs)
         self.lock: Final = threading.RLock()
         self.num_blocks: Final = num_blocks
-        self.group_blocks: Final = blocks_of_group(run.stride_bytes for run in runs)
+        self.group_blocks: Final = blocks_of_group((run.stride_bytes for run in runs), num_blocks)
         self.group_bytes: Final = self.group_blocks * sum(run.stride_bytes for run in runs)
         self.num_groups: Final = ceil_div(num_blocks, self.group_blocks)
-        self.reserved_bytes: Final = reserved_bytes_of(runs, num_blocks)
+        self.reserved_bytes: Final = bytes_of_groups(num_blocks, runs, num_blocks)
         self.size_bytes: Final = max(run.offset_bytes + self.num_groups * self.group_blocks * run.stride_bytes for run in runs)
         self.streams: set[torch.Stream] = set()
         """Streams whose work touches blocks, beside the caller's."""
@@ -432,7 +440,7 @@ class ElasticBlocks:
 
 def aligned(num_blocks: int, strides_bytes: Sequence[int]) -> list[Run]:
     """Runs of these strides one behind the other, each with whole groups."""
-    blocks = blocks_of_group(strides_bytes)
+    blocks = blocks_of_group(strides_bytes, num_blocks)
     runs, at = [], 0
     for stride_bytes in strides_bytes:
         runs.append(Run(at, stride_bytes))
