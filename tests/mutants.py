@@ -1007,7 +1007,7 @@ FAULTS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     ("vmmkv/holder/client.py", f"{DAMAGE}::test_a_borrower_computes_what_a_handle_of_another_size_was_to_hold"): {
         "a handle of another size borrowed": ("if sizes_bytes.get(serial) == size_bytes:", "if True:"),
     },
-    ("vmmkv/holder/client.py", f"{DAMAGE}::test_a_welcome_that_is_none_is_refused"): {
+    ("vmmkv/holder/messages.py", f"{DAMAGE}::test_a_welcome_that_is_none_is_refused"): {
         "a truth value taken for a number": ("if type(value) is not int or", "if not isinstance(value, int) or"),
     },
     (POOL, f"{HOLDER}::test_prefixes_make_room_for_prompts_where_descriptors_are_short"): {

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -89,12 +89,13 @@ class Measured(NamedTuple):
     samples: list[float]
 
 
-class Process(NamedTuple):
+@dataclass(frozen=True)
+class Process:
     """A process of vLLM: what it measures, its tiers, if any, and further options of `vllm.LLM`."""
 
     parts: tuple[Callable[..., Iterator[Measured]], ...]
     tiers: dict[str, str]
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:

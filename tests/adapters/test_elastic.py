@@ -172,13 +172,13 @@ class Engine:
         self.memory.settle()
         self.memory.reclaim()
 
-    def use(self, count):
-        """A request takes so many blocks; return how many it got."""
+    def use(self, count, is_running=True):
+        """A request takes so many blocks; return those that it got."""
         with self.memory.lock:
             self.control.apply()
             got = self.memory.grow(count)
             if len(got) < count:
-                self.control.wait_for(count - len(got))
+                self.control.ask(count - len(got), is_running)
                 got += self.memory.grow(count - len(got))
             self.memory.take(got)
             return got
@@ -264,13 +264,14 @@ def sharing(holder):
         yield sharing
 
 
-def test_engines_use_one_budget_in_turn(sharing, holder):
+@pytest.mark.parametrize("is_running", [True, False])
+def test_engines_use_one_budget_in_turn(sharing, holder, is_running):
     one, other = sharing(), sharing()
     blocks = one.use(9)
     assert len(blocks) == 9 and other.mapped == 1
-    assert len(other.use(5)) == 1, "the first one needs the rest"
+    assert len(other.use(5, is_running)) == 1, "the first one needs the rest"
     one.end(blocks)
-    eventually(lambda: other.use(4))
+    eventually(lambda: other.use(4, is_running))
     shares = BudgetClient(holder).state()["shares"]
     assert sum(max(each["budget_bytes"], each["mapped_bytes"]) for each in shares) <= 12 * PAGE_BYTES
 

@@ -58,6 +58,9 @@ def test_memory_goes_behind_the_kernels_that_were_launched(memory, layers):
     memory.take(added)
     blocks = torch.tensor(added, device="cuda")  # made here: an index of the host's is waited for
     square = torch.randn(8192, 8192, device="cuda")
+    for layer in layers:  # a kernel that is loaded waits for those that run
+        layer.index_fill_(0, blocks, 2)
+        layer.index_select(0, blocks).sum(dtype=torch.int64)
     for _ in range(20):  # some 0.4 s
         square = square @ square
     for layer in layers:
@@ -80,6 +83,7 @@ def test_a_graph_is_replayed_over_a_group_that_was_trimmed_and_regrown(memory, l
             total.add_(rows.sum(dtype=torch.int64))
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     memory.streams.add(stream)
     with torch.cuda.stream(stream):
         step()

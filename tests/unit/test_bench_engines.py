@@ -1,6 +1,7 @@
 """The suite `engines`, over a system that stands in for vLLM: what it asks for, checks and measures."""
 
 import contextlib
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -80,7 +81,8 @@ def test_processes_of_a_restart_share_a_directory_and_the_others_have_their_own(
     kinds = [*engines.processes_of(engines.TIERED, SMALL)]
     assert [len(processes) for processes in kinds] == [1, 2, 1] and all("kv_disk" in each.tiers for each in kinds[1])
     (alone,), _ = engines.processes_of(engines.ALONE, SMALL)
-    assert alone == ((engines.measure_nano, engines.measure_shared, engines.measure_first), {}, {})
+    assert alone == engines.Process((engines.measure_nano, engines.measure_shared, engines.measure_first), {})
+    assert pickle.loads(pickle.dumps(kinds[0][0])) == kinds[0][0] and pickle.loads(pickle.dumps(alone)) == alone
 
 
 def test_a_restart_over_a_holder_keeps_its_memory_and_needs_no_tiers():

@@ -23,7 +23,7 @@ from tests.unit.support import LAYOUT, WINDOWED
 from vmmkv import HolderUnavailable
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import HolderGone, LogDamaged
-from vmmkv.holder import HolderClient, Sealed, SealedLog, client, process
+from vmmkv.holder import HolderClient, Sealed, SealedLog, messages, process
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
@@ -332,7 +332,7 @@ def test_bytes_that_are_no_log_are_damage_and_can_be_written_over(body, words):
 # messages
 
 FIELDS = {
-    "version": client.VERSION,
+    "version": messages.VERSION,
     "device": "host memory",
     "budget_bytes": BUDGET_BYTES,
     "serials": [1],

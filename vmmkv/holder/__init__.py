@@ -5,6 +5,7 @@
 
 process      the holder: creates and frees handles, one engine at a time; read this first
 client       an engine's connection to it
+messages     what goes over it, and over those of elastic memory
 source       a holder as the source of a pool's extents
 log          the log of sealed extents, in memory that both map
 sealed       the prefix tree's extents that the next engine takes from there; it follows the tree

@@ -1,33 +1,11 @@
-"""An engine's connection to a holder, and the messages between them.
-
-A message is JSON in one packet of a Unix socket, with file descriptors beside it. The holder speaks first: it welcomes engines
-of its user. Then the engine asks, and each request but `release` is answered. It reads an answer before it asks again.
-
-    {"do": "own"}                          {}, or {"error": ...}         once; one engine owns at a time
-    {"do": "borrow"}                       {}                            or this, once
-    {"do": "create", "size_bytes": n}      {"serials": [s]}              and its descriptor; the owner's alone
-    {"do": "open", "serials": [...]}       {"serials": [those known], "sizes_bytes": [...]}    and theirs
-    {"do": "list", "after": serial}        the same of the next ones that the holder has, without descriptors; the owner's
-    {"do": "release", "serials": [...]}
-    {"do": "count"}                        {"held_bytes": n}
-    {"do": "state"}                        the budget, what is held, and the shares
-    {"do": "share", "floor_bytes": n, "most_bytes": m}     instead of "own"; see sharing
-    {"do": "report", "number": n, "mapped_bytes": ...}     {"budget_bytes": n, ...}, now and later
-
-Each side checks the fields of what it reads, and hangs up on the other one if they are not what can be.
-"""
+"""HolderClient: an engine's connection to a holder, which owns its memory or lends it another engine's."""
 
 import contextlib
 import errno
-import fcntl
-import json
 import logging
 import os
-import reprlib
 import select
 import socket
-import termios
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -36,112 +14,26 @@ import torch
 
 from vmmkv.errors import DriverError, HolderGone, HolderUnavailable, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder.log import SealedLog
+from vmmkv.holder.messages import (
+    MOST_DESCRIPTORS,
+    VERSION,
+    Connected,
+    CutShort,
+    Message,
+    check_taken,
+    close_all,
+    connected,
+    receive,
+    send,
+)
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 3
-
-MOST_DESCRIPTORS: Final = 128
-"""Most descriptors in one message; Linux takes 253."""
-MOST_LISTED: Final = 1024
-"""Handles in one message without descriptors."""
-
-_MESSAGE_BYTES: Final = 64 * 1024
 _TIMEOUT_S: Final = 30.0
 """A holder that does not answer for so long is gone."""
 
 
 T = TypeVar("T")
-
-
-class Message(dict[str, Any]):
-    """A message of the other side. Its fields are checked as they are read. Raises: OSError for what they cannot be."""
-
-    def whole(self, name: str) -> int:
-        """The field of this name, a whole number from 0 on."""
-        return self._checked(name, self.get(name))
-
-    def wholes(self, name: str, most: int) -> list[int]:
-        """The field of this name, a list of at most so many whole numbers from 0 on."""
-        values = self.get(name)
-        if not isinstance(values, list) or len(values) > most:
-            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(values)}")
-        return [self._checked(name, value) for value in values]
-
-    def text(self, name: str) -> str:
-        """The field of this name, a text."""
-        value = self.get(name)
-        if not isinstance(value, str):
-            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(value)}")
-        return value
-
-    def _checked(self, name: str, value: object) -> int:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise OSError(errno.EPROTO, f"{name} of {reprlib.repr(value)}")
-        return value
-
-    def sizes(self) -> dict[int, int]:
-        """Sizes of handles in bytes, by serial."""
-        serials, sizes_bytes = self.wholes("serials", MOST_LISTED), self.wholes("sizes_bytes", MOST_LISTED)
-        if not len(set(serials)) == len(serials) == len(sizes_bytes):
-            raise OSError(errno.EPROTO, f"{len(sizes_bytes)} sizes of handles {reprlib.repr(serials)}")
-        return dict(zip(serials, sizes_bytes, strict=True))
-
-
-class CutShort(OSError):
-    """Error of a message that came without its descriptors."""
-
-    def __init__(self, message: Message) -> None:
-        super().__init__(errno.EMFILE, "this process has as many file descriptors as `ulimit -n` allows; raise that")
-        self.message: Final = message
-
-
-def send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message. Raises: OSError."""
-    packet = json.dumps(message).encode()
-    assert len(packet) <= _MESSAGE_BYTES, "a message is one packet"
-    if fds:
-        socket.send_fds(connection, [packet], list(fds))
-    else:
-        connection.send(packet)
-
-
-def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors, the caller's to close; None if the other side has gone. Raises: OSError."""
-    packet, fds, flags, _ = socket.recv_fds(connection, _MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not packet:
-            return None
-        read = json.loads(packet)
-        if not isinstance(read, dict):
-            raise OSError(errno.EPROTO, f"a message of type {type(read).__name__}")
-        message = Message(read)
-        if flags & socket.MSG_CTRUNC:
-            raise CutShort(message)
-        return message, fds
-    except BaseException as error:
-        close_all(fds)
-        if isinstance(error, (ValueError, RecursionError)):
-            raise OSError(errno.EPROTO, "a message that is no JSON") from error
-        raise
-
-
-def has_unread(connection: socket.socket) -> bool:
-    """Has the other side of a Unix socket still to read something that was sent?"""
-    return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close file descriptors that this process owns."""
-    for fd in fds:
-        os.close(fd)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user id of the other side of a Unix socket, as the kernel knows them."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = (int.from_bytes(credentials[at : at + 4], "little", signed=True) for at in (0, 4, 8))
-    return pid, uid
 
 
 def device_identity(device: torch.device) -> str:
@@ -172,6 +64,34 @@ def check_there(path: str | os.PathLike[str]) -> None:
         raise _no_holder(path, "there is no such socket")
 
 
+def greeted(path: Path, device: torch.device, *, borrows: bool = False) -> Connected:
+    """Connect to a holder that speaks our version, and has memory of the device, or with `borrows` memory that it reads.
+
+    Raises: HolderUnavailable.
+    """
+    try:
+        holder = connected(path, _TIMEOUT_S)
+    except OSError as error:
+        raise _no_holder(path, error.strerror or error) from error
+    try:
+        if (version := holder.welcome.whole("version")) != VERSION:
+            raise HolderUnavailable(
+                f"the holder at {path} speaks version {version} and this process {VERSION}; restart the "
+                "holder with this vmmkv, and what it holds is computed again"
+            )
+        its_device = holder.welcome.text("device")
+        if borrows:
+            check_reach(device, its_device)
+        elif (wanted := device_identity(device)) != its_device:
+            raise HolderUnavailable(f"the holder at {path} has memory of {its_device}; wanted {wanted}")
+    except BaseException as error:
+        holder.close()
+        if isinstance(error, OSError):
+            raise _no_holder(path, error.strerror or error) from error
+        raise
+    return holder
+
+
 def _check_count(values: Sequence[int], wanted: int) -> None:
     if len(values) != wanted:
         raise OSError(errno.EPROTO, f"{len(values)} handles or descriptors, not {wanted}")
@@ -191,19 +111,22 @@ class HolderClient:
     def __init__(self, path: str | os.PathLike[str], device: torch.device, *, borrows: bool = False) -> None:
         self.path: Final = Path(path)
         self.borrows: Final = borrows
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        close_in_children(self._connection)
+        holder = greeted(self.path, device, borrows=borrows)
+        self._connection, self.pid = holder.connection, holder.pid
+        self._is_gone = self._is_damaged = False
         try:
-            self._connection.settimeout(_TIMEOUT_S)
             try:
-                self._connection.connect(str(self.path))
-                self.pid, uid = peer(self._connection)
-                self.budget_bytes, self.log = self._welcomed(receive(self._connection), uid, device)
+                self.budget_bytes = holder.welcome.whole("budget_bytes")
+                _check_count(holder.fds, 1)
+                self.log: Final = SealedLog(holder.fds[0])
+            except LogDamaged as error:
+                raise HolderUnavailable(f"the holder at {self.path}: {error}; restart it") from error
             except OSError as error:
                 raise _no_holder(self.path, error.strerror or error) from error
-            self._is_gone = self._is_damaged = False
+            finally:
+                close_all(holder.fds)
             try:
-                self._join()
+                self._ask("join", {"do": "borrow" if borrows else "own"}, self._joined)
             except BaseException:
                 self.log.close()
                 raise
@@ -213,37 +136,8 @@ class HolderClient:
         self.has_prefixes = False
         """Does a prefix cache use the log? One does at a time."""
 
-    def _welcomed(self, answer: tuple[Message, list[int]] | None, uid: int, device: torch.device) -> tuple[int, SealedLog]:
-        """The budget and the log of a holder that takes this engine. Raises: HolderUnavailable; OSError."""
-        welcome, fds = answer or (Message(error="it closed the connection"), [])
-        with contextlib.ExitStack() as closing:
-            closing.callback(close_all, fds)
-            if uid != os.getuid():
-                raise HolderUnavailable(f"the holder at {self.path} is of user {uid}, and this process of {os.getuid()}")
-            if "error" in welcome:
-                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {welcome.text('error')}")
-            if (version := welcome.whole("version")) != VERSION:
-                raise HolderUnavailable(
-                    f"the holder at {self.path} speaks version {version} and this process {VERSION}; restart the "
-                    "holder with this vmmkv, and what it holds is computed again"
-                )
-            its_device, budget_bytes = welcome.text("device"), welcome.whole("budget_bytes")
-            if self.borrows:
-                check_reach(device, its_device)
-            elif (wanted := device_identity(device)) != its_device:
-                raise HolderUnavailable(f"the holder at {self.path} has memory of {its_device}; wanted {wanted}")
-            try:
-                _check_count(fds, 1)
-                return budget_bytes, SealedLog(fds[0])
-            except LogDamaged as error:
-                raise HolderUnavailable(f"the holder at {self.path}: {error}; restart it") from error
-
-    def _join(self) -> None:
-        def joined(answer: Message, _: list[int]) -> None:
-            if "error" in answer:
-                raise HolderUnavailable(f"the holder at {self.path} (process {self.pid}) refuses: {answer.text('error')}")
-
-        self._ask("join", {"do": "borrow" if self.borrows else "own"}, joined)
+    def _joined(self, answer: Message, _: list[int]) -> None:
+        check_taken(self.path, self.pid, answer)
 
     def create(self, size_bytes: int) -> tuple[int, int]:
         """A new handle: its serial, and a file descriptor that is the caller's. Cost: a round trip of some 50 us on the host.
@@ -389,20 +283,3 @@ class HolderClient:
             log.error("%s (%s)", self.text_if_gone, why)
         self._is_gone = True  # a late answer would be taken for the next one's
         return HolderGone(f"{call}: {self.text_if_gone} ({why})", call=call, code="HOLDER_GONE")
-
-
-_connections: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
-
-
-def close_in_children(connection: socket.socket) -> None:
-    """Close a connection in children made by fork()."""
-    _connections.add(connection)
-
-
-def _close_in_child() -> None:
-    """Close connections after fork(): a child with one open would keep the holder, also when its parent is gone."""
-    for connection in list(_connections):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

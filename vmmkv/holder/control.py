@@ -1,13 +1,11 @@
 """BudgetClient: asks a socket of an elastic engine, or of a holder, for its state, and for another budget."""
 
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from vmmkv.errors import BudgetError, HolderUnavailable
-from vmmkv.holder.client import Message, close_all, peer, receive, send
+from vmmkv.holder.messages import Message, answered, close_all, connected, send
 from vmmkv.units import format_bytes
 
 _ANSWER_S: Final = 10.0
@@ -18,17 +16,11 @@ class BudgetClient:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.settimeout(_ANSWER_S)
         try:
-            self._connection.connect(str(path))
-            _, uid = peer(self._connection)
-            if uid != os.getuid():
-                raise OSError(f"it is of user {uid}, and this process of {os.getuid()}")
-            self._received()
+            self._connection, _, _, fds = connected(path, _ANSWER_S)
         except OSError as error:
-            self._connection.close()
             raise self._silent(error) from error
+        close_all(fds)
 
     def state(self) -> Message:
         """Ask for the state. Raises: HolderUnavailable."""
@@ -44,17 +36,11 @@ class BudgetClient:
     def _ask(self, message: dict[str, Any]) -> Message:
         try:
             send(self._connection, message)
-            return self._received()
+            answer, fds = answered(self._connection)
         except OSError as error:
             raise self._silent(error) from error
-
-    def _received(self) -> Message:
-        heard = receive(self._connection)
-        if heard is None:
-            raise ConnectionResetError("it closed the connection")
-        message, fds = heard
         close_all(fds)
-        return message
+        return answer
 
     def _silent(self, error: OSError) -> HolderUnavailable:
         return HolderUnavailable(f"no elastic engine, and no holder, answers at {self._path}: {error.strerror or error}")

@@ -29,20 +29,10 @@ from vmmkv.driver.base import Driver, Handle, check_budget
 from vmmkv.driver.host import SPARE_DESCRIPTORS, most_descriptors
 from vmmkv.errors import BudgetError, DriverError, LogDamaged, OutOfDescriptors, OutOfDeviceMemory
 from vmmkv.holder.arbiter import Share, check_floor, settle
-from vmmkv.holder.client import (
-    MOST_DESCRIPTORS,
-    MOST_LISTED,
-    VERSION,
-    Message,
-    close_all,
-    device_identity,
-    has_unread,
-    peer,
-    receive,
-    send,
-)
+from vmmkv.holder.client import device_identity
 from vmmkv.holder.listening import listen, lock
 from vmmkv.holder.log import SealedLog
+from vmmkv.holder.messages import MOST_DESCRIPTORS, MOST_LISTED, VERSION, Message, close_all, has_unread, peer, receive, send
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 

@@ -1,7 +1,6 @@
 """SharedBudget: an engine's connection to the holder process by which it shares a budget with others."""
 
 import contextlib
-import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -9,10 +8,9 @@ from typing import Final
 import torch
 
 from vmmkv.errors import HolderUnavailable
-from vmmkv.holder.client import VERSION, Message, close_all, close_in_children, device_identity, peer, receive, send
+from vmmkv.holder.client import greeted
+from vmmkv.holder.messages import Message, answered, check_taken, close_all, send
 from vmmkv.units import format_bytes
-
-_ANSWER_S: Final = 30.0
 
 
 class SharedBudget:
@@ -30,29 +28,17 @@ class SharedBudget:
         self.num_answered = 0
         """The last report that the budget takes into account."""
         self.is_gone = False
-        self.connection: Final = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        close_in_children(self.connection)
-        self.connection.settimeout(_ANSWER_S)
+        holder = greeted(path, device)
+        close_all(holder.fds)
+        self.connection: Final = holder.connection
         try:
-            try:
-                self.connection.connect(str(path))
-                pid, uid = peer(self.connection)
-                welcome = self._received()
-                if uid != os.getuid():
-                    raise HolderUnavailable(f"the holder at {path} is of user {uid}, and this process of {os.getuid()}")
-                if "error" not in welcome and (version := welcome.whole("version")) != VERSION:
-                    raise HolderUnavailable(f"the holder at {path} speaks version {version} and this process {VERSION}")
-                if "error" not in welcome and (wanted := device_identity(device)) != welcome.text("device"):
-                    raise HolderUnavailable(f"the holder at {path} has memory of {welcome.text('device')}; wanted {wanted}")
-                if "error" not in welcome:
-                    send(self.connection, {"do": "share", "floor_bytes": floor_bytes, "most_bytes": most_bytes})
-                    welcome = self._received()
-                if "error" in welcome:
-                    raise HolderUnavailable(f"the holder at {path} (process {pid}) refuses: {welcome.text('error')}")
-                self._note(welcome)
-            except OSError as error:
-                why = f"no holder answers at {path}: {error.strerror or error}"
-                raise HolderUnavailable(f"{why}; start one: vmmkv hold --socket {path} --budget SIZE") from error
+            send(self.connection, {"do": "share", "floor_bytes": floor_bytes, "most_bytes": most_bytes})
+            answer = self._received()
+            check_taken(path, holder.pid, answer)
+            self._note(answer)
+        except OSError as error:
+            self.connection.close()
+            raise HolderUnavailable(f"the holder at {path} has gone: {error.strerror or error}") from error
         except BaseException:
             self.connection.close()
             raise
@@ -90,10 +76,7 @@ class SharedBudget:
         self.connection.close()
 
     def _received(self) -> Message:
-        heard = receive(self.connection)
-        if heard is None:
-            raise ConnectionResetError("it closed the connection")
-        message, fds = heard
+        message, fds = answered(self.connection)
         close_all(fds)
         return message
 

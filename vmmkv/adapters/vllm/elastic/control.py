@@ -1,7 +1,8 @@
 """BudgetControl: a thread by which the budget changes while an engine serves: `vmmkv resize`, and an arbiter.
 
 The thread notes a budget. It is applied under the memory's lock: by the engine before each step, or by the thread while the
-engine makes none. A step that finds too little memory waits for the arbiter for a moment: vLLM would preempt a request.
+engine makes none. A step that finds too little memory for a running request waits for the arbiter for a moment: vLLM would
+preempt one.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from typing import Any, Final
 
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks
 from vmmkv.errors import BudgetError
-from vmmkv.holder.client import VERSION, Message, close_all, peer, receive, send
 from vmmkv.holder.listening import listen, lock
+from vmmkv.holder.messages import VERSION, Message, close_all, peer, receive, send
 from vmmkv.holder.sharing import SharedBudget
 from vmmkv.units import ceil_div, format_bytes
 
@@ -55,7 +56,8 @@ class BudgetControl:
         self._asked = deque[int](maxlen=1)
         """Budget in bytes that is not applied yet. Its append and pop are atomic."""
         self._lacked_bytes = 0
-        """Bytes that a step waits for."""
+        """Bytes that the arbiter is to be told of: in one report, or in each while a step waits for them."""
+        self._is_waiting = False
         self._is_hungry = False
         """Would the engine keep more prefixes?"""
         self._heard = threading.Condition()
@@ -89,8 +91,8 @@ class BudgetControl:
             self._memory.set_budget(max(self._asked.pop(), self._memory.group_bytes))
         self._settle()
 
-    def wait_for(self, num_blocks: int) -> None:
-        """Ask the arbiter for memory of so many blocks more, and wait for a moment."""
+    def ask(self, num_blocks: int, is_running: bool) -> None:
+        """Ask the arbiter for memory of so many blocks more; for a running request, wait for it for a moment."""
         shared = self._shared
         if shared is None or shared.is_gone or time.monotonic() < self._refused_s:
             return
@@ -98,15 +100,17 @@ class BudgetControl:
         needed_bytes = self._memory.state().mapped_bytes + groups * self._memory.group_bytes
         with self._heard:
             self._lacked_bytes, number = groups * self._memory.group_bytes, shared.num_reports + 1
+            self._is_waiting = is_running
             self._wake()
-            self._heard.wait_for(
-                lambda: (
-                    shared.is_gone
-                    or (shared.num_answered >= number and (shared.budget_bytes >= needed_bytes or not shared.is_coming))
-                ),
-                _GRANT_S,
-            )
-            self._lacked_bytes = 0
+            if is_running:
+                self._heard.wait_for(
+                    lambda: (
+                        shared.is_gone
+                        or (shared.num_answered >= number and (shared.budget_bytes >= needed_bytes or not shared.is_coming))
+                    ),
+                    _GRANT_S,
+                )
+                self._is_waiting, self._lacked_bytes = False, 0
         if self._asked and self._asked[0] >= self._memory.state().budget_bytes:
             self.apply()  # a lower one waits for the next step: this one may have found prefixes that would go
         if self._memory.state().budget_bytes < needed_bytes:
@@ -165,6 +169,8 @@ class BudgetControl:
         self._is_hungry = False
         with self._heard:
             needed_bytes = state.mapped_bytes + self._lacked_bytes if self._lacked_bytes else state.used_bytes
+            if not self._is_waiting:
+                self._lacked_bytes = 0
             self._shared.report(mapped_bytes=state.mapped_bytes, needed_bytes=needed_bytes, wanted_bytes=wanted_bytes)
 
     def _told(self) -> None:

@@ -49,10 +49,12 @@ def install_in_vllm() -> None:
 
 
 _ORIGINAL: Final = EngineCore._initialize_kv_caches
+_ORIGINAL_POOL: Final = coordinator.BlockPool
 
 
 @functools.wraps(_ORIGINAL)
 def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
+    coordinator.BlockPool = _ORIGINAL_POOL  # of an engine before, whose start may have failed before it had a pool
     options = vllm_config.additional_config
     if not isinstance(options, dict) or OPTION not in options:
         return _ORIGINAL(core, vllm_config)
@@ -98,10 +100,9 @@ class ElasticEngine:
             memory.group_blocks,
             format_bytes(memory.group_bytes),
         )
-        original = coordinator.BlockPool
 
         def pool(*arguments: Any, **named: Any) -> ElasticBlockPool:
-            coordinator.BlockPool = original
+            coordinator.BlockPool = _ORIGINAL_POOL
             try:
                 self._pool = ElasticBlockPool(memory, *arguments, **named)
                 if self._kept is not None:
@@ -109,7 +110,7 @@ class ElasticEngine:
                 if self._options.control is not None or self._shared is not None:
                     control, shared = self._options.control, self._shared
                     self._control = BudgetControl(memory, self._pool.settle, control=control, shared=shared)
-                    self._pool.on_short, self._pool.on_hunger = self._control.wait_for, self._control.would_keep_more
+                    self._pool.on_short, self._pool.on_hunger = self._control.ask, self._control.would_keep_more
                 return self._pool
             except BaseException:
                 if self._shared is not None:
@@ -285,10 +286,12 @@ class ElasticEngine:
         count = blocks_of.get_num_blocks_to_allocate
 
         @functools.wraps(count)
-        def get_num_blocks_to_allocate(*, new_computed_blocks: Any, **named: Any) -> int:
-            num_blocks: int = count(new_computed_blocks=new_computed_blocks, **named)
+        def get_num_blocks_to_allocate(*, new_computed_blocks: Any, total_computed_tokens: int, **named: Any) -> int:
+            more = {"new_computed_blocks": new_computed_blocks, "total_computed_tokens": total_computed_tokens}
+            num_blocks: int = count(**more, **named)
             found = [block for blocks in new_computed_blocks for block in blocks if not block.ref_cnt and not block.is_null]
-            pool.prepare(num_blocks - len(found), len(found))
+            is_running = total_computed_tokens > 0 and not any(new_computed_blocks)  # a waiting one has found what is computed
+            pool.prepare(num_blocks - len(found), len(found), is_running=is_running)
             return num_blocks
 
         blocks_of.get_num_blocks_to_allocate = get_num_blocks_to_allocate

@@ -25,8 +25,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         self.memory: Final = memory
         self._counts_all = False
         """Is every block that is not in use free, mapped or not?"""
-        self.on_short: Callable[[int], None] = lambda num_blocks: None
-        """Called with the number of blocks that are missing, before vLLM is told so."""
+        self.on_short: Callable[[int, bool], None] = lambda num_blocks, is_running: None
+        """Called with the number of blocks that are missing, before vLLM is told so; are they for a running request?"""
         self.on_hunger: Callable[[], None] = lambda: None
         """Called when prefixes are to be evicted for want of memory."""
         self.on_cached: Callable[[int, bytes, int], None] = lambda block, hash_, depth: None
@@ -38,17 +38,17 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self.free_block_queue.remove(block)
         memory.take([self.null_block.block_id])
 
-    def prepare(self, num_blocks: int, num_found: int = 0) -> None:
+    def prepare(self, num_blocks: int, num_found: int = 0, *, is_running: bool = True) -> None:
         """Map memory for blocks that are wanted next, as far as the budget and the device let.
 
-        `num_found`: free blocks that cache what is wanted, and will be taken besides.
+        `num_found`: free blocks that cache what is wanted, and will be taken besides. `is_running`: for a request that runs?
         """
         with self.memory.lock:
             if self._grow(num_blocks):
                 return
             missing = num_blocks + num_found - self.free_block_queue.num_free_blocks
             if missing > 0:
-                self.on_short(missing)
+                self.on_short(missing, is_running)
                 self._grow(num_blocks)
             else:
                 self.on_hunger()
