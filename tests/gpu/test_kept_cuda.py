@@ -40,7 +40,7 @@ class Engine:
     def end(self, *, kill: bool) -> None:
         """A killed engine says nothing to the holder but that its connection is closed."""
         if not kill:
-            self.kept.leave()
+            self.kept.seal_all()
             self.memory.close()
         self.kept.close()
 
@@ -54,10 +54,10 @@ def test_blocks_outlive_their_engine_with_their_bytes(path: Path, gpu: torch.dev
         for run in first.runs:
             run[block].fill_(block)
         first.kept.cached(block, bytes([block]) * 36, depth=block)
-    first.kept.look()
+    first.kept.seal_written()
     torch.cuda.synchronize(gpu)
     first.kept.dropped(5)
-    first.kept.look()
+    first.kept.seal_written()
     first.end(kill=kill)
 
     second = Engine(path, gpu, runs, b"model")

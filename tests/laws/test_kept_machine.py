@@ -126,21 +126,21 @@ class KeptMachine(RuleBasedStateMachine):
     @rule(block=some)
     def fail(self, block):
         """A block is handed out and cached for a step that fails before it is launched; steps before it are read."""
-        self.engine.kept.look()
+        self.engine.kept.seal_written()
         memory = self.engine.memory
         if memory.may_hand_out(block):
             self.evict(block)
             self.engine.kept.cached(block, b"\xfd" * 36, depth=1)
-            self.engine.kept.forget()
+            self.engine.kept.void_step()
 
     @rule()
     def step(self):
-        self.engine.kept.look()
+        self.engine.kept.seal_written()
 
     @rule()
     def time_passes(self):
         """All steps that were launched end, in order, and then their fences."""
-        self.engine.kept.look()
+        self.engine.kept.seal_written()
         for block, hash_ in self.engine.pending:
             if self.engine.memory.may_hand_out(block):
                 self.engine.write(block, hash_)
@@ -171,7 +171,7 @@ class KeptMachine(RuleBasedStateMachine):
                     before.write(block, b"\xfe")
         else:
             self.time_passes()
-            before.kept.leave()
+            before.kept.seal_all()
             before.memory.close()
             before.kept.close()
         same = identity == self.identity
@@ -200,7 +200,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if getattr(self, "engine", None) is not None:
-            self.engine.kept.leave()
+            self.engine.kept.seal_all()
             self.engine.memory.close()
             self.engine.kept.close()
             self.holder.stop()

@@ -32,9 +32,9 @@ _SETTLING_S: Final = 0.01
 """Time between two tries to unmap what is to go, in an engine that makes no steps."""
 _GRANT_S: Final = 0.25
 """Time that a step waits for the arbiter, and in which it does not ask again for what it did not get."""
-_HUNGRY_S: Final = 0.1
+_WANT_S: Final = 0.1
 """Time in which it does not ask again."""
-_HUNGER: Final = 16
+_WANTED_PART: Final = 16
 """An engine that would keep more prefixes asks for this part of its addresses."""
 
 
@@ -58,12 +58,12 @@ class BudgetControl:
         self._lacked_bytes = 0
         """Bytes that the arbiter is to be told of: in one report, or in each while a step waits for them."""
         self._is_waiting = False
-        self._is_hungry = False
+        self._wants_more = False
         """Would the engine keep more prefixes?"""
-        self._heard = threading.Condition()
+        self._answered = threading.Condition()
         """Notified of each budget that the arbiter sets."""
-        self._told_s = self._refused_s = 0.0
-        self._told_bytes = self._granted_bytes = 0
+        self._reported_s = self._refused_s = 0.0
+        self._reported_bytes = self._granted_bytes = 0
         self._must_stop = False
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
@@ -78,7 +78,7 @@ class BudgetControl:
                 self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
             if shared is not None:
                 undo.callback(shared.close)
-                self._selector.register(shared.connection, selectors.EVENT_READ, self._told)
+                self._selector.register(shared.connection, selectors.EVENT_READ, self._receive_budget)
             self._undo = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="vmmkv-elastic", daemon=True)
         self._thread.start()
@@ -98,12 +98,12 @@ class BudgetControl:
             return
         groups = ceil_div(num_blocks, self._memory.group_blocks)
         needed_bytes = self._memory.state().mapped_bytes + groups * self._memory.group_bytes
-        with self._heard:
+        with self._answered:
             self._lacked_bytes, number = groups * self._memory.group_bytes, shared.num_reports + 1
             self._is_waiting = is_running
             self._wake()
             if is_running:
-                self._heard.wait_for(
+                self._answered.wait_for(
                     lambda: (
                         shared.is_gone
                         or (shared.num_answered >= number and (shared.budget_bytes >= needed_bytes or not shared.is_coming))
@@ -118,8 +118,8 @@ class BudgetControl:
 
     def would_keep_more(self) -> None:
         """Ask the arbiter, without waiting, for memory for more prefixes."""
-        if self._shared is not None and not self._is_hungry and time.monotonic() - self._told_s > _HUNGRY_S:
-            self._is_hungry = True
+        if self._shared is not None and not self._wants_more and time.monotonic() - self._reported_s > _WANT_S:
+            self._wants_more = True
             self._wake()
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class BudgetControl:
                 try:
                     key.data()
                 except OSError:  # of one connection, or for want of descriptors
-                    log.exception("vmmkv: elastic memory does not hear one of its sockets")
+                    log.exception("vmmkv: elastic memory cannot read one of its sockets")
             if (self._asked or self._memory.is_leaving) and self._memory.lock.acquire(timeout=_SETTLING_S):
                 try:
                     self.apply()
@@ -147,8 +147,8 @@ class BudgetControl:
                     log.exception("vmmkv: elastic memory cannot be brought to its budget now")
                 finally:
                     self._memory.lock.release()
-            is_news = self._memory.state().mapped_bytes < self._told_bytes  # which others may wait for
-            if is_news or time.monotonic() - self._told_s >= _BEAT_S:
+            is_news = self._memory.state().mapped_bytes < self._reported_bytes  # which others may wait for
+            if is_news or time.monotonic() - self._reported_s >= _BEAT_S:
                 self._report()
 
     def _wake(self) -> None:
@@ -163,19 +163,19 @@ class BudgetControl:
         """Tell the arbiter what there is."""
         if self._shared is None or self._shared.is_gone:
             return
-        state, self._told_s = self._memory.state(), time.monotonic()
-        self._told_bytes = state.mapped_bytes
-        wanted_bytes = state.mapped_bytes + state.reserved_bytes // _HUNGER if self._is_hungry else state.used_bytes
-        self._is_hungry = False
-        with self._heard:
+        state, self._reported_s = self._memory.state(), time.monotonic()
+        self._reported_bytes = state.mapped_bytes
+        wanted_bytes = state.mapped_bytes + state.reserved_bytes // _WANTED_PART if self._wants_more else state.used_bytes
+        self._wants_more = False
+        with self._answered:
             needed_bytes = state.mapped_bytes + self._lacked_bytes if self._lacked_bytes else state.used_bytes
             if not self._is_waiting:
                 self._lacked_bytes = 0
             self._shared.report(mapped_bytes=state.mapped_bytes, needed_bytes=needed_bytes, wanted_bytes=wanted_bytes)
 
-    def _told(self) -> None:
+    def _receive_budget(self) -> None:
         assert self._shared is not None
-        with self._heard:
+        with self._answered:
             self._shared.receive()
             if self._shared.is_gone:
                 self._selector.unregister(self._shared.connection)
@@ -183,7 +183,7 @@ class BudgetControl:
             elif self._shared.budget_bytes != self._granted_bytes:
                 self._granted_bytes = self._shared.budget_bytes
                 self._asked.append(self._granted_bytes)
-            self._heard.notify_all()
+            self._answered.notify_all()
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -192,10 +192,10 @@ class BudgetControl:
             connection.close()
             return
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection))
         self._answer(connection, {"version": VERSION})
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _read(self, connection: socket.socket) -> None:
         try:
             heard = receive(connection)
             answer = None

@@ -110,7 +110,7 @@ class ElasticEngine:
                 if self._options.control is not None or self._shared is not None:
                     control, shared = self._options.control, self._shared
                     self._control = BudgetControl(memory, self._pool.settle, control=control, shared=shared)
-                    self._pool.on_short, self._pool.on_hunger = self._control.ask, self._control.would_keep_more
+                    self._pool.on_short, self._pool.on_evicting = self._control.ask, self._control.would_keep_more
                 return self._pool
             except BaseException:
                 if self._shared is not None:
@@ -270,12 +270,12 @@ class ElasticEngine:
             else:
                 self._control.apply()
             if self._kept is not None:
-                self._kept.look()
+                self._kept.seal_written()
             try:
                 return original()
             except BaseException:
                 if self._kept is not None:
-                    self._kept.forget()  # the step has cached blocks that nothing may have written
+                    self._kept.void_step()  # the step has cached blocks that nothing may have written
                 raise
 
     def _begin(self) -> None:
@@ -311,7 +311,7 @@ class ElasticEngine:
             return
         with memory.lock:
             if self._kept is not None:
-                self._kept.leave()
+                self._kept.seal_all()
             memory.close()
             if self._kept is not None:
                 self._kept.close()

@@ -91,7 +91,7 @@ class KeptBlocks:
         return handle
 
     def release(self, handle: Handle) -> None:
-        """Give a handle up; after `leave` it stays with the holder. Raises: DriverError, and then it is still there."""
+        """Give a handle up; after `seal_all` it stays with the holder. Raises: DriverError, and then it is still there."""
         self._driver.release(handle)
         serial = self._serials.pop(handle)
         if not self._leaves:
@@ -179,7 +179,7 @@ class KeptBlocks:
         if self._sealed.pop(block, None) is not None:
             self._drop(_FIRST_BLOCK + block)
 
-    def look(self) -> None:
+    def seal_written(self) -> None:
         """Between two steps: seal what is written. Never blocks. Cost: a fence, and some 5 us for each block."""
         if self._fresh:
             self._waiting.append((self._memory.fence(), self._fresh))
@@ -190,16 +190,16 @@ class KeptBlocks:
         if self._log.is_due:
             self._rewrite()
 
-    def forget(self) -> None:
+    def void_step(self) -> None:
         """The step under way has failed: what it has cached may not be written."""
         self._fresh.clear()
 
-    def leave(self) -> None:
+    def seal_all(self) -> None:
         """The engine ends in order: wait for what was launched, and leave all that is written with the holder."""
-        self.look()
+        self.seal_written()
         for fence, _ in self._waiting:
             fence.wait()
-        self.look()
+        self.seal_written()
         self._leaves = True
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         """Is every block that is not in use free, mapped or not?"""
         self.on_short: Callable[[int, bool], None] = lambda num_blocks, is_running: None
         """Called with the number of blocks that are missing, before vLLM is told so; are they for a running request?"""
-        self.on_hunger: Callable[[], None] = lambda: None
+        self.on_evicting: Callable[[], None] = lambda: None
         """Called when prefixes are to be evicted for want of memory."""
         self.on_cached: Callable[[int, bytes, int], None] = lambda block, hash_, depth: None
         """Called with a block that caches a prefix from now on, vLLM's hash, and the number of blocks up to its end."""
@@ -51,7 +51,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
                 self.on_short(missing, is_running)
                 self._grow(num_blocks)
             else:
-                self.on_hunger()
+                self.on_evicting()
 
     def adopt(self, numbers: Iterable[int], kept: Iterable[KeptBlock]) -> None:
         """Take in free blocks of groups that were mapped with what an earlier engine has left; `kept` ones cache a prefix.
