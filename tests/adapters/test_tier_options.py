@@ -47,6 +47,8 @@ def test_other_weights_have_another_fingerprint_wherever_they_lie(tmp_path):
         prints.append(fingerprint_of(str(tmp_path / name), None))
     assert prints[0] == prints[1] != prints[2]
     assert fingerprint_of("org/model", "abc") == "org/model@abc"
+    (tmp_path / "copy" / "preprocessor_config.json").write_text('{"image_mean": 0.5}')
+    assert fingerprint_of(str(tmp_path / "copy"), None) != prints[0], "images are read otherwise"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The parts of the vLLM adapter that need no vLLM: where blocks lie, and which requests load, store and wait."""
 
+import hashlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tests.stores import until
 from vmmkv import KeyChain, Store
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record, of_rank
 from vmmkv.adapters.vllm.directory import Directory, listen_to
-from vmmkv.adapters.vllm.namespaces import Namespaces
+from vmmkv.adapters.vllm.namespaces import Features, Namespaces
 from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import PlannedLoad, Schedule, StepPlan, of_group
 from vmmkv.adapters.vllm.worth import Worth
@@ -104,14 +105,14 @@ def test_an_adapter_is_told_by_its_name_and_files_and_one_that_may_change_is_not
     def request(name, path, **options):
         adapter = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(path), load_inplace=False)
         adapter.__dict__.update(options)
-        return SimpleNamespace(cache_salt="salt", lora_request=adapter)
+        return SimpleNamespace(cache_salt="salt", lora_request=adapter, mm_features=[])
 
     for name, weights in (("one", b"1"), ("copy", b"1"), ("other", b"2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
         (tmp_path / name / "adapter_model.safetensors").write_bytes(weights * 10_000)
     of = Namespaces().of
-    assert of(SimpleNamespace(cache_salt="salt", lora_request=None)) == ("salt",)
+    assert of(SimpleNamespace(cache_salt="salt", lora_request=None, mm_features=[])) == ("salt",)
     assert of(request("a", tmp_path / "one")) == of(request("a", tmp_path / "copy"))
     assert (
         len({of(request("a", tmp_path / "one")), of(request("b", tmp_path / "one")), of(request("a", tmp_path / "other"))}) == 3
@@ -122,6 +123,69 @@ def test_an_adapter_is_told_by_its_name_and_files_and_one_that_may_change_is_not
     assert of(request("a", "org/adapter")) is None and "org/adapter is no directory here" in caplog.text
     assert of(request("a", tmp_path / "one", load_inplace=True)) is None
     assert of(request("a", tmp_path / "one")) is None, "it was loaded over the other"
+
+
+# images and sounds
+
+
+def image(content, offset, length):
+    """A feature as vLLM has it, named by its content."""
+    name = hashlib.sha256(content.encode()).hexdigest()
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def keys_with(*images, num_tokens=16):
+    """Keys of records of 4 tokens, which are the same ones whatever the images are."""
+    return KeyChain("m", every=4).of([7] * num_tokens, "salt", Features(images)).keys()
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "first"),
+    [(0, 4, 0), (4, 4, 1), (6, 1, 1), (6, 7, 1), (7, 9, 1), (8, 3, 2), (15, 1, 3), (16, 4, 4)],
+)
+def test_an_image_counts_from_the_first_record_that_has_one_of_its_tokens(offset, length, first):
+    text = KeyChain("m", every=4).of([7] * 16, "salt").keys()
+    one, other = (keys_with(image(content, offset, length)) for content in ("one", "other"))
+    assert keys_with() == text and keys_with(image("one", offset, length)) == one
+    assert one[:first] == other[:first] == text[:first]
+    assert not {*one[first:]} & {*other[first:]} and not {*one[first:], *other[first:]} & {*text}
+
+
+def test_the_place_of_an_image_counts_and_each_image_does():
+    sets = [
+        *([image("a", 5, 2)], [image("a", 6, 2)], [image("a", 5, 3)], [image("b", 5, 2)]),
+        *([image("a", 5, 2), image("b", 9, 2)], [image("b", 5, 2), image("a", 9, 2)], [image("a", 5, 2), image("a", 9, 2)]),
+        [image("a", 5, 4), image("b", 7, 2)],  # a sound within its video
+    ]
+    assert len({keys_with(*images)[2] for images in sets}) == len(sets)
+    assert len({keys_with(*images)[1] for images in sets}) == 5, "a second one begins behind this record, but for the sound"
+    assert {keys_with(*images)[0] for images in sets} == {*keys_with()[:1]}
+    assert keys_with(image("b", 9, 2), image("a", 5, 2)) == keys_with(image("a", 5, 2), image("b", 9, 2))
+
+
+def test_images_that_come_with_later_tokens_count_and_change_no_earlier_record():
+    images = [image("a", 2, 3)]
+    chain = KeyChain("m", every=4).of([7] * 8, "salt", Features(images))
+    before = chain.keys()
+    images.append(image("b", 9, 2))
+    chain = chain.grown([7] * 16)
+    assert chain.keys() == keys_with(*images) and chain.keys()[:2] == before
+    images.append(SimpleNamespace(identifier="a client's name", mm_position=SimpleNamespace(offset=17, length=2)))
+    keys = chain.grown([7] * 24).keys()
+    assert keys[:4] == chain.keys() and keys == chain.grown([7] * 24).keys()
+    assert keys[4] != KeyChain("m", every=4).of([7] * 24, "salt", Features(images)).keys()[4]
+
+
+@pytest.mark.parametrize("name", [None, "", "cat.png", "request-1-image-0", "a" * 63, "A" * 64, "g" * 64, f"{'a' * 64}-0"])
+def test_a_request_with_an_image_whose_name_is_no_hash_is_not_kept(name, caplog):
+    place = SimpleNamespace(offset=0, length=4)
+    of = Namespaces().of
+    for _ in range(2):
+        images = [image("a", 8, 4), SimpleNamespace(identifier=name, mm_position=place)]
+        assert of(SimpleNamespace(cache_salt=None, lora_request=None, mm_features=images)) is None
+    assert len(caplog.records) == 1 and "names tell no content" in caplog.text
+    hashed = [SimpleNamespace(identifier=f"{before}{'0f' * 32}", mm_position=place) for before in ("", "adapter:", "a:b:")]
+    assert of(SimpleNamespace(cache_salt=None, lora_request=None, mm_features=hashed)) == (None,)
 
 
 # which records there are
@@ -224,6 +288,32 @@ def test_what_is_computed_is_stored_when_its_last_token_is_and_found_again(sched
     assert schedule.matched("3", tokens[:8], None, 0) == 4, "the last token is computed"
     assert schedule.matched("4", tokens, "another tenant", 0) == 0
     assert schedule.matched("5", [9, *tokens[1:]], None, 0) == 0
+
+
+def test_equal_tokens_hit_with_equal_images_alone_and_text_before_an_image_is_shared(schedule, tiers):
+    def matched(name, *images):
+        return schedule.matched(name, [7] * 19, None, 0, beside=Features(images))
+
+    assert matched("1", image("a", 6, 7)) == 0
+    tiers.held = {key for plan in computed(schedule, "1", [7] * 19, at_once=3) for key, _ in plan.stores}
+    assert len(tiers.held) == 4
+    assert matched("2", image("a", 6, 7)) == 16
+    schedule.allocated("2", [[*range(20, 28)]], 16)
+    assert {key for key, _ in schedule.take_plan().loads[0].records} == tiers.held
+    schedule.ended("2")
+    images = [image("b", 6, 7)], [image("a", 5, 7)], [image("a", 6, 6)], [image("a", 6, 7), image("c", 7, 1)], []
+    assert [matched(str(name), *each) for name, each in enumerate(images, 3)] == [4] * 5
+    assert matched("8", image("a", 6, 7), image("b", 15, 2)) == 12
+    assert matched("9", image("a", 6, 7), image("b", 16, 2)) == 16
+
+
+def test_a_preempted_request_finds_what_it_stored_with_its_image(schedule, tiers):
+    tokens = [7] * 11
+    assert schedule.matched("1", tokens, None, 0, beside=Features([image("a", 1, 4)])) == 0
+    tiers.held = {key for plan in computed(schedule, "1", tokens, at_once=3) for key, _ in plan.stores}
+    schedule.preempted("1")
+    tokens += [7, 7]
+    assert schedule.matched("1", tokens, None, 0, beside=Features([image("a", 1, 4)])) == 8
 
 
 def test_a_record_of_which_the_device_has_a_part_is_loaded_behind_that_part(schedule, tiers):

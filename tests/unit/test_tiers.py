@@ -114,6 +114,15 @@ def test_tokens_that_are_no_ids_have_no_keys(tokens):
         KeyChain("model", every=0)
 
 
+def test_keys_take_in_what_their_tokens_stand_for_beside_their_ids():
+    plain, tokens = KeyChain("model", every=4).of(range(12)), np.arange(12, dtype=np.int32)
+    imaged = KeyChain("model", every=4).of(range(4), None, lambda end: b"" if end < 5 else b"image").grown(range(12))
+    assert imaged.keys()[0] == plain.keys()[0] and not {*imaged.keys()[1:]} & {*plain.keys()}
+    assert imaged.keys() == [imaged.key(0, record) for record in range(3)]
+    spelt = KeyChain("model", every=4).of(range(4), None, lambda end: tokens[4:8].tobytes())
+    assert not {*spelt.keys()} & {*plain.keys()}, "they have the bytes of tokens"
+
+
 def test_what_is_evicted_comes_back_from_the_host(prefix, cache):
     compute(prefix, PROMPT)
     prefix.flush()

@@ -96,7 +96,7 @@ def _bytes_of(name: str, text: str) -> int:
 
 
 def fingerprint_of(model: str, revision: str | None) -> str:
-    """A name for the weights of a model or adapter: of a directory its configuration, and names, sizes, samples of weights.
+    """A name for the weights of a model or adapter: of a directory its configurations, and names, sizes, samples of weights.
 
     Raises: OSError. Cost: some reads of 4 KiB for each file.
     """
@@ -105,7 +105,7 @@ def fingerprint_of(model: str, revision: str | None) -> str:
         return f"{model}@{revision}"
     state = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
-        if path.name in ("config.json", "adapter_config.json"):
+        if path.name in ("config.json", "adapter_config.json") or path.name.endswith("processor_config.json"):
             state.update(path.read_bytes())
         elif path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             size_bytes = path.stat().st_size

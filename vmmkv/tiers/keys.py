@@ -13,7 +13,7 @@ import hashlib
 import heapq
 import itertools
 import struct
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from typing import Final, Self
 
@@ -54,21 +54,25 @@ class KeyChain:
         self._identity = _VERSION + identity
         self._name = b""
         """Hash of the namespace."""
+        self._beside: Callable[[int], bytes] = _nothing
         self._state = hashlib.blake2b(digest_size=KEY_BYTES)
         """Hash state after `_num_hashed` tokens."""
         self._num_hashed = 0
         self._ends: Iterator[tuple[int, int, int]] | None = None
         """End, group and record of each record that is not hashed yet, in order."""
 
-    def of(self, tokens: npt.ArrayLike, namespace: Hashable = None) -> Self:
+    def of(self, tokens: npt.ArrayLike, namespace: Hashable = None, beside: Callable[[int], bytes] | None = None) -> Self:
         """The chain of some tokens. `namespace` separates equal tokens that must not be shared, by tenant, salt or adapter.
+
+        `beside` gives what the first so many tokens stand for beside their ids, such as images, as bytes that the key of a
+        record takes in. Of tokens that stand for nothing else these are none.
 
         Raises: ValueError for a namespace that other processes may spell otherwise, or tokens that are no ids; TypeError.
         """
         name = repr(checked_name("namespace", namespace)).encode()
         chain = self._with(tokens, [], [[] for _ in self.by_group])
         chain.namespace, chain._name = namespace, hashlib.blake2b(name, digest_size=KEY_BYTES).digest()
-        chain._state, chain._num_hashed = chain._start(), 0
+        chain._state, chain._num_hashed, chain._beside = chain._start(), 0, beside or _nothing
         return chain
 
     def grown(self, tokens: npt.ArrayLike) -> Self | None:
@@ -98,7 +102,7 @@ class KeyChain:
         for end, index, record in itertools.islice(self._ends, num_records):
             self._state.update(self.tokens[self._num_hashed : end].data)
             self._num_hashed = end
-            self.in_order.append(_digest(self._state.copy(), index, record))
+            self.in_order.append(self._digest(self._state.copy(), index, record))
             self.by_group[index].append(self.in_order[-1])
             places.append((index, record))
         return places
@@ -107,7 +111,7 @@ class KeyChain:
         """The key of one record of a group. Cost: 1 us for each 1,000 tokens."""
         state = self._start()
         state.update(self.tokens[: self.end(index, record)].data)
-        return _digest(state, index, record)
+        return self._digest(state, index, record)
 
     def end(self, index: int, record: int) -> int:
         """Number of tokens that must be known for a record of a group to be."""
@@ -127,6 +131,11 @@ class KeyChain:
     def _start(self) -> hashlib.blake2b:
         return hashlib.blake2b(self._identity + self._name, digest_size=KEY_BYTES)
 
+    def _digest(self, tokens: hashlib.blake2b, index: int, record: int) -> bytes:
+        tokens.update(self._beside(self.end(index, record)))
+        tokens.update(struct.pack("<qq", index, record))  # it tells how many bytes are tokens, so that no others give the same
+        return tokens.digest()
+
     def _ends_of(self, index: int) -> Iterator[tuple[int, int, int]]:
         tokens, records = self._every[index]
         for record in range(len(self.by_group[index]), len(self.tokens) * records // tokens):
@@ -144,6 +153,5 @@ class PageKeys(KeyChain):
         self._begin(tuple(Fraction(PAGE_BYTES, group.row_bytes) for group in layout.groups), layout.identity(fingerprint))
 
 
-def _digest(tokens: hashlib.blake2b, index: int, record: int) -> bytes:
-    tokens.update(struct.pack("<qq", index, record))  # of one length, so that no other tokens give the same bytes
-    return tokens.digest()
+def _nothing(num_tokens: int) -> bytes:
+    return b""

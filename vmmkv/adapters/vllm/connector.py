@@ -17,7 +17,7 @@ import torch
 from vmmkv.adapters.vllm.blocks import BlockMemory, BlockMover, IdlePoller, blocks_of_record
 from vmmkv.adapters.vllm.directory import Change, Directory, listen_to
 from vmmkv.adapters.vllm.hooks import refuse_unknown, trial_of
-from vmmkv.adapters.vllm.namespaces import Namespaces
+from vmmkv.adapters.vllm.namespaces import Features, Namespaces
 from vmmkv.adapters.vllm.plugin import options_of
 from vmmkv.adapters.vllm.schedule import Schedule, StepPlan
 from vmmkv.adapters.vllm.worth import Worth
@@ -149,6 +149,7 @@ class VmmkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request.all_token_ids,
             namespace,
             num_computed_tokens,
+            beside=Features(request.mm_features),
             may_load=not request.skip_reading_prefix_cache,
         )
         return found, bool(found)
@@ -309,7 +310,8 @@ def _has_one_table(specs: Sequence[Any]) -> bool:
 
 def _unserved(vllm_config: Any, specs: Sequence[Any]) -> dict[str, bool]:
     """Features by which KV differs beyond its key, or lies elsewhere than in blocks of one size; is each on?"""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    media = model.multimodal_config
     kinds = [*dict.fromkeys(type(spec).__name__ for spec in specs)]
     is_kept = _has_one_table(specs) or {*kinds} <= {"FullAttentionSpec", _WINDOWED}
     is_even = len({(spec.block_size, spec.page_size_bytes) for spec in specs}) == 1
@@ -323,8 +325,11 @@ def _unserved(vllm_config: Any, specs: Sequence[Any]) -> dict[str, bool]:
             _has_one_table(specs) or hasattr(KVConnectorBase_V1, "get_transfer_results")
         ),
         "speculative decoding": vllm_config.speculative_config is not None,
-        "models of images or sound": bool(model.is_multimodal_model),
+        "models of images or sound with --no-enable-prefix-caching, where vLLM may not name them by their content": (
+            media is not None and not cache.enable_prefix_caching
+        ),
+        "pruned videos, of which the encoder alone tells positions": bool(getattr(media, "video_pruning_rate", None)),
         "prompts as embeddings": bool(model.enable_prompt_embeds),
         "sleep mode, which unmaps blocks while they are copied": bool(model.enable_sleep_mode),
-        "scales of KV that are computed at the start": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
+        "scales of KV that are computed at the start": bool(getattr(cache, "calculate_kv_scales", False)),
     }

@@ -81,7 +81,7 @@ CONNECTOR: Final[Names] = METRICS | {
         "speculative_config",
     ),
     "vllm.config.ModelConfig": (
-        *("model", "revision", "hf_config", "dtype", "quantization", "is_multimodal_model", "enable_prompt_embeds"),
+        *("model", "revision", "hf_config", "dtype", "quantization", "multimodal_config", "enable_prompt_embeds"),
     ),
     "vllm.config.CacheConfig": ("enable_prefix_caching", "cache_dtype"),
     "vllm.config.DeviceConfig": ("device_type",),
@@ -97,7 +97,9 @@ CONNECTOR: Final[Names] = METRICS | {
     "vllm.v1.core.sched.output.NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output.CachedRequestData": (*("req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"),),
     "vllm.v1.outputs.KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving"),
-    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt", "lora_request"),
+    "vllm.v1.request.Request": ("request_id", "all_token_ids", "cache_salt", "lora_request", "mm_features"),
+    "vllm.multimodal.inputs.MultiModalFeatureSpec": ("identifier", "mm_position"),
+    "vllm.multimodal.inputs.PlaceholderRange": ("offset", "length"),
     "vllm.lora.request.LoRARequest": ("lora_int_id", "lora_name", "lora_path", "load_inplace"),
 }
 """Names that connector.py, namespaces.py, statistics.py and plugin.py use."""
@@ -190,6 +192,7 @@ ELASTIC: Final[Names] = {
     ),
     "vllm.config.ModelConfig": (
         *("max_model_len", "enable_sleep_mode", "model", "revision", "hf_config", "dtype", "quantization"),
+        "multimodal_config",
     ),
     "vllm.config.CacheConfig": ("block_size", "prefix_caching_hash_algo", "enable_prefix_caching", "cache_dtype"),
     "vllm.config.SchedulerConfig": ("policy",),

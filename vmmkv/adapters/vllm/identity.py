@@ -17,6 +17,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, fingerprint: str | None)
         getattr(kv_cache_config, "kv_cache_layout", None) or _layout_choice(vllm_config),
         [(repr(group.kv_cache_spec), group.layer_names) for group in kv_cache_config.kv_cache_groups],
         vllm_config.device_config.device_type,
+        *(() if model.multimodal_config is None else (repr(model.multimodal_config),)),  # how images are read
     )
 
 

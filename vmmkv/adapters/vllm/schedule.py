@@ -124,16 +124,23 @@ class Schedule:
         self._plan = StepPlan()
 
     def matched(
-        self, name: str, tokens: Tokens, namespace: Hashable, num_on_device: int, *, may_load: bool = True
+        self,
+        name: str,
+        tokens: Tokens,
+        namespace: Hashable,
+        num_on_device: int,
+        *,
+        beside: Callable[[int], bytes] | None = None,
+        may_load: bool = True,
     ) -> int | None:
         """Number of tokens, behind those on the device, that tiers have of a request; None for a request that has to wait.
 
         It may be asked again, also of a request that was preempted. The last token is always computed; all are for a request
-        that may not load: one for log-probabilities of its prompt, say.
+        that may not load: one for log-probabilities of its prompt, say. `beside`: see `KeyChain.of`; the first one counts.
         """
         request = self._requests.get(name)
         if request is None:
-            chain = self._start.of(np.empty(0, np.int32), namespace)
+            chain = self._start.of(np.empty(0, np.int32), namespace, beside)
             request = self._requests[name] = _Request(tokens=tokens, chain=chain)
         self._give_up_claims(request)
         request.num_on_device = num_on_device
