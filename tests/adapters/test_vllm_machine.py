@@ -226,7 +226,9 @@ class Engine(RuleBasedStateMachine):
             for blocks, more in zip(request.blocks, of_groups, strict=True):
                 blocks += more
             scheduled.append((request, of_groups if needed else (), num_new, False))
-        for request in [each for each in self.requests if each.state == "waiting"]:
+        waiting = [each for each in self.requests if each.state == "waiting"]
+        waiting.sort(key=lambda each: not each.num_computed)  # those that have loaded come first, as in vLLM
+        for request in waiting:
             hit = self.local_hit(request)
             if request.num_computed == 0:
                 on_device = len(hit[0]) * BLOCK_TOKENS

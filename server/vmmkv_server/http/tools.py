@@ -138,6 +138,19 @@ class ToolCall(WireRequest):
     function: CalledFunction
 
 
+_WITHOUT_TEXT: Final = ("assistant", "tool")
+"""Roles of turns that may have no text."""
+
+
+def say_which_have_text(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of a turn with `content` say which turns may be without."""
+    content = schema["properties"]["content"]
+    content["anyOf"] = [*content["anyOf"], {"type": "null"}]
+    schema["required"] = [name for name in schema["required"] if name != "content"]
+    has_text = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+    schema["anyOf"] = [{"properties": {"role": {"enum": [*_WITHOUT_TEXT]}}}, has_text]
+
+
 class TurnFields(WireRequest):
     """Calls in a turn of a conversation, or the call that it has the result of."""
 
@@ -152,7 +165,7 @@ class TurnFields(WireRequest):
         """A turn of calls alone has no text, a function may return nothing, and clients write an empty list for no calls."""
         if not isinstance(data, dict):
             return data
-        has_no_text = data.get("role") in ("assistant", "tool") and data.get("content") is None
+        has_no_text = data.get("role") in _WITHOUT_TEXT and data.get("content") is None
         has_no_calls = data.get("tool_calls") == []
         return data | ({"content": ""} if has_no_text else {}) | ({"tool_calls": None} if has_no_calls else {})
 
