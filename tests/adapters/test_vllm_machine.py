@@ -81,6 +81,7 @@ class Engine(RuleBasedStateMachine):
     )
     def make(self, num_blocks: int, records: int, has_cache: bool, seed: int, windows: tuple[int | None, ...]) -> None:
         self.windows = windows
+        self.most_tokens = (num_blocks - 1) * BLOCK_TOKENS  # of a request: as many as fit alone
         num_blocks, records = num_blocks * len(windows), records * len(windows)
         self.memory = torch.zeros(LAYERS, num_blocks, BLOCK_BYTES // LAYERS // 8, dtype=torch.int64)
         host = HostTier(records * RECORD_BYTES, record_bytes=RECORD_BYTES)
@@ -209,7 +210,7 @@ class Engine(RuleBasedStateMachine):
         for request in (running := [each for each in self.requests if each.state == "running"]):
             if request.state != "running":
                 continue
-            if grows and request.num_computed == len(request.tokens):
+            if grows and request.num_computed == len(request.tokens) < self.most_tokens:
                 request.tokens.append(7)
             self.take_back(request)
             num_new = min(budget, len(request.tokens) - request.num_computed)
