@@ -31,7 +31,7 @@ SUITES: Final = {
     "serve": Suite("the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes"),
     "collectives": Suite("sums, gathers and broadcasts over GPUs, by size and by way; needs two GPUs", in_all=False),
     "tiers": Suite("KV that leaves the device: bandwidth, first tokens of known prompts, conversations that do not fit"),
-    "engines": Suite("vLLM with vmmkv's tiers behind it, against vLLM alone; needs vLLM and a GPU", in_all=False),
+    "engines": Suite("vLLM with vmmkv's tiers or elastic memory, against vLLM alone; needs vLLM and a GPU", in_all=False),
     "transformers": Suite("a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits"),
     "quality": Suite("what quantised K and V cost a real model: perplexity, and the error of attention", in_all=False),
     "streaming": Suite("perplexity of a real model along a text of 4 times its trained length", in_all=False),

@@ -1,4 +1,4 @@
-"""vLLM with vmmkv's tiers behind it, or with elastic memory, against vLLM alone, each in a process of its own, in turn.
+"""vLLM with vmmkv's tiers behind it, or with elastic memory, against vLLM alone, each in processes of its own.
 
     nano      requests without reuse: what tiers cost that nobody needs, in throughput, and in the host's time for each step
     shared    requests that share a prefix: computed, out of vLLM's own cache, and with that emptied, out of the host tier
@@ -6,6 +6,7 @@
     restart   both kinds of prompts behind a restart of vLLM, out of the disk tier of the process before, or a holder's memory
     elastic   the requests of nano with elastic memory and without; seconds to give memory back, and to take it again
     conversations   four times as many tokens as vLLM's own cache has, also with vLLM's own offloading to the host
+    turns     two engines on one GPU, with bursts of requests in turn: half of the memory for each, or elastic memory
 
 vLLM's own cache is emptied by `reset_prefix_cache`, when the tiers have what they were given.
 """
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -34,12 +35,12 @@ from bench.systems.models import ServedModel, model_of
 from bench.systems.outside import Vllm
 from bench.systems.runs import ServedRun
 from bench.workloads import Workload, at_once, uniform
-from vmmkv.units import GIB, format_bytes, parse_bytes
+from vmmkv.units import GIB, MIB, format_bytes, parse_bytes
 from vmmkv_server.console import end
 
-PARTS: Final = ("nano", "shared", "first", "restart", "conversations", "elastic")
+PARTS: Final = ("nano", "shared", "first", "restart", "conversations", "elastic", "turns")
 ALONE, TIERED, OFFLOADING = "vLLM", "vLLM, vmmkv's tiers", "vLLM, its own offloading"
-ELASTIC: Final = "vLLM, elastic memory"
+ELASTIC, HALVES = "vLLM, elastic memory", "vLLM, a fixed half each"
 QUESTIONS: Final = (
     Question("vLLM with tiers that nobody needs, against vLLM alone", "throughput", ALONE, ours=TIERED, part="nano"),
     *(
@@ -47,6 +48,7 @@ QUESTIONS: Final = (
         for other in (ALONE, OFFLOADING)
     ),
     Question("vLLM with elastic memory, against vLLM alone", "throughput", ALONE, ours=ELASTIC, part="nano"),
+    Question("Two of vLLM that share elastic memory, against a fixed half each", "goodput", HALVES, ours=ELASTIC, part="turns"),
 )
 FIGURES: Final = (
     Drawing("engines-shared", "Requests that share a prefix, under vLLM", ("total",), r".+ shared: (?P<group>.+)"),
@@ -59,6 +61,7 @@ _CONNECTOR: Final = {
     "kv_load_failure_policy": "recompute",
 }
 _HOLDER, _HELD = "holder", "16GiB"
+"""Name of a holder's socket in the directory of a group of processes; memory of the one behind which vLLM restarts."""
 _HOST_GIB: Final = 32
 _HOST_BUDGET, _DISK_BUDGET = f"{_HOST_GIB}GiB", "16GiB"
 _SHARED_TOKENS, _OWN_TOKENS, _LONG_TOKENS = 4096, 64, 8192
@@ -75,6 +78,11 @@ _SCHEDULER_CALLS: Final = (
     *("build_connector_meta", "update_connector_output"),
 )
 _RESIZED_BYTES: Final = 32 * GIB
+_BURST_IN, _BURST_OUT = 1024, 512
+_FIRST_WITHIN_S: Final = 5.0
+"""Limit of goodput. To compute all prompts of a burst of Llama-3.1-8B takes about 3 s of an H200, whatever the memory."""
+_BESIDE_KV: Final = 0.2
+"""Part of the GPU that must be free when one of two engines starts: for weights and activations."""
 _END_S: Final = 60.0
 _QUIET_S: Final = 0.1
 """Behind the last store: the scheduler does not trust what it was told for so long."""
@@ -96,12 +104,18 @@ class Process:
     parts: tuple[Callable[..., Iterator[Measured]], ...]
     tiers: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
+    in_turns: bool = False
+    """Does it live beside the others of its group, which have their turns between its own?"""
 
 
 def cases_of(settings: Settings) -> dict[str, tuple[str, ...]]:
     """The systems, for each part."""
-    others = {"restart": (TIERED, ELASTIC), "conversations": (ALONE, TIERED, OFFLOADING), "elastic": (ALONE, ELASTIC)}
-    return dict.fromkeys(PARTS, (ALONE, TIERED)) | others
+    return dict.fromkeys(PARTS, (ALONE, TIERED)) | {
+        "restart": (TIERED, ELASTIC),
+        "conversations": (ALONE, TIERED, OFFLOADING),
+        "elastic": (ALONE, ELASTIC),
+        "turns": (HALVES, ELASTIC),
+    }
 
 
 def check(settings: Settings) -> None:
@@ -111,19 +125,20 @@ def check(settings: Settings) -> None:
 
 
 def run(recorder: Recorder) -> None:
-    """Each system, in a process of its own: vLLM takes all memory, and gives none back before its process ends."""
+    """Each system, in processes of its own: vLLM gives no memory back before its process ends."""
     settings = recorder.settings
-    for system in recorder.track([each for each in (ALONE, TIERED, OFFLOADING, ELASTIC) if settings.wants_case(each)]):
+    systems = (ALONE, TIERED, OFFLOADING, HALVES, ELASTIC)
+    for system in recorder.track([each for each in systems if settings.wants_case(each)]):
         with recorder.guarded(settings.shape.name, system):
             for kind in processes_of(system, settings):
                 with (
                     TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder,
                     _holder(kind, settings, Path(folder)),
                 ):
-                    for process in kind:
-                        for measured in _measured_apart(settings, process, Path(folder)):
-                            recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
-                            recorder.note(f"{measured.workload}: {measured.metric}")
+                    in_order = in_turns if any(each.in_turns for each in kind) else _one_by_one
+                    for measured in in_order([_measured_apart(settings, process, Path(folder)) for process in kind]):
+                        recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
+                        recorder.note(f"{measured.workload}: {measured.metric}")
 
 
 def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...]]:
@@ -138,6 +153,9 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
             option = {"holder": _HOLDER, "budget": _HELD, "fingerprint": "bench"}
             held = {"kv_cache_memory_bytes": parse_bytes(_HELD), "additional_config": {"vmmkv_elastic": option}}
             yield Process((measure_before_restart,), {}, held), Process((measure_behind_restart,), {}, held)
+    if system in (ELASTIC, HALVES):
+        if settings.wants("turns"):
+            yield (_of_turns(settings, is_elastic=system == ELASTIC),) * 2
         return
     if system == ALONE and settings.wants("elastic") and measure_nano not in wanted:
         wanted = (measure_nano, *wanted)
@@ -152,10 +170,42 @@ def processes_of(system: str, settings: Settings) -> Iterator[tuple[Process, ...
         yield (Process((measure_conversations,), host if system == TIERED else {}, {**little, **own}),)
 
 
+def _of_turns(settings: Settings, *, is_elastic: bool) -> Process:
+    """One of the two engines that have bursts in turn: addresses for all of their memory, or half of the memory."""
+    model, total_bytes = model_of(settings.shape.name, tiny=settings.small), bytes_of_turns(settings)
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": _BESIDE_KV,
+        "kv_cache_memory_bytes": total_bytes if is_elastic else total_bytes // 2,
+        "max_model_len": _BURST_IN + _BURST_OUT,
+        "max_num_seqs": requests_of_burst(total_bytes, model.row_bytes),
+    }
+    if is_elastic:
+        options["additional_config"] = {"vmmkv_elastic": {"arbiter": _HOLDER, "floor": str(total_bytes // 16)}}
+    return Process((measure_bursts,), {}, options, in_turns=True)
+
+
+def bytes_of_turns(settings: Settings) -> int:
+    """KV memory of both engines that have bursts in turn."""
+    return 128 * MIB if settings.small else 24 * GIB
+
+
+def requests_of_burst(total_bytes: int, row_bytes: int) -> int:
+    """Requests of a burst: at their end they fill 7/8 of all memory, which leaves the other engine its floor."""
+    return total_bytes * 7 // 8 // ((_BURST_IN + _BURST_OUT) * row_bytes)
+
+
+def _elastic_of(options: dict[str, Any]) -> dict[str, str]:
+    return options.get("additional_config", {}).get("vmmkv_elastic", {})  # type: ignore[no-any-return]
+
+
 @contextmanager
 def _holder(processes: tuple[Process, ...], settings: Settings, folder: Path) -> Iterator[None]:
-    """A holder process for those that want one. Raises: WrongNumbers if it does not start."""
-    if not any("holder" in each.options.get("additional_config", {}).get("vmmkv_elastic", {}) for each in processes):
+    """A holder process for those that name one, with as much memory as each has addresses.
+
+    Raises: WrongNumbers if it does not start.
+    """
+    budgets = [each.options["kv_cache_memory_bytes"] for each in processes if _HOLDER in _elastic_of(each.options).values()]
+    if not budgets:
         yield
         return
     path = folder / _HOLDER
@@ -167,7 +217,7 @@ def _holder(processes: tuple[Process, ...], settings: Settings, folder: Path) ->
         "--socket",
         str(path),
         "--budget",
-        _HELD,
+        str(max(budgets)),
         "--device",
         str(settings.device),
     ]
@@ -190,27 +240,50 @@ def _quarter_bytes(settings: Settings) -> int:
     return num_tokens * settings.shape.layout.row_bytes // SHARE
 
 
-def _measured_apart(settings: Settings, process: Process, folder: Path) -> Iterator[Measured]:
-    """Yield what another process measures, as it comes. Raises: WrongNumbers, telling its error."""
+def _one_by_one(processes: Iterable[Iterator[Measured]]) -> Iterator[Measured]:
+    for process in processes:
+        yield from process
+
+
+def in_turns(processes: Iterable[Generator[Measured]]) -> Iterator[Measured]:
+    """What processes measure that live at the same time: only one at a time starts, or goes on to its next sample.
+
+    Yields their samples together, at the end.
+    """
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    with ExitStack() as stack:
+        for turn in zip(*(stack.enter_context(closing(each)) for each in processes), strict=True):
+            for measured in turn:
+                samples.setdefault((measured.workload, measured.metric, measured.unit), []).extend(measured.samples)
+    yield from (Measured(*names, found) for names, found in samples.items())
+
+
+def _measured_apart(settings: Settings, process: Process, folder: Path) -> Generator[Measured]:
+    """Yield what another process measures, as it comes. The process goes on when the next is asked for.
+
+    Raises: WrongNumbers, telling its error.
+    """
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(sender, settings, process, folder))
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_measure, args=(theirs, settings, process, folder))
     child.start()
-    sender.close()
+    theirs.close()
     try:
-        while (received := receiver.recv()) is not None:
+        while (received := ours.recv()) is not None:
             if isinstance(received, str):
                 raise WrongNumbers(received)
             yield received
-    except EOFError:
+            ours.send("go on")
+    except (EOFError, ConnectionError):
         raise WrongNumbers("a process of vLLM has ended in the middle") from None
     finally:
+        ours.close()  # by which one that waits for its turn ends
         child.join(_END_S)
         child.kill()
 
 
-def _measure(sender: Any, settings: Settings, process: Process, folder: Path) -> None:
-    """In a process of its own: measure everything that was asked for, and send it."""
+def _measure(connection: Any, settings: Settings, process: Process, folder: Path) -> None:
+    """In a process of its own: measure everything that was asked for, send it, and go on when told to."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector is here, and is asked when it is done
     try:
         model = model_of(settings.shape.name, tiny=settings.small)
@@ -218,21 +291,23 @@ def _measure(sender: Any, settings: Settings, process: Process, folder: Path) ->
         extra = {"kv_connector_extra_config": {**tiers, "fingerprint": "bench"}}
         options: dict[str, Any] = {"kv_transfer_config": {**_CONNECTOR, **extra}} if process.tiers else {}
         options |= process.options
-        if elastic := options.get("additional_config", {}).get("vmmkv_elastic"):  # which has a holder
-            options["additional_config"] = {"vmmkv_elastic": {**elastic, "holder": str(folder / _HOLDER)}}
         if "additional_config" in options:
+            elastic = _elastic_of(options)
+            sockets = {name: str(folder / _HOLDER) for name, value in elastic.items() if value == _HOLDER}
+            options["additional_config"] = {"vmmkv_elastic": {**elastic, **sockets}}
             import_module("vmmkv.adapters.vllm.elastic").install()  # where vmmkv is on the path and not installed
         vllm = Vllm(model, settings, load_format="dummy", **options)
         for part in process.parts:
             for measured in part(vllm, model, settings, bool(process.tiers)):
-                sender.send(measured)
+                connection.send(measured)
+                connection.recv()
         vllm.close()  # by which the tiers keep what they have
-        sender.send(None)
+        connection.send(None)
     except BaseException as error:
-        sender.send(f"{type(error).__name__}: {error}")
+        connection.send(f"{type(error).__name__}: {error}")
         raise
     finally:
-        sender.close()
+        connection.close()
         end(0)
 
 
@@ -369,6 +444,34 @@ def measure_conversations(vllm: Vllm, model: ServedModel, settings: Settings, ha
     num_out = sizes.count * sizes.turns * sizes.out
     yield Measured(name, "throughput", "tok/s", [num_out / run.seconds for run in runs])
     yield Measured(name, "tokens cached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
+
+
+def measure_bursts(vllm: Vllm, model: ServedModel, settings: Settings, has_tiers: bool) -> Iterator[Measured]:
+    """Bursts of requests that were never there before. Behind each, another engine may have its turn.
+
+    The first one compiles, and has no samples.
+    """
+    total_bytes = bytes_of_turns(settings)
+    count = requests_of_burst(total_bytes, model.row_bytes)
+    burst_bytes = count * (_BURST_IN + _BURST_OUT) * model.row_bytes
+    name = (
+        f"{model.name} turns: bursts of {count} requests, {_BURST_IN} in, {_BURST_OUT} out, "
+        f"{format_bytes(burst_bytes)} of {format_bytes(total_bytes)}, first tokens within {_FIRST_WITHIN_S:g} s"
+    )
+    for number in range(settings.repeat + 1):
+        prompts = [model.tokens(settings.seed, _BURST_IN, 7, number, each).tolist() for each in range(count)]
+        ran = vllm.run(_prompts(prompts, _BURST_OUT), keep=True)
+        for metric, unit, samples in (
+            ("goodput", "tok/s", [goodput(ran, _FIRST_WITHIN_S)]),
+            ("throughput", "tok/s", [count * _BURST_OUT / ran.seconds]),
+            ("first token", "ms", [1e3 * each.first_s for each in ran.served]),
+        ):
+            yield Measured(name, metric, unit, samples if number else [])
+
+
+def goodput(ran: ServedRun, first_within_s: float) -> float:
+    """Output tokens a second of the requests whose first token came within a limit."""
+    return sum(len(each.tokens) for each in ran.served if each.first_s <= first_within_s) / ran.seconds
 
 
 def _three_ways(vllm: Vllm, workload: Workload, has_tiers: bool) -> Iterator[tuple[str, ServedRun]]:

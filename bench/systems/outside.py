@@ -202,7 +202,7 @@ class Vllm:
     def __init__(self, model: ServedModel, settings: Settings, **options: Any) -> None:
         """Open it over the engine's weights, or over its own random ones if `load_format="dummy"` is among `options`.
 
-        `options`: further ones of `vllm.LLM`.
+        `options`: further ones of `vllm.LLM`, or others in place of the limits and the share of memory.
         """
         vllm = import_module("vllm")
         self._params: Final = vllm.SamplingParams
@@ -215,12 +215,14 @@ class Vllm:
             self._llm: Any = vllm.LLM(
                 str(folder),
                 skip_tokenizer_init=True,
-                gpu_memory_utilization=0.9,
-                max_model_len=min(model.reach, _VLLM_TOKENS),
-                max_num_seqs=of_users(settings)["max_num_seqs"],
                 seed=settings.seed,
                 stream_interval=_VLLM_TOKENS,
-                **options,
+                **{
+                    "gpu_memory_utilization": 0.9,
+                    "max_model_len": min(model.reach, _VLLM_TOKENS),
+                    "max_num_seqs": of_users(settings)["max_num_seqs"],
+                    **options,
+                },
             )
         self.name: Final = f"vLLM {vllm.__version__}"
         self.dtype: Final[torch.dtype] = self._llm.model_config.dtype

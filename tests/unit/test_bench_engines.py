@@ -12,8 +12,9 @@ from bench.systems.models import model_of
 from bench.systems.runs import Served, ServedRun
 from tests.unit.recorded import SETTINGS
 from vmmkv.adapters.vllm.elastic.memory import ElasticBlocks, Run
+from vmmkv.adapters.vllm.elastic.options import ElasticOptions
 from vmmkv.driver.host import HostDriver
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import GIB, PAGE_BYTES
 
 SMALL = replace(SETTINGS, sequences=4, repeat=1)
 MODEL = model_of("llama-3.1-8b", tiny=True)
@@ -130,6 +131,80 @@ def test_elastic_memory_is_measured_beside_vllm_alone():
     ((alone,),) = engines.processes_of(engines.ALONE, settings)
     assert not alone.options and alone.parts == (engines.measure_nano,)
     assert not [*engines.processes_of(engines.TIERED, settings)]
+
+
+def test_two_engines_in_turn_have_half_of_the_memory_each_or_addresses_for_all_of_it():
+    settings = replace(SMALL, parts=("turns",))
+    total_bytes = engines.bytes_of_turns(settings)
+    ((half, other),), (elastic,) = ([*engines.processes_of(system, settings)] for system in (engines.HALVES, engines.ELASTIC))
+    assert half == other and half.in_turns and half.options["kv_cache_memory_bytes"] == total_bytes // 2
+    assert elastic[0] == elastic[1] and elastic[0].options["kv_cache_memory_bytes"] == total_bytes
+    options = ElasticOptions.of(elastic[0].options["additional_config"]["vmmkv_elastic"] | {"arbiter": "/a/socket"})
+    burst_bytes = half.options["max_num_seqs"] * half.options["max_model_len"] * MODEL.row_bytes
+    assert burst_bytes + options.floor_bytes < total_bytes
+    assert not [*engines.processes_of(engines.ALONE, settings)] and not [*engines.processes_of(engines.TIERED, settings)]
+
+
+@pytest.mark.parametrize(("shape", "count"), [("llama-3.1-8b", 112), ("qwen3-0.6b", 128)])
+def test_a_burst_fills_seven_eighths_of_the_memory(shape, count):
+    assert engines.requests_of_burst(24 * GIB, model_of(shape, tiny=False).row_bytes) == count
+
+
+def test_goodput_counts_all_tokens_of_requests_whose_first_one_came_in_time():
+    served = [Served(0.0, 8, [1, 2, 3], [first_s, first_s, 9.0]) for first_s in (0.5, 2.0, 2.1)]
+    assert engines.goodput(ServedRun(served, 10.0), 2.0) == pytest.approx(0.6)
+
+
+def test_a_burst_has_other_requests_than_those_before_and_the_first_one_is_not_measured():
+    prompts = set()
+
+    class Burst(StandIn):
+        def run(self, workload, *, keep=False):
+            prompts.update(tuple(ask.prompt.tolist()) for ask in workload.asks)
+            return super().run(workload, keep=keep)
+
+    vllm = Burst()
+    measured = [*engines.measure_bursts(vllm, MODEL, SMALL, False)]
+    ((count, keep), *_) = vllm.asked
+    assert keep and len(vllm.asked) == SMALL.repeat + 1 and len(prompts) == count * len(vllm.asked)
+    assert [(each.metric, len(each.samples)) for each in measured] == [
+        *(("goodput", 0), ("throughput", 0), ("first token", 0)),
+        *(("goodput", 1), ("throughput", 1), ("first token", count)),
+    ]
+    assert measured[3].samples == measured[4].samples, "all came in time"
+
+
+def test_engines_in_turn_go_on_one_at_a_time_and_their_samples_come_together():
+    done = []
+
+    def process(name):
+        for number in range(3):
+            done.append((number, name))
+            yield engines.Measured("work", "goodput", "tok/s", [number] if number else [])
+
+    assert [*engines.in_turns([process("one"), process("other")])] == [
+        engines.Measured("work", "goodput", "tok/s", [1, 1, 2, 2])
+    ]
+    assert done == [(number, name) for number in range(3) for name in ("one", "other")]
+
+
+def test_an_engine_that_fails_ends_the_other_one():
+    ended = []
+
+    def waits():
+        try:
+            while True:
+                yield engines.Measured("work", "goodput", "tok/s", [1.0])
+        finally:
+            ended.append(True)
+
+    def fails():
+        yield engines.Measured("work", "goodput", "tok/s", [1.0])
+        raise WrongNumbers("it has failed")
+
+    with pytest.raises(WrongNumbers, match="it has failed"):
+        list(engines.in_turns([waits(), fails()]))
+    assert ended == [True]
 
 
 class Pool:
