@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -135,7 +136,7 @@ def run(recorder: Recorder) -> None:
                     TemporaryDirectory(prefix="vmmkv-bench-", dir=settings.dir) as folder,
                     _holder(kind, settings, Path(folder)),
                 ):
-                    in_order = in_turns if any(each.in_turns for each in kind) else _one_by_one
+                    in_order = in_turns if any(each.in_turns for each in kind) else chain.from_iterable
                     for measured in in_order([_measured_apart(settings, process, Path(folder)) for process in kind]):
                         recorder.samples(measured.workload, system, measured.metric, measured.unit, measured.samples)
                         recorder.note(f"{measured.workload}: {measured.metric}")
@@ -240,15 +241,10 @@ def _quarter_bytes(settings: Settings) -> int:
     return num_tokens * settings.shape.layout.row_bytes // SHARE
 
 
-def _one_by_one(processes: Iterable[Iterator[Measured]]) -> Iterator[Measured]:
-    for process in processes:
-        yield from process
-
-
 def in_turns(processes: Iterable[Generator[Measured]]) -> Iterator[Measured]:
-    """What processes measure that live at the same time: only one at a time starts, or goes on to its next sample.
+    """Yield the samples of processes that live at the same time, all together at the end.
 
-    Yields their samples together, at the end.
+    Only one process at a time starts, or goes on to its next sample.
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
     with ExitStack() as stack:

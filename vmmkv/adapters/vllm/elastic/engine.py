@@ -287,8 +287,8 @@ class ElasticEngine:
 
         @functools.wraps(count)
         def get_num_blocks_to_allocate(*, new_computed_blocks: Any, total_computed_tokens: int, **named: Any) -> int:
-            more = {"new_computed_blocks": new_computed_blocks, "total_computed_tokens": total_computed_tokens}
-            num_blocks: int = count(**more, **named)
+            named |= {"new_computed_blocks": new_computed_blocks, "total_computed_tokens": total_computed_tokens}
+            num_blocks: int = count(**named)
             found = [block for blocks in new_computed_blocks for block in blocks if not block.ref_cnt and not block.is_null]
             is_running = total_computed_tokens > 0 and not any(new_computed_blocks)  # a waiting one has found what is computed
             pool.prepare(num_blocks - len(found), len(found), is_running=is_running)
