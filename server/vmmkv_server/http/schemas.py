@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from vmmkv_server.http.tools import ToolChoiceFields, ToolFields, TurnFields, say_which_have_text
+from vmmkv_server.http.tools import ToolChoiceFields, ToolFields, TurnFields
 from vmmkv_server.http.wire import Unserved, WireRequest, refusal, without_nulls
 from vmmkv_server.kv_policy import KVPolicyLike
 from vmmkv_server.sampling_params import (
@@ -560,7 +560,7 @@ class CompletionRequest(GenerationRequest):
 class ChatMessage(TurnFields):
     """One turn of a conversation. All that it has beside role and content goes to the template too, which may show it."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=say_which_have_text)
+    model_config = ConfigDict(extra="allow")
     unserved: ClassVar[Unserved] = {
         **dict.fromkeys(("refusal", "function_call", "audio"), ()),
         "prefix": (False,),

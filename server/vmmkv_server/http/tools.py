@@ -142,9 +142,11 @@ _WITHOUT_TEXT: Final = ("assistant", "tool")
 """Roles of turns that may have no text."""
 
 
-def say_which_have_text(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of a turn with `content` say which turns may be without."""
-    content = schema["properties"]["content"]
+def _say_which_have_text(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of a turn say which turns may be without `content`; that of TurnFields alone has none."""
+    content = schema["properties"].get("content")
+    if content is None:
+        return
     content["anyOf"] = [*content["anyOf"], {"type": "null"}]
     schema["required"] = [name for name in schema["required"] if name != "content"]
     has_text = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
@@ -154,6 +156,7 @@ def say_which_have_text(schema: dict[str, Any]) -> None:
 class TurnFields(WireRequest):
     """Calls in a turn of a conversation, or the call that it has the result of."""
 
+    model_config = ConfigDict(json_schema_extra=_say_which_have_text)
     tool_calls: list[ToolCall] | None = None
     """Calls that the assistant made."""
     tool_call_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
